@@ -1,0 +1,94 @@
+"""Watches the doors of a model: what every cast did to input, weight and grad_output of every layer.
+
+A forward hook on each Quantizer sees the very tensor and operands that the GEMMs get, so nothing is simulated and the
+training step is bit-identical with and without. Off means not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ottava.debug.statistics import STATISTICS, Tally, measure
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantizer import LinearQuantizers
+
+Key = tuple[str, str, str, QuantizationSpec]
+"""(layer, tensor, direction, spec)."""
+
+
+class Observation:
+    """What the doors saw, merged over calls."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[Key, Tally] = {}
+
+    def add(self, key: Key, tally: Tally) -> None:
+        """Merges one cast."""
+        self.tallies[key] = self.tallies.get(key, Tally()) + tally
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per layer x tensor x direction: format, granularity and every statistic.
+
+        direction "row" is x as fprop (dgrad for grad_output) contracts it, "col" is x.T where it was cast on its own.
+        """
+        rows = []
+        for (layer, tensor, direction, spec), tally in self.tallies.items():
+            place = {"layer": layer, "tensor": tensor, "direction": direction}
+            cast = {"format": spec.format.name, "granularity": str(spec.granularity)}
+            rows.append({**place, **cast, **{s.name: s.finish(tally) for s in STATISTICS.values()}})
+        return rows
+
+
+@contextmanager
+def observe(model: nn.Module) -> Iterator[Observation]:
+    """Collects statistics of every cast in the ottava layers of a model while the context lasts.
+
+    Edge cases: layers in high precision cast nothing and have no rows. Numbers are read back at every cast: for a look
+    at some steps, not for every step on a GPU.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> with ottava.debug.observe(model) as seen:
+        ...     model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> [(row["tensor"], row["format"], row["underflow_pct"]) for row in seen.table()]
+        [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
+    """
+    seen = Observation()
+    handles = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearQuantizers):
+            continue
+        layer = name.removesuffix("quantizers").removesuffix(".")
+        for tensor, door in module.named_children():
+            handles.append(door.register_forward_hook(_Watcher(seen, layer, tensor), with_kwargs=True))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Watcher:
+    """The hook of one door."""
+
+    def __init__(self, seen: Observation, layer: str, tensor: str) -> None:
+        self.seen, self.layer, self.tensor = seen, layer, tensor
+
+    def __call__(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x: Tensor = args[0]
+        row, col = output
+        if isinstance(row, QuantizedTensor):
+            self.seen.add((self.layer, self.tensor, "row", row.spec), measure(x, row))
+        shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
+        if isinstance(col, QuantizedTensor) and not shared:
+            self.seen.add((self.layer, self.tensor, "col", col.spec), measure(x.t(), col))
+
+
+def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return a.data.data_ptr() == b.data.data_ptr()

@@ -1,0 +1,38 @@
+"""How ottava refuses: every message says what was got, what is needed and what to do.
+
+Two tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name
+that somebody does, and `RefusesUnknownFields` gives a frozen dataclass a constructor that refuses typos. The failure
+this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, Self
+
+
+def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
+    """The sentence for an unknown name: what was got, the nearest known name, and all that are known.
+
+    Example:
+        >>> unknown_name("recipe", "rowise", ("bf16", "rowwise"))
+        "unknown recipe 'rowise'; did you mean 'rowwise'? known: bf16, rowwise"
+    """
+    names = list(known)
+    nearest = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ";"
+    return f"unknown {kind} {got!r}{hint} known: {', '.join(names)}"
+
+
+class RefusesUnknownFields:
+    """Mixin for dataclasses: an unknown keyword raises TypeError that names the nearest field."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # __new__ sees the keywords before the dataclass's own __init__ can say less about them.
+        known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]  # every user is a dataclass
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}: {unknown_name('field', name, known)}")
+        return super().__new__(cls)

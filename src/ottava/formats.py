@@ -1,0 +1,173 @@
+"""Number formats as data: a `Format` stores eight facts, and every other number about it is derived.
+
+A code (an unsigned integer of `bits` bits) is sign | exponent | mantissa, and stands for
+
+    (-1)**sign * 2**(exponent - bias) * (1 + mantissa / 2**mantissa_bits)      exponent field > 0: normal
+    (-1)**sign * 2**(1 - bias)        * (0 + mantissa / 2**mantissa_bits)      exponent field = 0: zero, subnormal
+
+unless `specials` reserves it for infinity or NaN. Adding a format is adding one entry at the end of this file: tables,
+rounding, scaling, recipes and the tests pick it up. Rounding and casts live in `rounding`, scales in `scaling`.
+
+Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0; OCP Microscaling Formats (MX) v1.0; IEEE 754-2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from ottava.errors import RefusesUnknownFields, unknown_name
+
+Specials = Literal["ieee", "fn", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(RefusesUnknownFields):
+    """A binary floating-point format. Equal facts, equal formats; hashable.
+
+    Raises:
+        ValueError: a width is negative or the format would hold no code.
+
+    Example:
+        >>> E4M3.max, E4M3.min_normal, E4M3.min_subnormal, E4M3.eps
+        (448.0, 0.015625, 0.001953125, 0.125)
+    """
+
+    name: str
+    """What the field calls it: E4M3."""
+    exponent_bits: int
+    """Width of the exponent field."""
+    mantissa_bits: int
+    """Width of the stored mantissa, without the implied one."""
+    bias: int
+    """Subtracted from the exponent field."""
+    specials: Specials
+    """"ieee": the top exponent is infinity and NaN. "fn": one NaN (all ones), no infinity. "none": only numbers."""
+    signed: bool = True
+    """False for pure scales (E8M0)."""
+    has_zero: bool = True
+    """False where exponent field 0 is an ordinary power of two (E8M0): then there are no subnormals either."""
+    dtype: torch.dtype | None = None
+    """torch's storage type; None where torch has none: codes are then held one a byte in uint8."""
+
+    def __post_init__(self) -> None:
+        if self.exponent_bits < 1 or self.mantissa_bits < 0:
+            raise ValueError(
+                f"format {self.name!r}: {self.exponent_bits} exponent and {self.mantissa_bits} mantissa bits; "
+                f"at least 1 and 0 are needed"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Width of a code, the sign included."""
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """What holds a code in memory: the torch type, or uint8 with one code a byte."""
+        return self.dtype or torch.uint8
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest number."""
+        top = (1 << self.exponent_bits) - 1
+        # "ieee" gives the whole top exponent away; "fn" only its last mantissa, which is all of it without a mantissa.
+        reserved = self.specials == "ieee" or (self.specials == "fn" and self.mantissa_bits == 0)
+        return top - int(reserved) - self.bias
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal number."""
+        return int(self.has_zero) - self.bias
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        last = 2 if self.specials == "fn" and self.mantissa_bits > 0 else 1  # "fn" spends the last mantissa on NaN
+        return math.ldexp(2 - last * self.eps, self.emax)
+
+    @property
+    def lowest(self) -> float:
+        """Smallest number of all: -max with a sign bit, else 0 or the smallest positive number."""
+        if self.signed:
+            return -self.max
+        return 0.0 if self.has_zero else self.min_normal
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest positive number with full precision."""
+        return math.ldexp(1.0, self.emin)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive number."""
+        return self.min_normal * self.eps if self.has_zero else self.min_normal
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next number. Rounding to nearest errs by at most eps / 2, relatively."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether some code is infinity."""
+        return self.specials == "ieee"
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code is NaN."""
+        return self.specials != "none"
+
+    @property
+    def range_bits(self) -> float:
+        """log2(max / min_subnormal): how many octaves fit in."""
+        return math.log2(self.max) - math.log2(self.min_subnormal)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format(name="E4M3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn", dtype=torch.float8_e4m3fn)
+E5M2 = Format(name="E5M2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee", dtype=torch.float8_e5m2)
+E8M0 = Format(
+    name="E8M0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    specials="fn",
+    signed=False,
+    has_zero=False,
+    dtype=torch.float8_e8m0fnu,
+)
+E2M1 = Format(name="E2M1", exponent_bits=2, mantissa_bits=1, bias=1, specials="none")
+E2M3 = Format(name="E2M3", exponent_bits=2, mantissa_bits=3, bias=1, specials="none")
+E3M2 = Format(name="E3M2", exponent_bits=3, mantissa_bits=2, bias=3, specials="none")
+BF16 = Format(name="BF16", exponent_bits=8, mantissa_bits=7, bias=127, specials="ieee", dtype=torch.bfloat16)
+FP16 = Format(name="FP16", exponent_bits=5, mantissa_bits=10, bias=15, specials="ieee", dtype=torch.float16)
+FP32 = Format(name="FP32", exponent_bits=8, mantissa_bits=23, bias=127, specials="ieee", dtype=torch.float32)
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1, E2M3, E3M2, BF16, FP16, FP32)}
+)
+
+
+def get_format(name: str | Format) -> Format:
+    """The registered format of that name, in any case; a Format passes through.
+
+    Raises:
+        ValueError: nobody knows the name; the nearest known one is named.
+
+    Example:
+        >>> get_format("e4m3").max
+        448.0
+    """
+    if isinstance(name, Format):
+        return name
+    if name.upper() not in FORMATS:
+        raise ValueError(unknown_name("format", name, FORMATS))
+    return FORMATS[name.upper()]

@@ -1,0 +1,13 @@
+"""What really computes: one file a backend, each with a `supports_*` beside each operation that says why not.
+
+`reference` is the truth: plain torch, any device. The others must give the same codes, scales and amax bit for bit, and
+GEMMs within the rounding of one fp32 accumulation. A kernel file is a module with these names:
+
+    NAME             what receipts call it
+    NATIVE           whether FP8 operands stay FP8 inside the GEMM (False: emulated)
+    supports_gemm    (a, b, out_dtype, bias) -> None, or the reason why not
+    gemm             (a, b, out_dtype, bias, fast_accum) -> Tensor
+    padding          (a, b) -> what it zero-pads, "" if nothing
+
+Which one runs is decided in `ops`, from an explicit tuple.
+"""

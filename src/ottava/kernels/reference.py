@@ -1,0 +1,117 @@
+"""The truth: quantize and GEMM in plain torch on any device. Every other kernel is tested against this file.
+
+    quantize   q = round_to_format(x * scale)                     in fp32, block by block
+    gemm       y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
+
+The GEMM emulates a tensor core with a full fp32 accumulator: codes are decoded exactly, products are exact in fp32
+(E4M3 and E5M2 have at most 4 significant bits), sums are fp32, scales come in after the sum (after each block of K
+where blocks run along K), and there is ONE rounding to the output type. What it does not model is the shorter
+accumulator of Hopper's tensor cores (about 14 bits between promotions).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import check_input_dtype, decode, encode
+from ottava.scaling import Granularity, amax, compute_scale
+
+NAME = "reference"
+NATIVE = False
+
+
+class Cast(NamedTuple):
+    """What a quantize kernel gives."""
+
+    data: Tensor
+    """Codes (R, C)."""
+    scale_inv: Tensor
+    """fp32, one entry per block."""
+    amax: Tensor
+    """fp32, one entry per block: the largest magnitude before the cast."""
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+    """Casts x (R, C) to spec, with its own scale or a given one.
+
+    Args:
+        x: fp32, bf16 or fp16; any strides, also empty.
+        scale: one entry that multiplies (delayed scaling); where it is 0, the current scale is taken: no history yet.
+    Raises:
+        TypeError: dtype.  ValueError: x is not a matrix.
+    """
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2:
+        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    block_amax = amax(x, spec.granularity)
+    current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
+    if scale is None:
+        factor, scale_inv = current
+    else:
+        given = scale.reshape(1, 1).expand_as(block_amax)
+        factor = torch.where(given > 0, given, current.scale)
+        scale_inv = torch.where(given > 0, given.reciprocal(), current.scale_inv)
+    y = x.to(torch.float32) * spec.granularity.expand(factor, (x.shape[0], x.shape[1]))
+    return Cast(encode(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
+
+
+def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
+    """Takes everything."""
+    return None
+
+
+def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Pads nothing: ragged blocks are sliced."""
+    return ""
+
+
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+) -> Tensor:
+    """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
+    y = _accumulate(a, b)
+    if bias is not None:
+        y += bias.to(torch.float32)
+    return y.to(out_dtype)
+
+
+def _accumulate(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+    """The fp32 sum, scaled."""
+    one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
+    if not one_block and _exact_in_fp32(a.spec) and _exact_in_fp32(b.spec):
+        # the scales are powers of two: scaling the operands first gives the same products without rounding
+        return a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
+    a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
+    if one_block:
+        return _scale(a_codes @ b_codes.t(), a, b, 0)
+    k = a.shape[1]
+    step = _block_columns(a.spec.granularity, b.spec.granularity, k)
+    y = a_codes.new_zeros(a.shape[0], b.shape[0])
+    for start in range(0, k, step):
+        stop = min(start + step, k)
+        y += _scale(a_codes[:, start:stop] @ b_codes[:, start:stop].t(), a, b, start)
+    return y
+
+
+def _exact_in_fp32(spec: QuantizationSpec) -> bool:
+    """Whether code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs)."""
+    return spec.scale_format != "fp32"
+
+
+def _block_columns(a: Granularity, b: Granularity, k: int) -> int:
+    return math.gcd(a.cols or k, b.cols or k) if a.cols or b.cols else k
+
+
+def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:
+    """sums (M, N) over the block of K that begins at `start`, times the scales of that block."""
+    for operand, rows_first in ((a, True), (b, False)):
+        granularity = operand.spec.granularity
+        column = start // granularity.cols if granularity.cols else 0
+        scale_inv = granularity.expand(operand.scale_inv[:, column : column + 1], (operand.shape[0], 1))
+        sums *= scale_inv if rows_first else scale_inv.t()
+    return sums

@@ -1,0 +1,180 @@
+"""Puts a model under a recipe, in place: every nn.Linear that gains becomes an ottava Linear with the same Parameters.
+
+Only the class of a layer changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
+parameters and references to the layer all stay valid. What was not converted is reported with the reason: five projects
+have shipped FP8 flags that did nothing, silently.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ottava.errors import unknown_name
+from ottava.nn.linear import Linear
+from ottava.recipe import Recipe, get_recipe
+
+Filter = Callable[[str, nn.Linear], bool | str | None]
+"""(full name, layer) -> True or None: convert it; False or a reason: do not."""
+
+_HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
+_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
+_SMALLEST = 32
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` did: names of the converted layers, and the reason for each that was not."""
+
+    model: nn.Module
+    """The model itself, changed in place."""
+    recipe: Recipe
+    """The recipe it is under."""
+    converted: tuple[str, ...]
+    """Full names."""
+    skipped: Mapping[str, str]
+    """Full name -> why not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "converted": list(self.converted),
+            "skipped": dict(self.skipped),
+        }
+
+    def __str__(self) -> str:
+        total = len(self.converted) + len(self.skipped)
+        lines = [f"{len(self.converted)} of {total} linear layers under recipe {self.recipe.name!r}"]
+        lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Filter | None = None) -> ConversionReport:
+    """Puts the nn.Linear layers of a model under a recipe, in place.
+
+    Args:
+        model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe.
+        recipe: a Recipe or its name; its overrides are matched against full layer names.
+        filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
+            one, call it from yours.
+    Returns:
+        ConversionReport; `.model` is the model.
+    Raises:
+        ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given): nothing
+            has been changed then.
+    Warns: when no layer at all was converted under a recipe that quantizes.
+    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16()
+        >>> print(ottava.convert(model, "rowwise"))
+        1 of 2 linear layers under recipe 'rowwise'
+          2: 10 features on one side: below 32 a cast costs more than the GEMM saves
+        >>> print(ottava.convert(model, "tensorwise", filter=lambda name, layer: True))
+        2 of 2 linear layers under recipe 'tensorwise'
+    """
+    recipe = get_recipe(recipe)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _check_patterns(recipe, layers)
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    converted: list[str] = []
+    skipped: dict[str, str] = {}
+    for name, layer in layers.items():
+        reason = _refusal(name, layer, tied, filter or default_filter)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        layer.__class__ = Linear  # a no-op for one that is ottava's already
+        assert isinstance(layer, Linear)
+        layer.adopt(recipe, name)
+        converted.append(name)
+    report = ConversionReport(model, recipe, tuple(converted), skipped)
+    if recipe.quantized and not converted:
+        warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)
+    return report
+
+
+def default_filter(name: str, layer: nn.Linear) -> str | None:
+    """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
+
+    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small
+    and hold what is being learned.
+
+    Example:
+        >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
+        ('output head: sensitive, and its input feeds the loss directly', None)
+    """
+    parts = name.split(".")
+    if parts[-1] in _HEADS:
+        return "output head: sensitive, and its input feeds the loss directly"
+    if any(part.startswith("lora_") for part in parts):
+        return "LoRA adapter: small, and all that is being trained"
+    if parts[-1] in _ROUTERS:
+        return "router: a rounding error changes which expert runs"
+    smallest = min(layer.in_features, layer.out_features)
+    if smallest < _SMALLEST:
+        return f"{smallest} features on one side: below {_SMALLEST} a cast costs more than the GEMM saves"
+    return None
+
+
+def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int = 1, last: int = 1) -> Recipe:
+    """The recipe with the first and last blocks of a model in BF16, where FP8 usually hurts first.
+
+    Blocks are the children of the longest nn.ModuleList or nn.Sequential that holds linear layers.
+
+    Raises:
+        ValueError: no such list, or fewer blocks than are to be kept.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(64, 64)}) for _ in range(4))
+        >>> [o.pattern for o in keep_first_last_bf16("tensorwise", Net(), first=1, last=2).overrides]
+        ['layers.0.*', 'layers.2.*', 'layers.3.*']
+    """
+    recipe = get_recipe(recipe)
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(isinstance(m, nn.Linear) for m in module.modules())
+    ]
+    if not lists:
+        raise ValueError("keep_first_last_bf16: the model has no nn.ModuleList of blocks; use recipe.override(pattern)")
+    name, blocks = max(lists, key=lambda item: len(item[1]))
+    if first < 0 or last < 0 or first + last > len(blocks):
+        raise ValueError(f"keep_first_last_bf16: {name or 'the model'} has {len(blocks)} blocks; got {first} + {last}")
+    prefix = f"{name}." if name else ""
+    for index in (*range(first), *range(len(blocks) - last, len(blocks))):
+        # a block may itself be a linear layer, without a dot behind its number
+        inside = "" if isinstance(blocks[index], nn.Linear) else ".*"
+        recipe = recipe.override(f"{prefix}{index}{inside}", "bf16")
+    return recipe
+
+
+def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str | None:
+    if type(layer) not in (nn.Linear, Linear):
+        return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
+    if id(layer.weight) in tied:
+        return "weight tied to an embedding"
+    if not layer.weight.is_floating_point():
+        return f"weight is {layer.weight.dtype}"
+    answer = filter(name, layer)
+    if isinstance(answer, str):
+        return answer
+    return "refused by the filter" if answer is False else None
+
+
+def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Linear]) -> None:
+    for override in recipe.overrides:
+        if not any(fnmatch.fnmatchcase(name, override.pattern) for name in layers):
+            raise ValueError(
+                f"recipe {recipe.name!r}: no linear layer matches. {unknown_name('pattern', override.pattern, layers)}"
+            )

@@ -1,0 +1,193 @@
+"""What really ran: a receipt of every linear layer's last forward and backward.
+
+Silent fallback is the most repeated failure of FP8 training: flags that do nothing, layers that quietly stay in BF16.
+The engine writes down what each GEMM ran as it runs it; here that becomes a table, and `assert_fp8` a check for CI.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ottava.nn.linear import Linear
+from ottava.ops import GemmRecord
+from ottava.recipe import GEMMS, GemmRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptRow:
+    """One GEMM of one layer."""
+
+    layer: str
+    """Full name."""
+    gemm: str
+    """fprop, dgrad or wgrad; "all" for a layer that is not ottava's."""
+    operands: str
+    """Formats and granularities of both sides."""
+    kernel: str
+    """What ran; "-" if nothing did."""
+    shape: str
+    """M x N x K."""
+    padding: str
+    """What was zero-padded."""
+    fp8: bool
+    """Whether both operands were quantized."""
+    native: bool
+    """Whether they stayed so inside the GEMM; False: emulated."""
+    saved_bytes: int
+    """fprop: bytes kept for backward: the input's operand and the FP8 copy of the weight."""
+    high_precision_bytes: int
+    """fprop: bytes that torch's own linear would keep: its input."""
+    note: str
+    """Why not FP8, or why a faster kernel did not run."""
+    weight: int
+    """Share in `fp8_fraction`: elements of the weight if this GEMM ran, else 0."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Rows, and the share of the linear work that ran with quantized operands."""
+
+    rows: tuple[ReceiptRow, ...]
+    """In the order of the model."""
+
+    @property
+    def fp8_fraction(self) -> float:
+        """Share of the GEMMs that ran, weighted by the size of their weight; 0 if none ran."""
+        return self._share("fp8")
+
+    @property
+    def native_fraction(self) -> float:
+        """As `fp8_fraction`, counting only GEMMs that no kernel emulated."""
+        return self._share("native")
+
+    def _share(self, field: str) -> float:
+        total = sum(row.weight for row in self.rows)
+        return sum(row.weight for row in self.rows if getattr(row, field)) / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "fp8_fraction": self.fp8_fraction,
+            "native_fraction": self.native_fraction,
+        }
+
+    def __str__(self) -> str:
+        header = ("layer", "gemm", "operands", "kernel", "M x N x K", "padding", "saved", "note")
+        cells = [(r.layer, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note) for r in self.rows]
+        widths = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *cells]
+        ]
+        lines.append(f"{self.fp8_fraction:.1%} of the linear work in FP8, {self.native_fraction:.1%} on FP8 hardware")
+        return "\n".join(lines)
+
+
+def receipt(model: nn.Module) -> Receipt:
+    """What each GEMM of each linear layer ran in its last forward and backward.
+
+    Layers that are not ottava's get one row that says so. Inside torch.compile kernels are chosen when the compiled
+    code runs and are not written down; such rows say "compiled" and show what the recipe asks for.
+
+    Example:
+        >>> import torch, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 40)).bfloat16()
+        >>> report = ottava.convert(model, "rowwise_with_gw_hp")
+        >>> x = torch.ones(8, 64, dtype=torch.bfloat16, requires_grad=True)
+        >>> model(x).sum().backward()
+        >>> [(row.gemm, row.kernel, row.note) for row in ottava.receipt(model).rows][2]
+        ('wgrad', 'torch.mm bfloat16', "recipe 'rowwise_with_gw_hp' keeps it in high precision")
+    """
+    rows: list[ReceiptRow] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            rows += [_row(name, module, gemm) for gemm in GEMMS]
+        elif isinstance(module, nn.Linear):
+            shape = f"? x {module.out_features} x {module.in_features}"
+            note = "not converted: runs torch's own linear"
+            # all three GEMMs, which is what training runs
+            weight = 3 * module.weight.numel()
+            rows.append(ReceiptRow(name, "all", "high precision", "torch", shape, "", False, False, 0, 0, note, weight))
+    return Receipt(tuple(rows))
+
+
+def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = False) -> None:
+    """Raises AssertionError unless that share of the model's linear work ran with quantized operands.
+
+    Args:
+        min_fraction: 0 to 1, see `Receipt.fp8_fraction`.
+        native: count only GEMMs that ran on FP8 hardware.
+    """
+    got = receipt(model)
+    fraction = got.native_fraction if native else got.fp8_fraction
+    if fraction < min_fraction:
+        field = "native" if native else "fp8"
+        offenders = [f"  {r.layer}.{r.gemm}: {r.note or r.kernel}" for r in got.rows if not getattr(r, field)]
+        what = "on FP8 hardware" if native else "in FP8"
+        raise AssertionError(
+            f"{fraction:.1%} of the linear work ran {what}; at least {min_fraction:.1%} is required. Not {what}:\n"
+            + "\n".join(offenders)
+        )
+
+
+def _row(name: str, layer: Linear, gemm: str) -> ReceiptRow:
+    call = layer.last_call
+    if call is None:
+        return _empty_row(name, gemm, str(getattr(layer.resolved, gemm)), "has not run")
+    cells: GemmRecipe = getattr(call.recipe, gemm)
+    weight = layer.weight.numel()
+    record: GemmRecord | None = call.records.get(gemm)
+    if record is not None:
+        note = "; ".join(record.refusals)
+        if not record.quantized:
+            note = note or _why_high_precision(layer, call.recipe.name, cells)
+        return ReceiptRow(
+            layer=name,
+            gemm=gemm,
+            operands=f"{record.lhs} x {record.rhs}",
+            kernel=record.kernel,
+            shape=f"{record.m} x {record.n} x {record.k}",
+            padding=record.padding,
+            fp8=record.quantized,
+            native=record.native,
+            saved_bytes=call.saved_bytes if gemm == "fprop" else 0,
+            high_precision_bytes=call.high_precision_bytes if gemm == "fprop" else 0,
+            note=note,
+            weight=weight,
+        )
+    tokens = 1
+    for size in call.input_shape[:-1]:
+        tokens *= size
+    m, n, k = tokens, layer.out_features, layer.in_features
+    shape = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
+    text = " x ".join(str(size) for size in shape)
+    if call.compiled:
+        note = "chosen when the compiled code runs"
+        return ReceiptRow(name, gemm, str(cells), "compiled", text, "", cells.quantized, False, 0, 0, note, weight)
+    if not any(getattr(call.recipe, g).quantized for g in GEMMS):
+        note = _why_high_precision(layer, call.recipe.name, cells)
+        return ReceiptRow(name, gemm, "high precision", "torch", text, "", False, False, 0, 0, note, weight)
+    return _empty_row(name, gemm, str(cells), "did not run in the last call")
+
+
+def _why_high_precision(layer: Linear, active: str, cells: GemmRecipe) -> str:
+    if cells.quantized:
+        return "the recipe computes it in BF16 on quantized operands"
+    own = layer.recipe
+    if active == own.name and own.overrides and layer.resolved != own:
+        return f"recipe {active!r} keeps it in high precision, by its table or an override"
+    return f"recipe {active!r} keeps it in high precision"
+
+
+def _empty_row(name: str, gemm: str, operands: str, note: str) -> ReceiptRow:
+    return ReceiptRow(name, gemm, operands, "-", "-", "", False, False, 0, 0, note, 0)
+
+
+def _saved(row: ReceiptRow) -> str:
+    if not row.high_precision_bytes:
+        return ""
+    return f"{row.saved_bytes / 1024:.0f} KiB of {row.high_precision_bytes / 1024:.0f}"

@@ -1,0 +1,311 @@
+"""The two operations of ottava, `quantize` and `gemm`, and the choice of the kernel that runs them.
+
+The first kernel of an explicit tuple that supports a call gets it; `explain` lists every refusal. Nothing falls back
+silently: what ran is handed to `log`, and `receipt` shows it. Inside torch.compile both operations are opaque custom
+operators (`ottava::quantize`, `ottava::gemm`), so a compiled model gives the bits of an eager one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ottava.errors import unknown_name
+from ottava.kernels import reference, scaled_mm
+from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
+from ottava.recipe import Compute
+
+
+class GemmKernel(Protocol):
+    """What a kernel file offers; see `kernels`."""
+
+    NAME: str
+    NATIVE: bool
+
+    def supports_gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> str | None:
+        """None, or the reason why not."""
+
+    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
+        """What is zero-padded."""
+
+    def gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+    ) -> Tensor:
+        """(M, K), (N, K) -> (M, N)."""
+
+
+# On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
+_CPU_KERNELS: tuple[GemmKernel, ...] = (reference, scaled_mm)
+_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmRecord:
+    """What one GEMM really ran."""
+
+    lhs: str
+    """Spec or dtype of the left operand."""
+    rhs: str
+    """Spec or dtype of the right operand."""
+    m: int
+    """Rows of the result."""
+    n: int
+    """Columns of the result."""
+    k: int
+    """Contracted length."""
+    kernel: str
+    """Name of the kernel."""
+    quantized: bool
+    """Whether both operands were quantized."""
+    native: bool
+    """Whether they stayed so inside the GEMM; False: emulated."""
+    padding: str
+    """What was zero-padded, "" if nothing."""
+    refusals: tuple[str, ...]
+    """Why faster kernels did not run."""
+
+
+Log = Callable[[GemmRecord], None]
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> QuantizedTensor:
+    """Casts a matrix to `spec`.
+
+    Args:
+        x: (R, C); float32, bfloat16 or float16; any strides, also empty.
+        scale: fp32, one entry, multiplies x before the cast (delayed scaling); None: the current scale of each block.
+    Returns:
+        QuantizedTensor: .data codes (R, C) | .scale_inv fp32, one entry per block | .dequantize().
+    Raises:
+        TypeError: dtype.  ValueError: not a matrix.
+    Edge cases: zero blocks have scale 1; infinities saturate; NaN stays; see `scaling.compute_scale`, `rounding`.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> x_q = quantize(torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3))
+        >>> x_q.scale_inv, x_q.data.float()                                # 14 / 448, and what is kept in FP8
+        (tensor([[0.0312]]), tensor([[ 16., -96.],
+                [448., 224.]]))
+    """
+    return quantize_with_amax(x, spec, scale=scale)[0]
+
+
+def quantize_with_amax(
+    x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None
+) -> tuple[QuantizedTensor, Tensor]:
+    """As `quantize`, and the amax of each block that the cast saw; where `scale` is 0 the current scale is used."""
+    if torch.compiler.is_compiling():
+        data, scale_inv, amax = torch.ops.ottava.quantize(x, spec.key, scale)
+    else:
+        data, scale_inv, amax = _quantize(x, spec, scale)
+    return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
+
+
+def gemm(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    compute: Compute = "native",
+    backend: str | None = None,
+    log: Log | None = None,
+) -> Tensor:
+    """y (M, N) = a (M, K) @ b (N, K).T + bias, both contracted over their last dimension.
+
+    Args:
+        a, b: two matrices, both quantized or both not.
+        out_dtype: of y; rounded to once.
+        bias: (N,), added before that rounding.
+        fast_accum: let Hopper keep partial sums in its short accumulator.
+        compute: "bf16" decodes quantized operands and multiplies in BF16.
+        backend: name of the kernel to use; None takes the first that supports the call.
+        log: called with a GemmRecord of what ran (not while compiling).
+    Raises:
+        ValueError: shapes, a pair of formats that no hardware takes, an unknown or unsupporting backend; on every
+            device alike.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> a, b = (quantize(torch.eye(2) * s, QuantizationSpec(E4M3)) for s in (2.0, 8.0))
+        >>> gemm(a, b, out_dtype=torch.bfloat16)
+        tensor([[16.,  0.],
+                [ 0., 16.]], dtype=torch.bfloat16)
+    """
+    _check(a, b, bias)
+    asked_for = (a, b)
+    if compute == "bf16":
+        a, b = (t.dequantize(torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if torch.compiler.is_compiling():
+            return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
+                a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
+            )
+        kernel, refusals = _choose(a, b, out_dtype, bias, backend)
+        with _no_autocast(a.device):
+            y = kernel.gemm(a, b, out_dtype, bias, fast_accum)
+        if log is not None:
+            log(_record(asked_for, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals))
+        return y
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)  # _check refused mixed pairs
+    with _no_autocast(a.device):
+        y = _dense(a, b, bias).to(out_dtype)
+    if log is not None and not torch.compiler.is_compiling():
+        log(_record(asked_for, f"torch.mm {_short(a.dtype)}", False, "", ()))
+    return y
+
+
+def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> str:
+    """Which kernel `gemm` would run on these operands, and why not the others, one a line.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
+        >>> explain(a, a, out_dtype=torch.float32)
+        'reference: runs\\nscaled_mm: supported, but reference comes first on cpu'
+    """
+    _check(a, b, bias)
+    chosen, _ = _choose(a, b, out_dtype, bias, None)
+    lines = []
+    for kernel in _kernels(a.device):
+        reason = kernel.supports_gemm(a, b, out_dtype, bias)
+        if kernel is chosen:
+            lines.append(f"{kernel.NAME}: runs")
+        else:
+            lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} comes first on {a.device.type}")
+    return "\n".join(lines)
+
+
+def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
+    shapes = f"a {tuple(a.shape)} and b {tuple(b.shape)}"
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"gemm: got {shapes}; needs (M, K) and (N, K): both are contracted over their last dimension")
+    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {shapes}; needs ({b.shape[0]},)")
+    specs = [t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b)]
+    if reason := refuse_pair(specs[0], specs[1]):
+        raise ValueError(f"gemm: {specs[0] or 'high precision'} x {specs[1] or 'high precision'}: {reason}")
+
+
+def _kernels(device: torch.device) -> tuple[GemmKernel, ...]:
+    return _CPU_KERNELS if device.type == "cpu" else _ACCELERATOR_KERNELS
+
+
+def _choose(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, backend: str | None
+) -> tuple[GemmKernel, tuple[str, ...]]:
+    kernels = _kernels(a.device)
+    if backend is not None:
+        named = [kernel for kernel in kernels if backend == kernel.NAME]
+        if not named:
+            raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
+        if reason := named[0].supports_gemm(a, b, out_dtype, bias):
+            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
+        return named[0], ()
+    refusals: list[str] = []
+    for kernel in kernels:
+        reason = kernel.supports_gemm(a, b, out_dtype, bias)
+        if reason is None:
+            return kernel, tuple(refusals)
+        refusals.append(reason)
+    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if a.dtype != b.dtype:
+        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
+    if bias is None:
+        return torch.mm(a, b.t())
+    return torch.addmm(bias.to(a.dtype), a, b.t())
+
+
+def _record(
+    operands: tuple[Operand, Operand], kernel: str, native: bool, padding: str, refusals: tuple[str, ...]
+) -> GemmRecord:
+    a, b = operands
+    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in operands)
+    quantized = isinstance(a, QuantizedTensor)
+    return GemmRecord(lhs, rhs, a.shape[0], b.shape[0], a.shape[1], kernel, quantized, native, padding, refusals)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside the operations dtypes are explicit: torch.autocast must not turn the fp32 accumulation into BF16."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
+    with _no_autocast(x.device):
+        return reference.quantize(x, spec, scale)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_from_key(key: str) -> QuantizationSpec:
+    return QuantizationSpec.from_dict(json.loads(key))
+
+
+@torch.library.custom_op("ottava::quantize", mutates_args=())
+def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale_inv, amax = _quantize(x, _spec_from_key(spec), scale)
+    like = torch.empty_like(x, dtype=data.dtype, device="meta")  # the strides that the fake kernel promised
+    return (
+        (data if data.stride() == like.stride() else data.clone(memory_format=torch.contiguous_format)),
+        scale_inv,
+        amax,
+    )
+
+
+@_quantize_op.register_fake
+def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    parsed = _spec_from_key(spec)
+    grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
+    data = torch.empty_like(x, dtype=parsed.format.storage_dtype)
+    return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
+
+
+@torch.library.custom_op("ottava::gemm", mutates_args=())
+def _gemm_op(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_spec: str,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> Tensor:
+    lhs = QuantizedTensor(a, a_scale_inv, _spec_from_key(a_spec), out_dtype)
+    rhs = QuantizedTensor(b, b_scale_inv, _spec_from_key(b_spec), out_dtype)
+    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+
+
+@_gemm_op.register_fake
+def _(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_spec: str,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

@@ -1,0 +1,180 @@
+"""What a cast is asked for (`QuantizationSpec`) and what it gives (`QuantizedTensor`): two plain frozen containers.
+
+No tensor subclass and no dispatch: an FP8 operand that is used where a tensor is wanted fails loudly instead of being
+dequantized silently, and the path through a Linear stays short (torchao's subclass takes 113 calls where a container
+takes 8). Casts and GEMMs on them live in `ops`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.formats import E5M2, Format, get_format
+from ottava.rounding import Rounding, decode
+from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
+
+Scaling = Literal["current", "delayed"]
+AmaxAlgorithm = Literal["max", "most_recent"]
+
+_CHOICES: tuple[tuple[str, Any], ...] = (
+    ("scale_format", ScaleFormat),
+    ("scaling", Scaling),
+    ("amax_compute_algo", AmaxAlgorithm),
+    ("rounding", Rounding),
+)
+
+
+@dataclass(frozen=True)
+class QuantizationSpec(RefusesUnknownFields):
+    """What one operand of one GEMM becomes: one cell of a recipe. Frozen, hashable, compared by every field.
+
+    Raises:
+        TypeError: unknown field.  ValueError: a value that is not offered, or a combination that means nothing.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> str(QuantizationSpec(E4M3)), QuantizationSpec(E4M3).scaling
+        ('E4M3[tensor]', 'current')
+    """
+
+    format: Format
+    """Number format of the codes."""
+    granularity: Granularity = PER_TENSOR
+    """Which elements share a scale."""
+    scale_format: ScaleFormat = "fp32"
+    """How precise a scale is."""
+    scaling: Scaling = "current"
+    """"current": from this tensor's own amax. "delayed": from the amax of earlier steps."""
+    margin: int = 0
+    """Octaves of headroom above amax."""
+    amax_history_len: int = 16
+    """Delayed: length of the window in optimizer steps. TE's default of 1024 holds on to old spikes (TE #1169)."""
+    amax_compute_algo: AmaxAlgorithm = "max"
+    """Delayed: largest amax of the window, or the last one."""
+    rounding: Rounding = "nearest_even"
+    """"stochastic" for gradients in very small formats."""
+    key: str = field(init=False, repr=False, compare=False)
+    """The spec as one string, for torch custom operators, whose arguments know no dataclass; kept because Dynamo
+    cannot trace its making."""
+
+    def __post_init__(self) -> None:
+        for name, kind in _CHOICES:
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")
+        if self.amax_history_len < 1:
+            raise ValueError(f"QuantizationSpec: amax_history_len is {self.amax_history_len}; needs 1 or more steps")
+        if self.scaling == "delayed" and (self.granularity != PER_TENSOR or self.scale_format not in ("fp32", "pow2")):
+            raise ValueError(
+                "QuantizationSpec: delayed scaling predicts one fp32 or pow2 scale for a whole tensor; got granularity "
+                f"{self.granularity}, scales {self.scale_format}. Use scaling='current' for rows and blocks"
+            )
+        if self.scale_format == "e4m3" and self.granularity == PER_TENSOR:
+            raise ValueError("QuantizationSpec: scale_format 'e4m3' is a scale per block; give a block granularity")
+        object.__setattr__(self, "key", json.dumps(self.to_dict(), sort_keys=True))
+
+    def __str__(self) -> str:
+        extras: list[str] = [self.scale_format] if self.scale_format != "fp32" else []
+        extras += ["delayed"] if self.scaling == "delayed" else []
+        extras += ["stochastic"] if self.rounding == "stochastic" else []
+        return f"{self.format.name}[{', '.join([str(self.granularity), *extras])}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and YAML values; fields at their default are left out."""
+        settings = [f for f in fields(self) if f.init]
+        kept = {f.name: getattr(self, f.name) for f in settings if getattr(self, f.name) != f.default}
+        kept["format"] = self.format.name
+        if "granularity" in kept:
+            kept["granularity"] = str(self.granularity)
+        return kept
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> QuantizationSpec:
+        """The inverse of `to_dict`; unknown keys and names are refused with the nearest known one."""
+        values = dict(values)
+        if "format" not in values:
+            raise ValueError(f"QuantizationSpec: 'format' is missing from {values}; give one such as 'E4M3'")
+        values["format"] = get_format(values["format"])
+        if isinstance(values.get("granularity"), str):
+            values["granularity"] = Granularity.parse(values["granularity"])
+        return cls(**values)
+
+
+def refuse_pair(lhs: QuantizationSpec | None, rhs: QuantizationSpec | None) -> str | None:
+    """Why no GEMM takes these two operands together, on any device; None if one does.
+
+    The rules are those of the hardware, applied on a CPU as well, so that what trains here also trains there.
+    Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered).
+    """
+    if lhs is None and rhs is None:
+        return None
+    if lhs is None or rhs is None:
+        return "one operand is quantized and the other is not; quantize both or neither"
+    if lhs.format == E5M2 and rhs.format == E5M2:
+        return "no tensor core multiplies E5M2 by E5M2; make one of them E4M3"
+    if lhs.granularity == BLOCK_128X128 and rhs.granularity == BLOCK_128X128:
+        return "no tensor core takes 128x128 blocks on both sides; make one of them 1x128"
+    if lhs.format.bits != rhs.format.bits:
+        return f"{lhs.format} has {lhs.format.bits} bits and {rhs.format} {rhs.format.bits}; both sides need one width"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """Codes and what dequantizes them: x ~= decode(data) * scale_inv, block by block."""
+
+    data: Tensor
+    """Codes (R, C) in spec.format.storage_dtype."""
+    scale_inv: Tensor
+    """fp32, one entry per block: spec.granularity.grid_shape((R, C))."""
+    spec: QuantizationSpec
+    """How it was cast."""
+    dtype: torch.dtype
+    """Of the tensor it stands for."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(R, C)."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where codes and scales are."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales as stored here: E8M0 and E4M3 scales are kept in fp32, 4-bit codes one a byte."""
+        return self.data.nbytes + self.scale_inv.nbytes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """decode(data) * scale_inv in fp32, rounded once to `dtype` (that of the original by default).
+
+        Example:
+            >>> import ottava
+            >>> ottava.quantize(torch.tensor([[1.0, 2.0]]), ottava.QuantizationSpec(ottava.E4M3)).dequantize()
+            tensor([[1., 2.]])
+        """
+        scale_inv = self.spec.granularity.expand(self.scale_inv, (self.data.shape[0], self.data.shape[1]))
+        return (decode(self.data, self.spec.format) * scale_inv).to(dtype or self.dtype)
+
+    def t(self) -> QuantizedTensor:
+        """The transpose, sharing memory.
+
+        Raises:
+            ValueError: blocks of x are not blocks of x.T (1x128, per row): quantize x.T from high precision instead.
+        """
+        if not self.spec.granularity.transposes:
+            raise ValueError(
+                f"QuantizedTensor.t: {self.spec.granularity} blocks of x are not blocks of x.T; quantize x.T itself"
+            )
+        return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.spec, self.dtype)
+
+
+Operand = Tensor | QuantizedTensor
+"""One side of a GEMM: quantized, or passed through in high precision."""

@@ -1,0 +1,335 @@
+"""A training recipe is a table of six cells: three GEMMs x two operands. All of it is data.
+
+    fprop   y  (M, N) = x    (M, K) @ w    (N, K).T      lhs x,    rhs w
+    dgrad   dx (M, K) = dy   (M, N) @ w.T  (K, N).T      lhs dy,   rhs w.T
+    wgrad   dw (N, K) = dy.T (N, M) @ x.T  (K, M).T      lhs dy.T, rhs x.T
+
+A cell is a `QuantizationSpec`, or None: stay in high precision. Blocks always run along the last dimension, the one
+that is contracted, so "column-wise" is just row-wise of the transpose. Overrides give single layers other cells. Adding
+a recipe is adding one entry to `RECIPES`; which layer runs which recipe at a given moment is decided in `nn.linear`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.formats import E2M1, E4M3, E5M2
+from ottava.quantized_tensor import QuantizationSpec, refuse_pair
+from ottava.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_1X128,
+    BLOCK_16X16,
+    BLOCK_128X128,
+    PER_ROW,
+)
+
+Compute = Literal["native", "bf16"]
+GEMMS = ("fprop", "dgrad", "wgrad")
+CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
+_BF16_GEMM = "/fp8_inputs_bf16_gemm"
+
+
+@dataclass(frozen=True)
+class GemmRecipe(RefusesUnknownFields):
+    """The two cells of one GEMM, and how it is computed.
+
+    Raises:
+        ValueError: no hardware multiplies these two operands (see `quantized_tensor.refuse_pair`).
+    """
+
+    lhs: QuantizationSpec | None = None
+    """Left operand; None stays in high precision."""
+    rhs: QuantizationSpec | None = None
+    """Right operand."""
+    fast_accum: bool = False
+    """Let Hopper keep partial sums in its short accumulator. The field's practice: in fprop only."""
+    compute: Compute = "native"
+    """"bf16": decode the operands and multiply in BF16. Tells damage by quantization from damage by accumulation."""
+
+    def __post_init__(self) -> None:
+        if self.compute not in get_args(Compute):
+            raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
+        if reason := refuse_pair(self.lhs, self.rhs):
+            raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether this GEMM's operands are quantized."""
+        return self.lhs is not None
+
+    def __str__(self) -> str:
+        suffix = " in BF16" if self.compute == "bf16" and self.quantized else ""
+        return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{suffix}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; an empty mapping is high precision."""
+        values: dict[str, Any] = {}
+        if self.lhs is not None and self.rhs is not None:
+            values |= {"lhs": self.lhs.to_dict(), "rhs": self.rhs.to_dict()}
+        if self.fast_accum:
+            values["fast_accum"] = True
+        if self.compute != "native":
+            values["compute"] = self.compute
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GemmRecipe:
+        """The inverse of `to_dict`."""
+        cells = {side: QuantizationSpec.from_dict(values[side]) for side in ("lhs", "rhs") if values.get(side)}
+        return cls(**{**values, "lhs": cells.get("lhs"), "rhs": cells.get("rhs")})
+
+
+HIGH_PRECISION = GemmRecipe()
+
+
+@dataclass(frozen=True)
+class Override(RefusesUnknownFields):
+    """Other cells for the layers whose name matches a pattern ("layers.0.*", "*.mlp.down_proj")."""
+
+    pattern: str
+    """Shell pattern over the layer's full name: * matches dots too."""
+    changes: tuple[tuple[str, GemmRecipe | QuantizationSpec | None], ...]
+    """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
+
+    def __post_init__(self) -> None:
+        for target, value in self.changes:
+            if target not in GEMMS and target not in CELLS:
+                raise ValueError(f"override {self.pattern!r}: {unknown_name('cell', target, (*GEMMS, *CELLS))}")
+            wanted = GemmRecipe if target in GEMMS else (QuantizationSpec, type(None))
+            if not isinstance(value, wanted):
+                raise TypeError(f"override {self.pattern!r}: {target} is a {type(value).__name__}, needs {wanted}")
+
+    def apply(self, recipe: Recipe) -> Recipe:
+        """`recipe` with the changes made."""
+        gemms: dict[str, Any] = {}
+        sides: dict[str, dict[str, Any]] = {}
+        for target, value in self.changes:
+            gemm, _, side = target.partition(".")
+            if side:
+                sides.setdefault(gemm, {})[side] = value  # both sides of a GEMM change at once: half of it is refused
+            elif isinstance(value, GemmRecipe):
+                gemms[gemm] = value
+        for gemm, cells in sides.items():
+            gemms[gemm] = replace(gemms.get(gemm, getattr(recipe, gemm)), **cells)
+        return replace(recipe, **gemms)
+
+
+@dataclass(frozen=True)
+class Recipe(RefusesUnknownFields):
+    """The whole of a training recipe: six cells and the layers that differ. Frozen, hashable, compared by every field.
+
+    Raises:
+        TypeError: unknown field.  ValueError: cells that no GEMM takes together.
+
+    Example:
+        >>> recipe = RECIPES["tensorwise"].override("layers.0.*", "bf16").override("*.down_proj", wgrad=None)
+        >>> str(recipe.for_layer("layers.3.down_proj").wgrad), str(recipe.for_layer("layers.3.up_proj").wgrad)
+        ('high precision x high precision', 'E5M2[tensor] x E4M3[tensor]')
+    """
+
+    name: str
+    """What receipts and reports call it."""
+    fprop: GemmRecipe = HIGH_PRECISION
+    """y = x @ w.T"""
+    dgrad: GemmRecipe = HIGH_PRECISION
+    """dx = dy @ w"""
+    wgrad: GemmRecipe = HIGH_PRECISION
+    """dw = dy.T @ x"""
+    overrides: tuple[Override, ...] = ()
+    """Layers that differ; of two that match a layer, the later one has the last word."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
+        for tensor, one, other in (
+            ("input", self.fprop.lhs, self.wgrad.rhs),
+            ("weight", self.fprop.rhs, self.dgrad.rhs),
+            ("grad_output", self.dgrad.lhs, self.wgrad.lhs),
+        ):
+            if one and other and one.scaling == other.scaling == "delayed" and one != other:
+                raise ValueError(
+                    f"recipe {self.name!r}: {tensor} is delayed as {one} and as {other}; a tensor has one history: "
+                    f"give both cells one spec"
+                )
+        for override in self.overrides:
+            override.apply(replace(self, overrides=()))  # refuses bad cells here, not in the first forward
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any GEMM of any layer is quantized."""
+        own = any(getattr(self, gemm).quantized for gemm in GEMMS)
+        return own or any(override.apply(replace(self, overrides=())).quantized for override in self.overrides)
+
+    def override(
+        self,
+        pattern: str,
+        recipe: Recipe | str | None = None,
+        *,
+        cells: Mapping[str, QuantizationSpec | None] | None = None,
+        **gemms: GemmRecipe | None,
+    ) -> Recipe:
+        """This recipe with other cells for the layers that match `pattern`.
+
+        Args:
+            pattern: shell pattern over the layer's full name.
+            recipe: take all six cells from that recipe (its name will do).
+            cells: single cells by name: {"fprop.lhs": spec}.
+            gemms: whole GEMMs: wgrad=GemmRecipe(...), or None for high precision.
+        Raises:
+            ValueError: unknown cell or recipe, nothing to change, or cells that no GEMM takes together.
+        """
+        changes: list[tuple[str, GemmRecipe | QuantizationSpec | None]] = []
+        if recipe is not None:
+            whole = get_recipe(recipe)
+            changes += [(gemm, getattr(whole, gemm)) for gemm in GEMMS]
+        changes += [(gemm, cell or HIGH_PRECISION) for gemm, cell in gemms.items()]
+        changes += (cells or {}).items()
+        if not changes:
+            raise ValueError(f"override {pattern!r}: nothing to change; give a recipe, GEMMs or cells")
+        return replace(self, overrides=(*self.overrides, Override(pattern, tuple(changes))))
+
+    def for_layer(self, layer: str) -> Recipe:
+        """The recipe of the layer of that full name: overrides applied, none left."""
+        resolved = replace(self, overrides=()) if self.overrides else self
+        for override in self.overrides:
+            if fnmatch.fnmatchcase(layer, override.pattern):
+                resolved = override.apply(resolved)
+        return resolved
+
+    def fp8_inputs_bf16_gemm(self) -> Recipe:
+        """The diagnostic form: the same quantized operands, every GEMM computed in BF16.
+
+        If it cures a run, the accumulation or the FP8 GEMM was at fault; if not, the quantization itself.
+        """
+        if self.name.endswith(_BF16_GEMM):
+            return self
+        gemms: dict[str, Any] = {gemm: replace(getattr(self, gemm), compute="bf16") for gemm in GEMMS}
+        overrides = tuple(
+            Override(
+                o.pattern,
+                tuple((t, replace(v, compute="bf16") if isinstance(v, GemmRecipe) else v) for t, v in o.changes),
+            )
+            for o in self.overrides
+        )
+        return replace(self, name=self.name + _BF16_GEMM, overrides=overrides, **gemms)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON and YAML values; `Recipe.from_dict` gives an equal recipe back."""
+        values: dict[str, Any] = {"name": self.name}
+        values |= {gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}
+        if self.overrides:
+            values["overrides"] = [
+                {"pattern": o.pattern, "changes": {t: v.to_dict() if v else None for t, v in o.changes}}
+                for o in self.overrides
+            ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """The inverse of `to_dict`. Overrides may also name a whole recipe: {"pattern": "lm_head", "recipe": "bf16"}.
+
+        Raises:
+            TypeError, ValueError: unknown key, name or combination; the nearest known name is named.
+        """
+        values = dict(values)
+        gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm)) for gemm in GEMMS if gemm in values}
+        overrides = values.pop("overrides", ())
+        recipe = cls(**{**values, **gemms})
+        for entry in overrides:
+            known = ("pattern", "recipe", "changes")
+            for key in entry:
+                if key not in known:
+                    raise ValueError(f"override of recipe {recipe.name!r}: {unknown_name('key', key, known)}")
+            changes = tuple((t, _change_from_dict(t, v)) for t, v in entry.get("changes", {}).items())
+            whole = get_recipe(entry["recipe"]) if "recipe" in entry else None
+            changes = tuple((gemm, getattr(whole, gemm)) for gemm in GEMMS if whole) + changes
+            recipe = replace(recipe, overrides=(*recipe.overrides, Override(entry.get("pattern", ""), changes)))
+        return recipe
+
+    def __str__(self) -> str:
+        lines = [f"{gemm}  {getattr(self, gemm)}" for gemm in GEMMS]
+        lines += [
+            f"{o.pattern}: " + ", ".join(f"{t} = {v or 'high precision'}" for t, v in o.changes) for o in self.overrides
+        ]
+        return "\n  ".join([self.name, *lines])
+
+
+def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> GemmRecipe | QuantizationSpec | None:
+    if target in GEMMS:
+        return GemmRecipe.from_dict(value or {})
+    return QuantizationSpec.from_dict(dict(value)) if value else None
+
+
+def _table(
+    name: str, input: QuantizationSpec, weight: QuantizationSpec, grad_output: QuantizationSpec, **cells: Any
+) -> Recipe:
+    """The usual table: each tensor has one spec in both of its GEMMs; `cells` holds the exceptions."""
+    gemms = {
+        "fprop": GemmRecipe(input, weight, fast_accum=True),
+        "dgrad": GemmRecipe(grad_output, weight),
+        "wgrad": GemmRecipe(grad_output, input),
+    }
+    return Recipe(name, **(gemms | cells))
+
+
+_TENSOR_E4M3, _TENSOR_E5M2 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
+_ROW = QuantizationSpec(E4M3, PER_ROW, scale_format="pow2")
+_TENSOR_POW2 = QuantizationSpec(E4M3, scale_format="pow2")
+_1X128, _128X128 = (QuantizationSpec(E4M3, g, scale_format="pow2") for g in (BLOCK_1X128, BLOCK_128X128))
+_1X128_FP32, _128X128_FP32 = (replace(spec, scale_format="fp32") for spec in (_1X128, _128X128))
+_MX = QuantizationSpec(E4M3, BLOCK_1X32, scale_format="e8m0")
+_MX_FLOOR = replace(_MX, scale_format="e8m0_floor")
+_DELAYED_E4M3, _DELAYED_E5M2 = (replace(spec, scaling="delayed") for spec in (_TENSOR_E4M3, _TENSOR_E5M2))
+_NV = QuantizationSpec(E2M1, BLOCK_1X16, scale_format="e4m3")
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        recipe.name: recipe
+        for recipe in (
+            Recipe("bf16"),
+            # torchao's and TE's current scaling, HYBRID: gradients need E5M2's range, all else E4M3's precision
+            _table("tensorwise", _TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2),
+            _table("tensorwise_e4m3", _TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E4M3),
+            # torchao "rowwise"
+            _table("rowwise", _ROW, _ROW, _ROW),
+            # torchao "rowwise_with_gw_hp": the weight gradient, where outliers hurt most, stays in BF16
+            _table("rowwise_with_gw_hp", _ROW, _ROW, _ROW, dgrad=GemmRecipe(_ROW, _TENSOR_POW2), wgrad=HIGH_PRECISION),
+            # DeepSeek-V3, TE Float8BlockScaling: 1x128 along the contraction, weights in 128x128
+            _table("blockwise", _1X128, _128X128, _1X128),
+            _table("blockwise_fp32", _1X128_FP32, _128X128_FP32, _1X128_FP32),
+            # OCP MXFP8 with NVIDIA's round-up of the block exponent; "floor" is the letter of the OCP text
+            _table("mxfp8", _MX, _MX, _MX),
+            _table("mxfp8_floor", _MX_FLOOR, _MX_FLOOR, _MX_FLOOR),
+            # TE DelayedScaling(HYBRID)
+            _table("delayed", _DELAYED_E4M3, _DELAYED_E4M3, _DELAYED_E5M2),
+            # TE NVFP4BlockScaling without its random Hadamard transform
+            _table("nvfp4", _NV, replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")),
+        )
+    }
+)
+
+
+def get_recipe(recipe: Recipe | str) -> Recipe:
+    """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form.
+
+    Raises:
+        ValueError: nobody knows the name; the nearest known one is named.  TypeError: neither a name nor a Recipe.
+
+    Example:
+        >>> get_recipe("tensorwise/fp8_inputs_bf16_gemm").fprop.compute
+        'bf16'
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe: got {type(recipe).__name__}; needs a Recipe or the name of one")
+    name = recipe.removesuffix(_BF16_GEMM)
+    if name not in RECIPES:
+        raise ValueError(unknown_name("recipe", name, RECIPES))
+    return RECIPES[name] if name == recipe else RECIPES[name].fp8_inputs_bf16_gemm()

@@ -1,0 +1,213 @@
+"""Every cast of ottava: rounding to a format's grid, codes from numbers and numbers from codes.
+
+The rule, the same on every device and every torch from 2.11 on:
+- nearest-even (default) or stochastic, subnormals included, exact: no double rounding, no flush to zero;
+- what lies beyond the format's range saturates to its last number, infinity too (as satfinite hardware does: count
+  non-finite values before the cast, afterwards they are gone);
+- NaN stays NaN; a format without NaN (E2M1, E2M3, E3M2) takes its largest number instead, as NVIDIA's `cvt` does;
+- -0 keeps its sign. The payload and sign of a NaN are not specified.
+
+Why torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2
+overflow is infinity in both, and 4- and 6-bit formats have no cast at all. So: clamp first, always.
+
+Scales are not applied here; see `scaling` and `kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ottava.errors import unknown_name
+from ottava.formats import E4M3, E8M0, Format
+
+Rounding = Literal["nearest_even", "stochastic"]
+
+_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
+
+
+def check_input_dtype(x: Tensor, caller: str) -> None:
+    """Raises TypeError unless x is float32, bfloat16 or float16: all else would round twice or lose range unseen."""
+    if x.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"{caller}: got {x.dtype}; needs float32, bfloat16 or float16: cast with .float() first")
+
+
+def round_to_format(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
+) -> Tensor:
+    """The nearest number of `fmt` for every element, as fp32.
+
+    Args:
+        x: any shape; float32, bfloat16 or float16.
+        rounding: "nearest_even", or "stochastic": up with the probability of the distance from the lower neighbour.
+        generator: random numbers of the stochastic rounding; torch's default generator when None.
+    Returns:
+        fp32, shape of x; every entry is a number of `fmt`, or NaN.
+    Raises:
+        TypeError: x has another dtype.  ValueError: unknown rounding.
+    Source: OFP8 v1.0 section 5 (RNE, saturation mode), extended to infinity as PTX `cvt.rn.satfinite` does.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> round_to_format(torch.tensor([17.0, 19.0, 0.001, 1e9]), E4M3)   # ties to even, subnormal, saturation
+        tensor([1.6000e+01, 2.0000e+01, 1.9531e-03, 4.4800e+02])
+    """
+    check_input_dtype(x, "round_to_format")
+    if rounding == "nearest_even" and fmt.dtype is not None and fmt is not E8M0:
+        return _saturate(x, fmt).to(fmt.dtype).to(torch.float32)
+    return _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
+
+
+def encode(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
+) -> Tensor:
+    """The codes of x rounded to `fmt`, in `fmt.storage_dtype`; arguments and errors as `round_to_format`.
+
+    Formats with a torch dtype come back in it; the others as uint8, one code a byte in its low bits.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> encode(torch.tensor([0.5, -6.0, 100.0]), E2M1)
+        tensor([ 1, 15,  7], dtype=torch.uint8)
+    """
+    check_input_dtype(x, "encode")
+    if fmt.dtype is not None and fmt is not E8M0:
+        y = x if rounding == "nearest_even" else _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
+        return _saturate(y, fmt).to(fmt.dtype)
+    y, exponent = _round_on_grid(x, fmt, rounding, generator)
+    significand = (y.abs() * power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0.0).to(torch.int64)
+    # A significand with its implied one carries into the exponent field by itself; subnormals leave that field 0.
+    codes = ((exponent - fmt.emin) << fmt.mantissa_bits) + significand
+    if not fmt.has_zero:
+        codes = codes - (1 << fmt.mantissa_bits)
+    if fmt.has_nan:
+        codes = torch.where(y.isnan(), (1 << (fmt.bits - int(fmt.signed))) - 1, codes)
+    if fmt.signed:
+        codes = codes | (torch.signbit(y).to(torch.int64) << (fmt.bits - 1))
+    codes = codes.to(torch.uint8)
+    return codes if fmt.dtype is None else codes.view(fmt.dtype)
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """The numbers that codes in `fmt.storage_dtype` stand for, as fp32; exact.
+
+    Raises:
+        TypeError: the codes are not in fmt.storage_dtype.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> decode(torch.tensor([1, 15, 7], dtype=torch.uint8), E2M1)
+        tensor([ 0.5000, -6.0000,  6.0000])
+    """
+    if codes.dtype != fmt.storage_dtype:
+        raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
+    if fmt is E4M3 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _decode_e4m3(codes)
+    if fmt.dtype is not None and fmt is not E8M0:
+        return codes.to(torch.float32)
+    table = code_values(fmt).to(codes.device)
+    return table[codes.view(torch.uint8).to(torch.int32)]
+
+
+def _decode_e4m3(codes: Tensor) -> Tensor:
+    """E4M3 on a CPU by moving the bits into fp32's fields: torch's own conversion there is ten times slower."""
+    bits = codes.view(torch.int8).to(torch.int32)
+    bits <<= 20  # mantissa and exponent to the bottom of theirs, the sign to bit 31
+    bits &= -0x78000001  # its extension out of the upper exponent bits
+    y = bits.view(torch.float32).mul_(2.0 ** (127 - E4M3.bias))  # exact, subnormals too
+    if y.numel():
+        low, high = torch.aminmax(y)
+        if max(-float(low), float(high)) > E4M3.max:  # the NaN code has become 480
+            y[y.abs() > E4M3.max] = math.nan
+    return y
+
+
+def code_values(fmt: Format) -> Tensor:
+    """The value of every code of `fmt` in the order of the codes, fp32 (2**bits,); from the definition, not from torch.
+
+    Raises:
+        ValueError: the format has more than 16 bits.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> code_values(E2M1)[:8]
+        tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000, 3.0000, 4.0000, 6.0000])
+    """
+    if fmt.bits > 16:
+        raise ValueError(f"code_values: {fmt} has 2**{fmt.bits} codes; at most 2**16 are listed")
+    return torch.tensor([_value_of_code(code, fmt) for code in range(1 << fmt.bits)], dtype=torch.float32)
+
+
+def _value_of_code(code: int, fmt: Format) -> float:
+    magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
+    sign = -1.0 if fmt.signed and code >> magnitude_bits else 1.0
+    exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    mantissa = code & ((1 << fmt.mantissa_bits) - 1)
+    top = exponent == (1 << fmt.exponent_bits) - 1
+    if fmt.specials == "ieee" and top:
+        return sign * math.inf if mantissa == 0 else math.nan
+    if fmt.specials == "fn" and top and mantissa == (1 << fmt.mantissa_bits) - 1:
+        return math.nan
+    if exponent == 0 and fmt.has_zero:
+        return sign * (mantissa * fmt.min_subnormal)
+    return sign * math.ldexp(1 + mantissa * fmt.eps, exponent - fmt.bias)
+
+
+def _saturate(x: Tensor, fmt: Format) -> Tensor:
+    # In fp32: the bounds of FP32 and of BF16 are not numbers of every input dtype. NaN passes through clamp.
+    return x.to(torch.float32).clamp(fmt.lowest, fmt.max)
+
+
+def _round_on_grid(
+    x: Tensor, fmt: Format, rounding: Rounding, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """(numbers of fmt as fp64, exponent of each one's binade as int64, at least fmt.emin).
+
+    In fp64, where every fp32 number is normal and x / quantum is exact: only the rounding rounds.
+    """
+    x64 = x.to(torch.float64)
+    quantum = power_of_two(_exponent(x64, fmt) - fmt.mantissa_bits)
+    steps = x64 / quantum
+    if rounding == "nearest_even":
+        steps = steps.round()
+    elif rounding == "stochastic":
+        steps = (steps + torch.rand(x.shape, generator=generator, device=x.device)).floor()
+        # floor loses the sign of a zero that came from a negative number or from -0.
+        steps = torch.copysign(steps, x64)
+    else:
+        raise ValueError(unknown_name("rounding", rounding, get_args(Rounding)))
+    y = (steps * quantum).clamp(fmt.lowest, fmt.max)
+    if not fmt.has_nan:
+        y = torch.where(y.isnan(), fmt.max, y)
+    return y, _exponent(y, fmt)  # again: rounding may have carried into the next binade
+
+
+def _exponent(x64: Tensor, fmt: Format) -> Tensor:
+    return floor_log2(x64).clamp(fmt.emin, fmt.emax)
+
+
+def floor_log2(x: Tensor) -> Tensor:
+    """floor(log2(|x|)) as int64, exact, from the bits: a float log2 rounds 2**k - ulp up to k.
+
+    0 gives -1023; infinity and NaN give 1024.
+
+    Example:
+        >>> floor_log2(torch.tensor([1.0, 7.9999995, 2.0**-149]))
+        tensor([   0,    2, -149])
+    """
+    field = (x.to(torch.float64).view(torch.int64) >> _FP64_MANTISSA_BITS) & _FP64_EXPONENT_MASK
+    return field - _FP64_BIAS
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as fp64 from the bits; torch's pow, exp2 and ldexp promise no exact powers. Exponents -1022 to 1023.
+
+    Example:
+        >>> power_of_two(torch.tensor([-149, 3]))
+        tensor([1.4013e-45, 8.0000e+00], dtype=torch.float64)
+    """
+    return ((exponent + _FP64_BIAS) << _FP64_MANTISSA_BITS).view(torch.float64)
