@@ -160,7 +160,7 @@ def get_format(name: str | Format) -> Format:
     """The registered format of that name, in any case; a Format passes through.
 
     Raises:
-        ValueError: nobody knows the name; the nearest known one is named.
+        ValueError: nobody knows the name; the nearest known one is named.  TypeError: neither a name nor a Format.
 
     Example:
         >>> get_format("e4m3").max
@@ -168,6 +168,8 @@ def get_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
+    if not isinstance(name, str):
+        raise TypeError(f"format: got {name!r}; needs a Format or the name of one")
     if name.upper() not in FORMATS:
         raise ValueError(unknown_name("format", name, FORMATS))
     return FORMATS[name.upper()]

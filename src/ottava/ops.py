@@ -252,7 +252,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
     with _no_autocast(x.device):
-        return reference.quantize(x, spec, scale)
+        return reference.quantize(x.detach(), spec, scale)  # codes carry no gradient
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,6 +28,12 @@ _CHOICES: tuple[tuple[str, Any], ...] = (
     ("amax_compute_algo", AmaxAlgorithm),
     ("rounding", Rounding),
 )
+_TYPES: tuple[tuple[str, type], ...] = (
+    ("format", Format),
+    ("granularity", Granularity),
+    ("margin", int),
+    ("amax_history_len", int),
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class QuantizationSpec(RefusesUnknownFields):
     """What one operand of one GEMM becomes: one cell of a recipe. Frozen, hashable, compared by every field.
 
     Raises:
-        TypeError: unknown field.  ValueError: a value that is not offered, or a combination that means nothing.
+        TypeError: unknown field, or a value of another type.
+        ValueError: a value that is not offered, or a combination that means nothing.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -64,6 +71,9 @@ class QuantizationSpec(RefusesUnknownFields):
     cannot trace its making."""
 
     def __post_init__(self) -> None:
+        for name, wanted in _TYPES:
+            if not isinstance(got := getattr(self, name), wanted):
+                raise TypeError(f"QuantizationSpec: {name} is {got!r}; needs {wanted.__name__}")
         for name, kind in _CHOICES:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")

@@ -98,12 +98,19 @@ class Override(RefusesUnknownFields):
     """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
 
     def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ValueError("override: the pattern is empty; needs one such as 'layers.0.*', or '*' for every layer")
+        if not self.changes:
+            raise ValueError(f"override {self.pattern!r}: nothing to change; give a recipe, GEMMs or cells")
         for target, value in self.changes:
             if target not in GEMMS and target not in CELLS:
                 raise ValueError(f"override {self.pattern!r}: {unknown_name('cell', target, (*GEMMS, *CELLS))}")
-            wanted = GemmRecipe if target in GEMMS else (QuantizationSpec, type(None))
-            if not isinstance(value, wanted):
-                raise TypeError(f"override {self.pattern!r}: {target} is a {type(value).__name__}, needs {wanted}")
+            whole = target in GEMMS
+            if not (isinstance(value, GemmRecipe) if whole else isinstance(value, QuantizationSpec | None)):
+                raise TypeError(
+                    f"override {self.pattern!r}: {target} is {value!r}; needs a "
+                    f"{'GemmRecipe' if whole else 'QuantizationSpec or None'}"
+                )
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with the changes made."""
@@ -190,8 +197,6 @@ class Recipe(RefusesUnknownFields):
             changes += [(gemm, getattr(whole, gemm)) for gemm in GEMMS]
         changes += [(gemm, cell or HIGH_PRECISION) for gemm, cell in gemms.items()]
         changes += (cells or {}).items()
-        if not changes:
-            raise ValueError(f"override {pattern!r}: nothing to change; give a recipe, GEMMs or cells")
         return replace(self, overrides=(*self.overrides, Override(pattern, tuple(changes))))
 
     def for_layer(self, layer: str) -> Recipe:
@@ -238,15 +243,15 @@ class Recipe(RefusesUnknownFields):
             TypeError, ValueError: unknown key, name or combination; the nearest known name is named.
         """
         values = dict(values)
-        gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm)) for gemm in GEMMS if gemm in values}
+        gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm) or {}) for gemm in GEMMS if gemm in values}
         overrides = values.pop("overrides", ())
         recipe = cls(**{**values, **gemms})
-        for entry in overrides:
+        for entry in overrides or ():
             known = ("pattern", "recipe", "changes")
             for key in entry:
                 if key not in known:
                     raise ValueError(f"override of recipe {recipe.name!r}: {unknown_name('key', key, known)}")
-            changes = tuple((t, _change_from_dict(t, v)) for t, v in entry.get("changes", {}).items())
+            changes = tuple((t, _change_from_dict(t, v)) for t, v in (entry.get("changes") or {}).items())
             whole = get_recipe(entry["recipe"]) if "recipe" in entry else None
             changes = tuple((gemm, getattr(whole, gemm)) for gemm in GEMMS if whole) + changes
             recipe = replace(recipe, overrides=(*recipe.overrides, Override(entry.get("pattern", ""), changes)))

@@ -58,7 +58,8 @@ def round_to_format(
     """
     check_input_dtype(x, "round_to_format")
     if rounding == "nearest_even" and fmt.dtype is not None and fmt is not E8M0:
-        return _saturate(x, fmt).to(fmt.dtype).to(torch.float32)
+        # in fp32: the bounds of FP32 and BF16 are not numbers of every input dtype; NaN passes through clamp
+        return x.to(torch.float32).clamp(fmt.lowest, fmt.max).to(fmt.dtype).to(torch.float32)
     return _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
 
 
@@ -75,9 +76,16 @@ def encode(
         tensor([ 1, 15,  7], dtype=torch.uint8)
     """
     check_input_dtype(x, "encode")
+    return encode_(x.to(torch.float32, copy=True), fmt, rounding=rounding, generator=generator)
+
+
+def encode_(
+    x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
+) -> Tensor:
+    """As `encode`, of an fp32 tensor that it may overwrite: one pass over memory less."""
     if fmt.dtype is not None and fmt is not E8M0:
         y = x if rounding == "nearest_even" else _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
-        return _saturate(y, fmt).to(fmt.dtype)
+        return y.clamp_(fmt.lowest, fmt.max).to(fmt.dtype)  # NaN passes through clamp
     y, exponent = _round_on_grid(x, fmt, rounding, generator)
     significand = (y.abs() * power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0.0).to(torch.int64)
     # A significand with its implied one carries into the exponent field by itself; subnormals leave that field 0.
@@ -157,11 +165,6 @@ def _value_of_code(code: int, fmt: Format) -> float:
     return sign * math.ldexp(1 + mantissa * fmt.eps, exponent - fmt.bias)
 
 
-def _saturate(x: Tensor, fmt: Format) -> Tensor:
-    # In fp32: the bounds of FP32 and of BF16 are not numbers of every input dtype. NaN passes through clamp.
-    return x.to(torch.float32).clamp(fmt.lowest, fmt.max)
-
-
 def _round_on_grid(
     x: Tensor, fmt: Format, rounding: Rounding, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
@@ -175,7 +178,8 @@ def _round_on_grid(
     if rounding == "nearest_even":
         steps = steps.round()
     elif rounding == "stochastic":
-        steps = (steps + torch.rand(x.shape, generator=generator, device=x.device)).floor()
+        # fp32 said aloud: under torch.set_default_dtype(bfloat16) rand has 8 bits, and the mean is off by a 512th
+        steps = (steps + torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)).floor()
         # floor loses the sign of a zero that came from a negative number or from -0.
         steps = torch.copysign(steps, x64)
     else:

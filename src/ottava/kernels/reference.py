@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import check_input_dtype, decode, encode
+from ottava.rounding import check_input_dtype, decode, encode_
 from ottava.scaling import Granularity, amax, compute_scale
 
 NAME = "reference"
@@ -56,8 +56,9 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
         given = scale.reshape(1, 1).expand_as(block_amax)
         factor = torch.where(given > 0, given, current.scale)
         scale_inv = torch.where(given > 0, given.reciprocal(), current.scale_inv)
-    y = x.to(torch.float32) * spec.granularity.expand(factor, (x.shape[0], x.shape[1]))
-    return Cast(encode(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
+    factor = spec.granularity.expand(factor, (x.shape[0], x.shape[1]))
+    y = x * factor if x.dtype == torch.float32 else x.to(torch.float32).mul_(factor)
+    return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -82,6 +83,8 @@ def gemm(
 
 def _accumulate(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """The fp32 sum, scaled."""
+    if a.shape[1] == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
+        return a.scale_inv.new_zeros(a.shape[0], b.shape[0])
     one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
     if not one_block and _exact_in_fp32(a.spec) and _exact_in_fp32(b.spec):
         # the scales are powers of two: scaling the operands first gives the same products without rounding

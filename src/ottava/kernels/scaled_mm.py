@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ottava.formats import E5M2
+from ottava.formats import E4M3, E5M2
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.scaling import PER_ROW, PER_TENSOR
 
@@ -27,8 +27,8 @@ _HOPPER, _ADA = (9, 0), (8, 9)
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
     """Why torch's scaled GEMM does not take this call; None if it does."""
-    if not (a.data.is_floating_point() and b.data.is_floating_point()):
-        return f"{NAME}: takes 8-bit formats; got {a.spec.format} and {b.spec.format}"
+    if not {a.spec.format, b.spec.format} <= {E4M3, E5M2}:
+        return f"{NAME}: takes E4M3 and E5M2; got {a.spec.format} and {b.spec.format}"
     if a.spec.format == E5M2 and b.spec.format == E5M2:
         return f"{NAME}: no tensor core multiplies E5M2 by E5M2"
     known = (PER_TENSOR, PER_ROW)
@@ -77,7 +77,7 @@ def gemm(
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
     )
-    return y[:, :n] if pad_n else y
+    return y[:, :n].contiguous() if pad_n else y  # the strides that ops promises to torch.compile
 
 
 def _aligned(size: int) -> int:
