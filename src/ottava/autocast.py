@@ -6,7 +6,8 @@ reads it once and hands it to its backward, which never looks here.
 
 torch.compile cannot trace a ContextVar, and a constant in its place would go stale without a word. So `autocast` also
 writes what it set into `_COMPILED_VIEW`, a plain object that Dynamo does guard on: entering or leaving it recompiles.
-The price: compiled code sees the recipe entered last in the *process*, not in the thread (docs/design.md, decision 9).
+The price: compiled code sees what the thread says that entered or left an `autocast` last, whichever thread that is
+(docs/design.md, decision 9).
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Ite
     """
     entered = Ambient(get_recipe(recipe) if recipe is not None else None, enabled)
     token = _AMBIENT.set(entered)
-    outer, _COMPILED_VIEW.ambient = _COMPILED_VIEW.ambient, entered
+    _COMPILED_VIEW.ambient = entered
     try:
         yield
     finally:
-        _COMPILED_VIEW.ambient = outer
         _AMBIENT.reset(token)
+        _COMPILED_VIEW.ambient = _AMBIENT.get()  # not what it was on entering: another thread may have left that since

@@ -54,7 +54,12 @@ def linear(
         log: told what each GEMM ran and what is kept for backward.
     Returns:
         (..., N).
+    Raises:
+        ValueError: the last dimension of x is not K.  TypeError: x has another dtype.
+        NotImplementedError: a second derivative is asked for (backward with create_graph=True).
     """
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
     y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log)
     return y.squeeze(0) if x.dim() == 1 else y.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
@@ -69,23 +74,31 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         quantizers: LinearQuantizers,
         recipe: Recipe,
-        record: bool,
+        grad_enabled: bool,
         log: CallLog | None,
     ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        # needs_input_grad is requires_grad, also where no gradient will ever be asked for
+        needs_dx, needs_dw = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
-        x_row, x_col = quantizers.input(x, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
-        w_row, w_col = quantizers.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=record)
+        x_row, x_col = quantizers.input(x, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
+        w_row, w_col = quantizers.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
         ctx.quantizers, ctx.recipe, ctx.log = quantizers, recipe, log
         ctx.dtypes = (x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.specs = _save(ctx, x_col, w_col)
         if log is not None:
             own = w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0  # the high-precision weight lives anyway
             log.saved(own + (x_col.nbytes if x_col is not None else 0), x.nbytes if needs_dw else 0)
+        if bias is not None:
+            bias = bias.to(x.dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
         return _gemm("fprop", fprop, x_row, w_row, log, out_dtype=x.dtype, bias=bias)  # y (M, N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
+            raise NotImplementedError(
+                "ottava: a quantized linear has no second derivative (backward was asked for create_graph=True); run "
+                "that forward under ottava.autocast(enabled=False)"
+            )
         (dy,) = grads
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dgrad, wgrad, log = ctx.recipe.dgrad, ctx.recipe.wgrad, ctx.log

@@ -8,6 +8,9 @@ between models (TransformerEngine #814).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +23,12 @@ from ottava.scaling import compute_scale
 class Quantizer(nn.Module):
     """Casts one tensor of one layer for both of its GEMMs; holds the amax history where its recipe scales delayed.
 
-    Buffers, only once a delayed spec was prepared (`prepare`):
+    Buffers, only once a delayed spec was prepared (`prepare`); they keep their dtypes when the model changes its own:
         amax_history   fp32 (amax_history_len,), newest first; entries not yet filled are 0
         amax_staged    fp32 (): largest finite amax since the last `update`
         scale          fp32 (): what the next cast multiplies with; 0 = no history yet, take the current scale
-        nonfinite      int64 (): casts whose amax was inf or nan; those never enter the history
+        nonfinite      int64 (): casts whose amax was inf or nan; those never enter the history. A cast that
+                       torch.utils.checkpoint repeats counts again
     """
 
     spec: QuantizationSpec | None
@@ -66,9 +70,9 @@ class Quantizer(nn.Module):
             return x
         if spec.scaling == "current":
             return quantize(x, spec)
-        if self.spec != spec:
+        if record and self.spec != spec:
             self.prepare(spec, x.device)
-        x_q, amax = quantize_with_amax(x, spec, scale=self.scale)
+        x_q, amax = quantize_with_amax(x, spec, scale=self._scale_for(spec))
         if record:
             self._stage(amax.reshape(()))
         return x_q
@@ -79,13 +83,21 @@ class Quantizer(nn.Module):
         self.nonfinite.add_((~finite).to(torch.int64))
 
     def prepare(self, spec: QuantizationSpec, device: torch.device | None = None) -> None:
-        """Makes the buffers of a delayed spec; an existing history of the same length is kept."""
+        """Makes the buffers of a delayed spec. A history of the same length is kept: it is amax, whatever the spec."""
         if self.spec is None or self.spec.amax_history_len != spec.amax_history_len:
             self.register_buffer("amax_history", torch.zeros(spec.amax_history_len, device=device))
             self.register_buffer("amax_staged", torch.zeros((), device=device))
             self.register_buffer("scale", torch.zeros((), device=device))
             self.register_buffer("nonfinite", torch.zeros((), dtype=torch.int64, device=device))
+        elif self.spec != spec:
+            self.scale.copy_(self._scale_of_window(spec))
         self.spec = spec
+
+    def forget(self) -> None:
+        """Drops history and buffers: state_dict is that of a stateless recipe again."""
+        if self.spec is not None:
+            del self.amax_history, self.amax_staged, self.scale, self.nonfinite
+        self.spec = None
 
     def update(self) -> None:
         """Rolls the staged amax into the window and sets the scale of the next step; idle doors do not roll."""
@@ -95,12 +107,33 @@ class Quantizer(nn.Module):
         rolled = self.amax_history.roll(1)
         rolled[0] = self.amax_staged
         self.amax_history.copy_(torch.where(ran, rolled, self.amax_history))
-        window = self.amax_history.max() if self.spec.amax_compute_algo == "max" else self.amax_history[0]
-        scale = compute_scale(
-            window, self.spec.format, scale_format=self.spec.scale_format, margin=self.spec.margin
-        ).scale
-        self.scale.copy_(torch.where(ran & (window > 0), scale, self.scale))
+        self.scale.copy_(torch.where(ran, self._scale_of_window(self.spec), self.scale))
         self.amax_staged.zero_()
+
+    def _scale_for(self, spec: QuantizationSpec) -> Tensor | None:
+        # Evaluation may ask for a spec that the door was not prepared for: it reads the history and leaves no trace.
+        if self.spec is None or self.spec == spec:
+            return None if self.spec is None else self.scale
+        return self._scale_of_window(spec)
+
+    def _scale_of_window(self, spec: QuantizationSpec) -> Tensor:
+        """fp32 (): what the history says for a spec; 0 while it is empty."""
+        window = self.amax_history.max() if spec.amax_compute_algo == "max" else self.amax_history[0]
+        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        return torch.where(window > 0, scale, 0.0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # .bfloat16() would round scale and history, and to_empty() leave garbage in them: only the device may change
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            assert buffer is not None
+            assert moved is not None
+            self._buffers[name] = (
+                torch.zeros_like(moved, dtype=buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            )
+        return self
 
     def extra_repr(self) -> str:
         """The delayed spec, if any."""
@@ -117,13 +150,18 @@ class LinearQuantizers(nn.Module):
         self.grad_output = Quantizer()
 
     def prepare(self, recipe: Recipe, device: torch.device | None = None) -> None:
-        """Makes the buffers that a resolved recipe needs, so that state_dict has its shape before the first forward."""
+        """Makes the buffers that a resolved recipe needs, so that state_dict has its shape before the first forward.
+
+        Doors that the recipe does not scale delayed forget what an earlier one left; a history of the same spec stays.
+        """
         doors = (
             (self.input, (recipe.fprop.lhs, recipe.wgrad.rhs)),
             (self.weight, (recipe.fprop.rhs, recipe.dgrad.rhs)),
             (self.grad_output, (recipe.dgrad.lhs, recipe.wgrad.lhs)),
         )
         for door, specs in doors:
-            for spec in specs:
-                if spec is not None and spec.scaling == "delayed" and door.spec != spec:
-                    door.prepare(spec, device)
+            delayed = [spec for spec in specs if spec is not None and spec.scaling == "delayed"]
+            if delayed:
+                door.prepare(delayed[0], device)  # a recipe has one delayed spec for a tensor
+            else:
+                door.forget()

@@ -111,6 +111,9 @@ class Override(RefusesUnknownFields):
                     f"override {self.pattern!r}: {target} is {value!r}; needs a "
                     f"{'GemmRecipe' if whole else 'QuantizationSpec or None'}"
                 )
+        # One order, and of two changes of one cell the later: equal effects, equal overrides, whatever a file sorted.
+        changes = dict(self.changes)
+        object.__setattr__(self, "changes", tuple((t, changes[t]) for t in (*GEMMS, *CELLS) if t in changes))
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with the changes made."""

@@ -57,7 +57,7 @@ def round_to_format(
         tensor([1.6000e+01, 2.0000e+01, 1.9531e-03, 4.4800e+02])
     """
     check_input_dtype(x, "round_to_format")
-    if rounding == "nearest_even" and fmt.dtype is not None and fmt is not E8M0:
+    if rounding == "nearest_even" and fmt.dtype is not None and fmt != E8M0:
         # in fp32: the bounds of FP32 and BF16 are not numbers of every input dtype; NaN passes through clamp
         return x.to(torch.float32).clamp(fmt.lowest, fmt.max).to(fmt.dtype).to(torch.float32)
     return _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
@@ -83,7 +83,7 @@ def encode_(
     x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
 ) -> Tensor:
     """As `encode`, of an fp32 tensor that it may overwrite: one pass over memory less."""
-    if fmt.dtype is not None and fmt is not E8M0:
+    if fmt.dtype is not None and fmt != E8M0:
         y = x if rounding == "nearest_even" else _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
         return y.clamp_(fmt.lowest, fmt.max).to(fmt.dtype)  # NaN passes through clamp
     y, exponent = _round_on_grid(x, fmt, rounding, generator)
@@ -113,9 +113,9 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     """
     if codes.dtype != fmt.storage_dtype:
         raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
-    if fmt is E4M3 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
+    if fmt == E4M3 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
         return _decode_e4m3(codes)
-    if fmt.dtype is not None and fmt is not E8M0:
+    if fmt.dtype is not None and fmt != E8M0:
         return codes.to(torch.float32)
     table = code_values(fmt).to(codes.device)
     return table[codes.view(torch.uint8).to(torch.int32)]

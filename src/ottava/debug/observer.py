@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ottava.debug.statistics import STATISTICS, Tally, measure
@@ -48,7 +49,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     """Collects statistics of every cast in the ottava layers of a model while the context lasts.
 
     Edge cases: layers in high precision cast nothing and have no rows. Numbers are read back at every cast: for a look
-    at some steps, not for every step on a GPU.
+    at some steps, not for every step on a GPU. Compiled models run eagerly meanwhile: compiled code calls no hooks.
 
     Example:
         >>> import torch, ottava
@@ -68,7 +69,8 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         for tensor, door in module.named_children():
             handles.append(door.register_forward_hook(_Watcher(seen, layer, tensor), with_kwargs=True))
     try:
-        yield seen
+        with torch.compiler.set_stance("force_eager"):
+            yield seen
     finally:
         for handle in handles:
             handle.remove()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ottava.errors import unknown_name
 from ottava.nn.linear import Linear
@@ -66,10 +67,11 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
     Returns:
         ConversionReport; `.model` is the model.
     Raises:
-        ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given): nothing
-            has been changed then.
+        ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
+        TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
     Warns: when no layer at all was converted under a recipe that quantizes.
-    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported.
+    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported. A second call
+        leaves layers that it skips under the recipe they have, so that two calls may share a model out.
 
     Example:
         >>> import torch, ottava
@@ -84,18 +86,15 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_patterns(recipe, layers)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    converted: list[str] = []
-    skipped: dict[str, str] = {}
-    for name, layer in layers.items():
-        reason = _refusal(name, layer, tied, filter or default_filter)
-        if reason is not None:
-            skipped[name] = reason
-            continue
+    answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
+    skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
+    converted = tuple(name for name in layers if name not in skipped)
+    for name in converted:  # only now: a filter that raises has left the model as it was
+        layer = layers[name]
         layer.__class__ = Linear  # a no-op for one that is ottava's already
         assert isinstance(layer, Linear)
         layer.adopt(recipe, name)
-        converted.append(name)
-    report = ConversionReport(model, recipe, tuple(converted), skipped)
+    report = ConversionReport(model, recipe, converted, skipped)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)
     return report
@@ -160,16 +159,27 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
 
 
 def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str | None:
+    if parametrize.is_parametrized(layer):
+        return "parametrized: its weight is computed at every call, by a class of its own"
     if type(layer) not in (nn.Linear, Linear):
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
+    if "forward" in vars(layer):
+        return "its forward has been replaced on the instance: ottava's would never be called"
     if id(layer.weight) in tied:
         return "weight tied to an embedding"
     if not layer.weight.is_floating_point():
         return f"weight is {layer.weight.dtype}"
     answer = filter(name, layer)
+    if answer is not None and not isinstance(answer, bool | str):
+        raise TypeError(f"convert: the filter answered {answer!r} for {name!r}; needs True, False, None or a reason")
     if isinstance(answer, str):
         return answer
     return "refused by the filter" if answer is False else None
+
+
+def _as_it_stays(layer: nn.Linear, reason: str) -> str:
+    # an earlier conversion is not undone, and must not be mistaken for high precision
+    return f"{reason}; stays under recipe {layer.recipe.name!r}" if isinstance(layer, Linear) else reason
 
 
 def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Linear]) -> None:

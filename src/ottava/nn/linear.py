@@ -22,12 +22,11 @@ from ottava.recipe import Recipe, get_recipe
 class LastCall:
     """What a layer's last forward and backward ran; filled by the engine, read by `receipt`."""
 
-    __slots__ = ("compiled", "high_precision_bytes", "input_shape", "recipe", "records", "saved_bytes")
+    __slots__ = ("high_precision_bytes", "input_shape", "recipe", "records", "saved_bytes")
 
-    def __init__(self, recipe: Recipe, input_shape: tuple[int, ...], compiled: bool) -> None:
+    def __init__(self, recipe: Recipe, input_shape: tuple[int, ...] | None) -> None:
         self.recipe = recipe
-        self.input_shape = input_shape
-        self.compiled = compiled
+        self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
         self.records: dict[str, GemmRecord] = {}
         self.saved_bytes = self.high_precision_bytes = 0
 
@@ -91,27 +90,32 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        recipe = self._active_recipe()
+        if torch.compiler.is_compiling():
+            log, recipe = None, ambient().recipe_for(self.name, self.resolved)
+            self._note_compiled(recipe)
+        else:
+            log = self._begin_call(input)
+            recipe = log.recipe
         if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
-            self.last_call = LastCall(recipe, tuple(input.shape), torch.compiler.is_compiling())
             return nn.functional.linear(input, self.weight, self.bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        elif input.dtype == torch.float32 and not torch.compiler.is_compiling():
+        elif input.dtype == torch.float32 and log is not None:
             _warn_fp32(recipe.name)
-        call = LastCall(recipe, tuple(input.shape), torch.compiler.is_compiling())
-        self.last_call = call
-        log = None if call.compiled else call
         return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log)
 
-    def _active_recipe(self) -> Recipe:
+    def _begin_call(self, input: Tensor) -> LastCall:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
-        # autocast has been entered or left since.
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if recomputing and self.last_call is not None:
-            return self.last_call.recipe
-        return ambient().recipe_for(self.name, self.resolved)
+        # autocast has been entered or left since, and is part of the same call.
+        if self.last_call is not None and torch._C._current_graph_task_id() != -1:
+            return self.last_call
+        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), tuple(input.shape))
+        return self.last_call
+
+    @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
+    def _note_compiled(self, recipe: Recipe) -> None:
+        self.last_call = LastCall(recipe, None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

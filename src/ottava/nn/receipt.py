@@ -6,6 +6,7 @@ The engine writes down what each GEMM ran as it runs it; here that becomes a tab
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def receipt(model: nn.Module) -> Receipt:
     """What each GEMM of each linear layer ran in its last forward and backward.
 
     Layers that are not ottava's get one row that says so. Inside torch.compile kernels are chosen when the compiled
-    code runs and are not written down; such rows say "compiled" and show what the recipe asks for.
+    code runs and are not written down; such rows say "compiled" and show what the recipe asked for when it was traced.
 
     Example:
         >>> import torch, ottava
@@ -159,18 +160,16 @@ def _row(name: str, layer: Linear, gemm: str) -> ReceiptRow:
             note=note,
             weight=weight,
         )
-    tokens = 1
-    for size in call.input_shape[:-1]:
-        tokens *= size
-    m, n, k = tokens, layer.out_features, layer.in_features
+    m = "?" if call.input_shape is None else math.prod(call.input_shape[:-1])
+    n, k = layer.out_features, layer.in_features
     shape = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
     text = " x ".join(str(size) for size in shape)
-    if call.compiled:
-        note = "chosen when the compiled code runs"
-        return ReceiptRow(name, gemm, str(cells), "compiled", text, "", cells.quantized, False, 0, 0, note, weight)
     if not any(getattr(call.recipe, g).quantized for g in GEMMS):
         note = _why_high_precision(layer, call.recipe.name, cells)
         return ReceiptRow(name, gemm, "high precision", "torch", text, "", False, False, 0, 0, note, weight)
+    if call.input_shape is None:
+        note = "chosen when the compiled code runs"
+        return ReceiptRow(name, gemm, str(cells), "compiled", text, "", cells.quantized, False, 0, 0, note, weight)
     return _empty_row(name, gemm, str(cells), "did not run in the last call")
 
 

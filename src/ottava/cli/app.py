@@ -1,0 +1,109 @@
+"""The `ottava` command: the list of its subcommands, and what every one of them does about errors.
+
+    exit code   0    done
+                1    done, and a numerics problem was found (a run diverged, a recipe is clearly worse)
+                2    the command line or a config is wrong
+                3    hardware or an optional dependency is missing
+                4    an input file is missing, damaged or unsuitable
+                70   a bug of ottava's
+                130  Ctrl-C
+
+A subcommand returns its exit code (None is 0). An exception class may carry an `exit_code`; ValueError and TypeError
+are 2, OSError is 4, ImportError is 3. Files of subcommands import torch and the engine inside their function only, so
+that help stays quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from ottava.cli.demo import demo
+from ottava.cli.formats import formats
+from ottava.cli.train import train
+
+BUG, INTERRUPTED = 70, 130
+
+app = typer.Typer(
+    name="ottava",
+    help="Train transformers in FP8 and see exactly where FP8 hurts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(train)
+app.command()(formats)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ottava {version('ottava')}, torch {version('torch')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that come before the subcommand."""
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("ottava").setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line (None: the process's own) and exits with its code; errors go to stderr in a few lines."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    words.sort(key=lambda word: word != "--debug")  # a stable sort: --debug works anywhere, as people type it
+    try:
+        code = app(args=words, prog_name="ottava", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        sys.exit(_report(error))
+    sys.exit(code or 0)
+
+
+def _report(error: Exception) -> int:
+    """Says on stderr what went wrong and returns the exit code for it."""
+    show = getattr(error, "show", None)  # what the command line parser raises knows best how to say it
+    code = exit_code(error)
+    if show is not None:
+        show(file=sys.stderr)
+    elif code == BUG:
+        print(f"ottava: internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("This is a bug of ottava's. Run the same command with --debug for the traceback.", file=sys.stderr)
+    else:
+        print(f"ottava: {error}", file=sys.stderr)
+    return code
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code for an exception, see the module's docstring.
+
+    Example:
+        >>> exit_code(ValueError("steps: got 0")), exit_code(FileNotFoundError("a.yaml")), exit_code(KeyError("x"))
+        (2, 4, 70)
+    """
+    own = getattr(error, "exit_code", None)
+    if isinstance(own, int):
+        return own
+    for kind, code in ((ImportError, 3), (OSError, 4), ((ValueError, TypeError), 2)):
+        if isinstance(error, kind):
+            return code
+    return BUG

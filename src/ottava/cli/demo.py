@@ -1,0 +1,153 @@
+"""`ottava demo`: BF16 and FP8 side by side on real text, with a verdict and a report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ottava.train.demo import Demo
+    from ottava.train.demo_folder import DemoFolder
+    from ottava.train.summary import DemoResult
+
+
+def demo(
+    recipes: Annotated[
+        str | None, typer.Option("--recipes", metavar="A,B", help="FP8 recipes, or all; default tensorwise,blockwise.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", help="BF16 runs, whose spread is the noise; default 3.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="PATH", help="A text file or a folder; default: Python's own sources."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the trainer.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Default runs/demo.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished demo in its folder.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost anything.
+
+    Writes report.html (one file, works offline), loss.svg and summary.json into the run folder. Ctrl-C saves
+    everything; the same command then goes on where it stopped.
+
+    Exit code 0, or 1 if a recipe diverged or ended clearly above BF16: farther than two BF16 runs that differ by seed
+    alone come apart 95 times in 100, judged from the BF16 seeds (Student's t). With one seed only divergence counts.
+    """
+    import logging
+
+    from rich.console import Console
+
+    from ottava.cli.interrupt import stop_on_interrupt
+    from ottava.train.demo import Demo
+    from ottava.train.demo_folder import DEFAULT_FOLDER, DemoFolder
+    from ottava.train.display import open_display
+
+    # The table says what the checkpoints' log lines would, five runs at a time.
+    logging.getLogger("ottava.train").setLevel(logging.WARNING)
+    console = Console(stderr=as_json)
+    given = _given(recipes, steps, seeds, data, settings)
+    folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, given, resume=resume, fresh=fresh)
+    with stop_on_interrupt() as stopping:
+        trained = Demo(folder)
+        _introduce(console, folder, trained)
+        with open_display(console) as display:
+            finished = trained.train(display, stopping)
+        if not finished:
+            where = "" if run_dir is None else f" --run-dir {shlex.quote(str(run_dir))}"
+            typer.echo(f"Interrupted; everything is saved. Go on with: ottava demo --resume{where}", err=True)
+            return 130
+        result = trained.result()
+        trained.write(result)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), allow_nan=False))
+    else:
+        _conclude(console, folder, result)
+    return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
+
+
+def _given(
+    recipes: str | None, steps: int | None, seeds: int | None, data: Path | None, settings: list[str] | None
+) -> dict[str, Any]:
+    """The options that were given, as fields of `DemoSettings`."""
+    from ottava.recipe import RECIPES
+
+    names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
+    if names == ["all"]:
+        names = [name for name in RECIPES if name != "bf16"]
+    options = {
+        "recipes": None if recipes is None else tuple(names),
+        "steps": steps,
+        "seeds": seeds,
+        "data": None if data is None else str(data.expanduser().absolute()),
+        "overrides": tuple(settings) if settings else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
+    """What is about to run."""
+    from ottava.train.summary import listed
+
+    settings = folder.settings
+    for line in folder.news:
+        console.print(line, highlight=False, soft_wrap=True)
+    size = f"{demo.parameters / 1e6:.2f} M parameters, {settings.steps} steps on {demo.runs[0].trainer.corpus.source}"
+    seeds = f"BF16 with {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
+    console.print(f"[bold]ottava demo[/]  {size}", highlight=False, soft_wrap=True)
+    console.print(f"             {listed([seeds, *settings.recipes])}, in turn\n", highlight=False, soft_wrap=True)
+
+
+def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
+    """Results, verdicts, and where to look further."""
+    console.print(_results_table(result))
+    for verdict in result.news:
+        mark, style = {
+            "inside": ("ok", "green"),
+            "better": ("ok", "green"),
+            "worse": ("bad", "red"),
+            "diverged": ("bad", "red"),
+        }.get(verdict.outcome, ("??", "yellow"))
+        console.print(f"[{style}]{mark:>4}[/]  {verdict.sentence}", highlight=False, soft_wrap=True)
+    if result.emulated:
+        line = "FP8 operands are exact here, the GEMMs on them emulated: tokens/s says nothing about a GPU"
+        console.print(f"      [dim]{line}[/]", highlight=False, soft_wrap=True)
+    console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _results_table(result: DemoResult) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from ottava.train.display import signed
+    from ottava.train.report import loss_text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("recipe", no_wrap=True)
+    for heading in ("seed", "validation loss", "Δ to BF16", "in BF16", "tokens/s", "× BF16"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    deltas = {verdict.recipe: verdict.delta for verdict in result.verdicts}
+    for run in result.runs:
+        delta = deltas.get(run.recipe)
+        table.add_row(
+            run.recipe,
+            str(run.seed),
+            "diverged" if run.diverged else loss_text(run.final_loss),
+            "" if delta is None else signed(delta),
+            loss_text(run.high_precision_loss),
+            f"{run.tokens_per_second:,.0f}",
+            f"{result.speed_ratio(run):.2f}",
+        )
+    return table

@@ -1,0 +1,147 @@
+"""`ottava train`: one run from a config, resumable at any moment."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ottava.train import StepRecord, TrainConfig, Trainer
+    from ottava.train.display import RunView
+
+SCHEMA_VERSION = 1
+_REDRAW_SECONDS = 0.25
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Settings; what is left out keeps its default.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: optimizer.eps=1e-6")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/<CONFIG>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
+) -> int:
+    """Train a byte-level Llama on text under an FP8 recipe.
+
+    Every setting has a default: see them with --print-config. The run folder gets the settings, a line per step
+    (metrics.jsonl), checkpoints, and a receipt of what each GEMM really ran. A killed run goes on with --resume and
+    ends bit for bit where it would have ended.
+    """
+    from ottava.train import Trainer, load_config
+
+    folder = run_dir or Path("runs") / (config.stem if config else "train")
+    # What was saved needs no CONFIG; if nothing was, load_config says so.
+    resolved = load_config(folder / "config.yaml" if resume and config is None else config, settings or ())
+    if print_config:
+        values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
+        typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
+        return 0
+    trainer = Trainer(resolved, folder, resume=resume)
+    interrupted = _run(trainer, resolved, progress_on_stderr=as_json)
+    if as_json:
+        typer.echo(json.dumps(_result(trainer, resolved, interrupted=interrupted)))
+    else:
+        typer.echo(_summary(trainer, resolved))
+    if interrupted:
+        typer.echo(
+            f"interrupted and saved; go on with: ottava train --resume --run-dir {shlex.quote(str(folder))}", err=True
+        )
+        return 130
+    return 1 if trainer.diverged else 0
+
+
+def _run(trainer: Trainer, config: TrainConfig, *, progress_on_stderr: bool) -> bool:
+    """Trains to the end, showing how it goes; True if Ctrl-C came first, and then a checkpoint has been saved."""
+    from rich.console import Console
+
+    from ottava.cli.interrupt import stop_on_interrupt
+    from ottava.train.display import open_display
+
+    began, first, shown = time.monotonic(), trainer.step, 0.0
+    with stop_on_interrupt() as stopping, open_display(Console(stderr=progress_on_stderr)) as display:
+        display.say(str(trainer.conversion))
+        display.say(f"{trainer.corpus.source}\nrun folder: {trainer.folder.path}")
+        while not trainer.done and not stopping():
+            (record,) = trainer.advance(1)
+            now = time.monotonic()
+            if now - shown > _REDRAW_SECONDS or trainer.done or record.val_loss is not None:
+                per_step = (now - began) / max(1, trainer.step - first)
+                display.show([_view(trainer, config)], per_step * (config.steps - trainer.step))
+                shown = now
+            if record.val_loss is not None:
+                display.say(f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte")
+        if not trainer.done:
+            trainer.save()
+    return not trainer.done
+
+
+def _view(trainer: Trainer, config: TrainConfig) -> RunView:
+    """The run as the display shows it."""
+    from ottava.train.charts import smooth
+    from ottava.train.display import RunView
+
+    curve = smooth([record.loss for record in trainer.history])
+    return RunView(
+        recipe=config.build_recipe().name,
+        seed=config.seed,
+        step=trainer.step,
+        steps=config.steps,
+        loss=curve[-1],
+        delta=None,
+        tokens_per_second=_tokens_per_second(trainer.history[-50:]),
+        curve=curve,
+    )
+
+
+def _tokens_per_second(records: Sequence[StepRecord]) -> float | None:
+    """At the median step, so that one disturbed step changes nothing; None where no step was done."""
+    return records[-1].tokens / statistics.median(record.seconds for record in records) if records else None
+
+
+def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict[str, Any]:
+    """What --json prints."""
+    last = trainer.history[-1] if trainer.history else None
+    validation = [record.val_loss for record in trainer.history if record.val_loss is not None]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_dir": str(trainer.folder.path),
+        "recipe": config.build_recipe().name,
+        "step": trainer.step,
+        "steps": config.steps,
+        "interrupted": interrupted,
+        "diverged": trainer.diverged,
+        "loss": last.loss if last and not trainer.diverged else None,
+        "val_loss": validation[-1] if validation else None,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "tokens_per_second": _tokens_per_second(trainer.history),
+    }
+
+
+def _summary(trainer: Trainer, config: TrainConfig) -> str:
+    """The last lines a person sees."""
+    result = _result(trainer, config, interrupted=False)
+    head = f"{result['recipe']}: {trainer.step} of {config.steps} steps"
+    if trainer.diverged:
+        return (
+            f"{head}, then it diverged: the loss or gradient of step {trainer.step + 1} is not finite. That "
+            "update was not applied. Does recipe=bf16 do so too? Then it is not FP8; lower optimizer.learning_rate"
+        )
+    parts = [head]
+    if result["val_loss"] is not None:
+        parts.append(f"validation loss {result['val_loss']:.4f} nats per byte")
+    if result["tokens_per_second"] is not None:
+        parts.append(f"{result['tokens_per_second']:,.0f} tokens/s")
+    return ", ".join(parts)

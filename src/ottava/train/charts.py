@@ -1,0 +1,343 @@
+"""Line charts as SVG text: for the report (inline, coloured by the page's CSS) and for a file that stands alone.
+
+A chart is data (`Chart`: lines, bands, axes); `render` turns it into one <svg> with nice ticks, a legend, a title and a
+description for screen readers, and the numbers as JSON for the report's tooltips. Colours are Okabe and Ito's, which
+colour-blind readers can tell apart, and every line also differs by dash and marker, so a black-and-white print works.
+
+Drawn on the server, because a report must open offline, in ten years, in any browser, and in a README.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+Point = tuple[float, float]
+
+# Okabe and Ito, "Color Universal Design" (2008); yellow left out (unreadable on white). The first is for BF16.
+LIGHT_PALETTE = ("#1f2328", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
+DARK_PALETTE = ("#e6edf3", "#4aa8e0", "#f08a4b", "#2fc79b", "#e3a3c6", "#e6b84d", "#8fd0f5")
+_DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
+_MARKERS = ("circle", "square", "triangle", "diamond")
+_MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 14, 30, 40
+_MAX_POINTS = 240  # more than the pixels can show, and the report stays small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A named series. `style` numbers its colour, dash and marker; equal numbers look alike in every chart."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+    markers: bool = False
+    """Draw a marker at every point (measured values) instead of a plain line (a smoothed curve)."""
+    faint: bool = False
+    """A thin line in the background; stays out of the legend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A named area between two curves."""
+
+    name: str
+    points: Sequence[tuple[float, float, float]]
+    """x, lower, upper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Everything a picture says. A range of None comes from the data; points outside a given one are clipped."""
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    bands: Sequence[Band] = field(default=())
+    x_range: tuple[float, float] | None = None
+    y_range: tuple[float, float] | None = None
+    signed: bool = False
+    """Write + before positive ticks: the y axis is a difference."""
+    width: int = 560
+    height: int = 340
+
+
+def smooth(losses: Sequence[float], span: int = 10) -> list[float]:
+    """Exponential moving average over about `span` steps, without the bias of its first value.
+
+    A value that is not finite passes through and stays out of the average.
+
+    Example:
+        >>> smooth([2.0, 2.0, 2.0])
+        [2.0, 2.0, 2.0]
+    """
+    keep = 1 - 2 / (span + 1)
+    total = weight = 0.0
+    smoothed = []
+    for loss in losses:
+        if math.isfinite(loss):
+            total, weight = keep * total + loss, keep * weight + 1
+        smoothed.append(total / weight if math.isfinite(loss) else loss)
+    return smoothed
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them.
+
+    Raises:
+        ValueError: the range is empty or not finite.
+
+    Example:
+        >>> nice_ticks(0, 9.3)
+        [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"nice_ticks: needs finite low < high, got {low} and {high}")
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = next((m * power for m in (1, 2, 5) if (high - low) / (m * power) <= count), 10 * power)
+    # Multiples, not a running sum: 0.1 + 0.1 + 0.1 would print as 0.30000000000000004.
+    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def palette_css(colors: Sequence[str]) -> str:
+    """CSS variables --s0, --s1, ... that the charts are coloured with."""
+    return " ".join(f"--s{i}: {color};" for i, color in enumerate(colors))
+
+
+def color_index(style: int) -> int:
+    """Which palette entry a style uses: 0 is kept for BF16, the others take turns."""
+    return 0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)
+
+
+def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
+    """One inline <svg>; the page defines --s0.., --ink, --muted, --grid, --paper (see `standalone` for an example).
+
+    Args:
+        chart: what to draw. Points that are not finite leave a gap.
+        chart_id: unique in the page; a letter first.
+        tooltips: add the measured points as JSON in `data-chart`, for a script that answers the pointer.
+    """
+    frame = _Frame.of(chart)
+    title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
+    data = f' data-chart="{escape(json.dumps(_tooltip_data(chart, frame)), quote=True)}"' if tooltips else ""
+    return "".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{chart_id}" role="img" '
+            f'viewBox="0 0 {chart.width} {chart.height}" aria-labelledby="{title_id} {desc_id}"{data}>',
+            f'<title id="{title_id}">{escape(chart.title)}</title>',
+            f'<desc id="{desc_id}">{escape(chart.description)}</desc>',
+            f'<clipPath id="{clip_id}"><rect x="{frame.left - 5}" y="{frame.top}" '  # 5: half a marker
+            f'width="{frame.right - frame.left + 10}" height="{frame.bottom - frame.top}"/></clipPath>',
+            _axes(chart, frame),
+            f'<g clip-path="url(#{clip_id})">',
+            *(_band(band, frame) for band in chart.bands),
+            *(_line(line, frame) for line in chart.lines),
+            "</g>",
+            _legend(chart, frame),
+            "</svg>",
+        ]
+    )
+
+
+def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) -> str:
+    """Charts side by side as one SVG file with its own background, fit for a README in a light or a dark page."""
+    width = sum(chart.width for chart in charts) + 24 * (len(charts) + 1)
+    bottom = max(chart.height for chart in charts) + 62
+    height = bottom + 22 * len(captions) + 14
+    panels, x = [], 24
+    for i, chart in enumerate(charts):
+        inner = render(chart, chart_id=f"panel{i}")
+        panels.append(f'<svg x="{x}" y="56" width="{chart.width}" height="{chart.height}">{inner}</svg>')
+        x += chart.width + 24
+    lines = [
+        f'<text x="24" y="{bottom + 18 + 22 * i}" class="figure-caption">{escape(caption)}</text>'
+        for i, caption in enumerate(captions)
+    ]
+    colors = f"{palette_css(LIGHT_PALETTE)} --ink: #1f2328; --muted: #59636e; --grid: #e4e7eb; --paper: #ffffff;"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title, quote=True)}"><style>svg {{ {colors} }} {CHART_CSS}</style>'
+        f'<rect width="{width}" height="{height}" rx="10" fill="var(--paper)" stroke="var(--grid)"/>'
+        f'<text x="24" y="36" class="figure-title">{escape(title)}</text>'
+        f"{''.join(panels)}"
+        f"{''.join(lines)}</svg>\n"
+    )
+
+
+CHART_CSS = """
+.chart text, .figure-title, .figure-caption { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+  fill: var(--muted); font-variant-numeric: tabular-nums; }
+.chart .name { fill: var(--ink); } .chart .heading { fill: var(--ink); font-weight: 600; font-size: 12.5px; }
+.chart .grid { stroke: var(--grid); shape-rendering: crispEdges; }
+.chart .zero { stroke: var(--muted); shape-rendering: crispEdges; }
+.chart .band { fill: var(--s0); opacity: .13; } .chart .curve { fill: none; stroke-linejoin: round; }
+.figure-title { fill: var(--ink); font-size: 17px; font-weight: 650; } .figure-caption { font-size: 13px; }
+"""
+"""What `render` needs beside the palette; the report includes it too, so that both look alike."""
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The plot's box in pixels and the data range that fills it."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    @classmethod
+    def of(cls, chart: Chart) -> _Frame:
+        points = [point for line in chart.lines for point in line.points]
+        areas = [area for band in chart.bands for area in band.points]
+        xs = [x for x, _ in points] + [x for x, _, _ in areas]
+        ys = [y for _, y in points] + [y for _, low, high in areas for y in (low, high)]
+        return cls(
+            left=_MARGIN_LEFT,
+            right=chart.width - _MARGIN_RIGHT,
+            top=_MARGIN_TOP + 18 * _legend_rows(chart),
+            bottom=chart.height - _MARGIN_BOTTOM,
+            x_range=chart.x_range or _extent(xs, padding=0),
+            y_range=chart.y_range or _extent(ys, padding=0.04),
+        )
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        # A huge value is clipped anyway; keep its coordinate within what renderers can parse.
+        return round(max(-1e4, min(1e4, self.bottom - (value - low) / (high - low) * (self.bottom - self.top))), 1)
+
+
+def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low - padding * (high - low), high + padding * (high - low)
+
+
+def _axes(chart: Chart, frame: _Frame) -> str:
+    parts = [f'<text x="0" y="12" class="heading">{escape(chart.title)}</text>']
+    ticks = nice_ticks(*frame.y_range, count=6)
+    decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9)) if len(ticks) > 1 else 2
+    for tick in ticks:
+        y = frame.y(tick)
+        css = "zero" if chart.signed and tick == 0 else "grid"
+        parts.append(f'<line class="{css}" x1="{frame.left}" x2="{frame.right}" y1="{y}" y2="{y}"/>')
+        sign = "+" if chart.signed and tick > 0 else ""
+        label = f"{sign}{tick:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+        parts.append(f'<text x="{frame.left - 8}" y="{y + 4}" text-anchor="end">{label}</text>')
+    for tick in nice_ticks(*frame.x_range, count=6):
+        parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
+    middle = (frame.left + frame.right) / 2
+    parts.append(f'<text x="{middle}" y="{chart.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>')
+    parts.append(f'<text x="{frame.right}" y="12" text-anchor="end">{escape(chart.y_label)}</text>')
+    return "".join(parts)
+
+
+def _legend_entries(chart: Chart) -> list[Line | Band]:
+    return [line for line in chart.lines if not line.faint] + list(chart.bands)
+
+
+def _legend_width(entry: Line | Band) -> float:
+    return 46 + 6.2 * len(entry.name)
+
+
+def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
+    """Each legend entry with its x and its row; text widths are estimated, since no font is measured here."""
+    placed, x, row = [], 0.0, 0
+    for entry in _legend_entries(chart):
+        if x and x + _legend_width(entry) > chart.width:
+            x, row = 0.0, row + 1
+        placed.append((entry, x, row))
+        x += _legend_width(entry)
+    return placed
+
+
+def _legend_rows(chart: Chart) -> int:
+    return max((row for _, _, row in _legend_layout(chart)), default=-1) + 1
+
+
+def _legend(chart: Chart, frame: _Frame) -> str:
+    parts = []
+    for entry, x, row in _legend_layout(chart):
+        y = 30 + 18 * row
+        if isinstance(entry, Band):
+            parts.append(f'<rect class="band" x="{x}" y="{y - 5}" width="26" height="10"/>')
+        else:
+            parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>')
+            parts.append(_marker(x + 13, y, entry.style) if entry.markers else "")
+        parts.append(f'<text class="name" x="{x + 32}" y="{y + 4}">{escape(entry.name)}</text>')
+    return "".join(parts)
+
+
+def _stroke(line: Line) -> str:
+    dash = _DASHES[line.style % len(_DASHES)]
+    dashes = f' stroke-dasharray="{dash}"' if dash and not line.faint else ""
+    width, opacity = (1, 0.45) if line.faint else (2, 1)
+    return f'stroke="var(--s{color_index(line.style)})" stroke-width="{width}" opacity="{opacity}"{dashes}'
+
+
+def _line(line: Line, frame: _Frame) -> str:
+    every = max(1, math.ceil(len(line.points) / _MAX_POINTS))
+    points = [p for i, p in enumerate(line.points) if i % every == 0 or i == len(line.points) - 1]
+    commands, pen_down = [], False
+    for x, y in points:
+        if math.isfinite(y):
+            commands.append(f"{'L' if pen_down else 'M'}{frame.x(x)} {frame.y(y)}")
+        pen_down = math.isfinite(y)
+    curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands else ""
+    marks = (_marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
+    return curve + "".join(marks)
+
+
+def _marker(x: float, y: float, style: int) -> str:
+    r, up, out = 3.2, 4.4, 4.0
+    shapes = {
+        "circle": f"M{x - r} {y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",
+        "square": f"M{x - r:.1f} {y - r:.1f}h{2 * r}v{2 * r}h{-2 * r}z",
+        "triangle": f"M{x} {y - up:.1f}l{out} {1.7 * up:.1f}h{-2 * out}z",
+        "diamond": f"M{x} {y - up:.1f}l{out} {up}l{-out} {up}l{-out} {-up}z",
+    }
+    shape = shapes[_MARKERS[style % len(_MARKERS)]]
+    return f'<path d="{shape}" fill="var(--s{color_index(style)})" stroke="var(--paper)" stroke-width="1"/>'
+
+
+def _band(band: Band, frame: _Frame) -> str:
+    points = [p for p in band.points if all(map(math.isfinite, p))]
+    if not points:
+        return ""
+    upper = "L".join(f"{frame.x(x)} {frame.y(high)}" for x, _, high in points)
+    lower = "L".join(f"{frame.x(x)} {frame.y(low)}" for x, low, _ in reversed(points))
+    return f'<path class="band" d="M{upper}L{lower}z"/>'
+
+
+def _tooltip_data(chart: Chart, frame: _Frame) -> dict[str, object]:
+    """What the report's few lines of script need to answer a pointer: the measured points of each named line."""
+    named = [line for line in chart.lines if not line.faint]
+    xs = sorted({x for line in named for x, _ in line.points})
+    return {
+        "x_label": chart.x_label,
+        "box": [frame.left, frame.right, frame.top, frame.bottom],
+        "x_range": frame.x_range,
+        "signed": chart.signed,
+        "xs": xs,
+        "series": [
+            {"name": line.name, "color": color_index(line.style), "ys": [_value_at(line, x) for x in xs]}
+            for line in named
+        ],
+    }
+
+
+def _value_at(line: Line, x: float) -> float | None:
+    """The measured value at x; None where there is none or it is not finite (JSON has no nan)."""
+    value = next((y for at, y in line.points if at == x), math.nan)
+    return round(value, 4) if math.isfinite(value) else None

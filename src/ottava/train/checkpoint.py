@@ -1,0 +1,166 @@
+"""Everything a run needs to go on, in one safetensors file: no pickle, written atomically, checked when read.
+
+    model.<name>               the model's state_dict: FP32 parameters and whatever the FP8 recipe keeps in buffers
+    optimizer.<name>.<entry>   AdamW's moments and step count of the parameter of that name
+    random.<device>            states of torch's generators
+    header                     step, hashes of config, text and tensors, versions, as JSON strings
+
+The learning rate and the data order are functions of the step, so they need no state. A file is either the whole
+checkpoint or not there: it is written under another name, flushed to the disk and then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+_FORMAT = "ottava.train.checkpoint/1"
+_NAME = re.compile(r"step-(\d+)\.safetensors")
+_TEMPORARY = ".part"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message names the file, why, and what to do."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One readable checkpoint."""
+
+    path: Path
+    step: int
+    tensors: Mapping[str, Tensor]
+    """By the names above, on the CPU."""
+    metadata: Mapping[str, str]
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields the path to write to; when the block ends well, `path` is that file, on the disk, and never half of it."""
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
+    yield temporary
+    with temporary.open("r+b") as stream:
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and need not be
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, keep: int
+) -> Path:
+    """Writes `step-000200.safetensors` into the folder and removes all but the `keep` newest up to that step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {**metadata, "format": _FORMAT, "step": str(step), "tensors": _digest(contents)}
+    path = folder / f"step-{step:06d}.safetensors"
+    with atomic_write(path) as temporary:
+        save_file(contents, temporary, metadata=header)
+    for _, old in [entry for entry in _checkpoints(folder) if entry[0] <= step][keep:]:
+        old.unlink()
+    return path
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks one file.
+
+    Raises:
+        CheckpointError: it is missing, cut short, damaged, or not one of ours.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # Copies: what is mapped would change under us if somebody wrote to the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: is cut short, damaged or no safetensors file ({error})") from error
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r})")
+    if metadata.get("tensors") != _digest(tensors):
+        raise CheckpointError(f"{path}: is damaged: its tensors do not have the hash that its header says")
+    return Checkpoint(path, int(metadata["step"]), tensors, metadata)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest readable checkpoint (None in a folder without any), and why newer ones were passed over.
+
+    Also clears away what a killed writer left behind.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be read.
+    """
+    for left_over in folder.glob(f".*{_TEMPORARY}"):
+        left_over.unlink()
+    problems: list[str] = []
+    for _, path in _checkpoints(folder):
+        try:
+            return read_checkpoint(path), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError("\n".join([*problems, "no older checkpoint is left; start again in another run folder"]))
+    return None, []
+
+
+def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of a model and its optimizer, by the names that a checkpoint uses."""
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state[parameter].items():
+            tensors[f"optimizer.{name}.{entry}"] = value
+    return tensors
+
+
+def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The inverse of `collect_state`.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or optimizer.
+    """
+    prefixed = {"model": {}, "optimizer": {}, "random": {}}  # type: dict[str, dict[str, Tensor]]
+    for name, tensor in checkpoint.tensors.items():
+        kind, _, rest = name.partition(".")
+        prefixed[kind][rest] = tensor
+    entries: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in prefixed["optimizer"].items():
+        parameter_name, _, entry = name.rpartition(".")
+        entries.setdefault(parameter_name, {})[entry] = tensor
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
+    try:
+        model.load_state_dict(prefixed["model"])
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """All files named like checkpoints, newest first."""
+    found = ((match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)))
+    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of names, types, shapes and bytes."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,263 @@
+"""What a training run is made of: one frozen, typed tree, read from YAML and from `a.b=c` on the command line.
+
+Every key has a default, so an empty file is a valid run; every key is checked, so a typo is an error that names the
+nearest key that exists. The tree that a run really used is saved in its folder as config.yaml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ottava.errors import unknown_name
+from ottava.recipe import Recipe, get_recipe
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or out of range; the message says which, and what would do."""
+
+    exit_code = 2
+
+
+class Section(BaseModel):
+    """A part of the tree: immutable, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """The Llama-style byte model; the defaults have 1,049,984 parameters."""
+
+    d_model: Positive = 128
+    """Width of the residual stream."""
+    layers: Positive = 5
+    heads: Positive = 4
+    """Query heads; d_model must divide into them, each of even width (rotary positions turn pairs)."""
+    kv_heads: Positive = 2
+    """Key and value heads, each shared by heads / kv_heads query heads."""
+    ffn: Positive = 384
+    """Inner width of the SwiGLU."""
+    rope_theta: Annotated[float, Field(gt=0.0)] = 10_000.0
+    norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.d_model % self.heads or (self.d_model // self.heads) % 2:
+            raise ValueError(f"d_model {self.d_model} must be heads {self.heads} times an even number")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class DataConfig(Section):
+    """The text: its bytes are the tokens."""
+
+    path: Path | None = None
+    """A text file or a folder of them; null takes the sources of Python's own standard library."""
+    validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
+    """Share of the text that is held out for validation, in whole files where there are enough."""
+    max_bytes: Positive | None = 16_000_000
+    """No more than this many bytes are read; null reads everything."""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        # The saved config must find the same text when the run is resumed from another folder.
+        return None if path is None else path.expanduser().absolute()
+
+
+class OptimizerConfig(Section):
+    """AdamW on FP32 parameters."""
+
+    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
+    """The highest learning rate of the schedule."""
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Applied to matrices only, not to the gains of the norms."""
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are scaled down to this norm where they exceed it."""
+
+
+class ScheduleConfig(Section):
+    """Linear warm-up, then half a cosine."""
+
+    warmup_fraction: Fraction = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    final_fraction: Fraction = 0.1
+    """Learning rate of the last step, as a share of the highest."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Share of the highest learning rate that step `step` of `steps` (counted from 1) uses.
+
+        Example:
+            >>> [round(ScheduleConfig(warmup_fraction=0.5).factor(step, 4), 3) for step in (1, 2, 3, 4)]
+            [0.5, 1.0, 0.55, 0.1]
+        """
+        warmup = math.ceil(self.warmup_fraction * steps)
+        if step <= warmup:
+            return step / warmup
+        cosine = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        return self.final_fraction + (1.0 - self.final_fraction) * cosine
+
+
+class CheckpointConfig(Section):
+    """When the run can be taken up again."""
+
+    every: Annotated[int, Field(ge=0)] = 100
+    """A checkpoint after every so many steps; 0 for one at the end only."""
+    keep: Positive = 2
+    """How many of the newest to keep."""
+
+
+class EvaluationConfig(Section):
+    """Loss on text that is never trained on."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Evaluated after every so many steps and after the last; 0 for the last only."""
+    batches: Positive = 16
+    """Batches of batch_size sequences, the same ones each time and for every seed."""
+
+
+class TrainConfig(Section):
+    """One training run, completely: the same config on the same machine gives the same curve, bit for bit."""
+
+    recipe: str | dict[str, Any] = "tensorwise"
+    """Name of an FP8 recipe, or a whole one spelled out as `Recipe.to_dict()` writes it."""
+    steps: Positive = 400
+    """Optimizer steps."""
+    batch_size: Positive = 16
+    """Sequences in a step."""
+    sequence_length: Positive = 128
+    """Bytes that a sequence predicts."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the initial weights and the order of the data."""
+    device: str = "auto"
+    """auto (a CUDA GPU where there is one), cpu, cuda or cuda:N."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What operators compute in where the recipe does not say FP8; the parameters are always FP32."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _known_recipe(cls, recipe: object) -> object:
+        if not isinstance(recipe, str | dict):
+            raise ValueError(f"got {recipe!r}; needed: a recipe's name, or a mapping as Recipe.to_dict() writes it")
+        _as_recipe(recipe)
+        return recipe
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        kind, _, index = device.partition(":")
+        if device not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isdecimal()):
+            raise ValueError(f"got {device!r}; needed: auto, cpu, cuda or cuda:N")
+        return device
+
+    def build_recipe(self) -> Recipe:
+        """The recipe that `recipe` names or spells out."""
+        return _as_recipe(self.recipe)
+
+    def to_yaml(self) -> str:
+        """The whole tree as YAML; `load_config` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self) -> str:
+        """Hash of every setting that the trained bits depend on: all but `checkpoint` and `evaluation`."""
+        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation"})
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def _as_recipe(recipe: str | Mapping[str, Any]) -> Recipe:
+    try:
+        return get_recipe(recipe) if isinstance(recipe, str) else Recipe.from_dict(dict(recipe))
+    except TypeError as error:  # an unknown field; pydantic collects only ValueError
+        raise ValueError(str(error)) from error
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Reads a YAML file (None: all defaults), applies overrides such as "optimizer.learning_rate=1e-3", checks all.
+
+    Args:
+        path: the file. It holds a mapping; keys left out keep their defaults.
+        overrides: each `a.b=c` with c in YAML ("null", "[0.9, 0.99]" and "{...}" work); later ones win.
+
+    Raises:
+        ConfigError: the file is missing or not a YAML mapping, a key is unknown (named by its full path, with the
+            nearest known key), or a value is not allowed. All problems of one config are listed together.
+
+    Example:
+        >>> load_config(None, ["model.layers=2", "recipe=rowwise"]).model.layers
+        2
+    """
+    tree = {} if path is None else _read_yaml(path)
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(p["type"], p["loc"], p["msg"], p["input"]) for p in error.errors()]
+        where = "" if path is None else f"{path}: "
+        raise ConfigError(where + "\n".join(problems)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: got a YAML {type(tree).__name__}; needed: a mapping such as `steps: 100`")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Sets one `a.b=c` in the tree, making the mappings on the way."""
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"got the setting {override!r}; needed: KEY=VALUE such as optimizer.learning_rate=1e-3")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: the value {text!r} is not YAML: {error}") from error
+    for depth, name in enumerate(names[:-1], start=1):
+        below = tree.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{key}: {'.'.join(names[:depth])} is {below!r} here, which holds no keys")
+        tree = below
+    tree[names[-1]] = value
+
+
+def _explain(kind: str, location: tuple[int | str, ...], message: str, got: object) -> str:
+    """One problem as one line: the key's full path, then what is wrong with it."""
+    path = ".".join(str(part) for part in location)
+    if kind == "value_error":  # one of ours, which says it all
+        return f"{path}: {message.removeprefix('Value error, ')}"
+    if kind != "extra_forbidden":
+        return f"{path}: got {got!r}; {message[:1].lower()}{message[1:]}"
+    section: type[BaseModel] = TrainConfig
+    for part in location[:-1]:
+        section = section.model_fields[str(part)].annotation  # type: ignore[assignment]  # a Section: it forbade a key
+    prefix = ".".join(str(part) for part in location[:-1])
+    known = [f"{prefix}.{name}" if prefix else name for name in section.model_fields]
+    return unknown_name("setting", path, known)

@@ -1,0 +1,175 @@
+"""The text of a run, as bytes: every byte is a token, so there is no tokenizer and the loss is in nats per byte.
+
+A batch is a pure function of (seed, step). That is what makes a run resumable at any step without a data cursor, and
+what gives two runs with the same seed the same data whatever their recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ottava.train.config import DataConfig
+
+# Left out of the default text: tests (a third of it, and much is tables), generated tables, packages of others.
+_NOT_LIBRARY = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "encodings",
+        "idle_test",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "test",
+        "tests",
+    }
+)
+_BUILD_DATA = ("_sysconfigdata", "config-")  # differ from one machine to the next
+
+
+class DataError(ValueError):
+    """The text is missing, empty or too short; the message says what would do."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class ByteCorpus:
+    """Text split into a part to train on and a part to validate on, in memory.
+
+    Example:
+        >>> corpus = ByteCorpus.load(DataConfig(max_bytes=100_000))
+        >>> inputs, targets = corpus.batch(seed=0, step=7, batch_size=4, length=16)
+        >>> inputs.shape, torch.equal(inputs[:, 1:], targets[:, :-1])
+        (torch.Size([4, 16]), True)
+    """
+
+    train: Tensor
+    """uint8 (bytes,)"""
+    validation: Tensor
+    """uint8 (bytes,)"""
+    source: str
+    """What the text is and how it was split, for reports."""
+
+    @classmethod
+    def load(cls, config: DataConfig) -> ByteCorpus:
+        """Reads the text that the config names.
+
+        Whole files are held out for validation, every 20th of the sorted list (for a fraction of 0.05); where that
+        gives less than half of the fraction (few files, or one), the tail of the text is held out instead.
+
+        Raises:
+            DataError: the path does not exist, or holds no text.
+        """
+        files = _standard_library() if config.path is None else _text_files(config.path)
+        # In a folder, what is no text is left out; a file that is asked for by name is taken as it is.
+        texts = list(_read(files, config.max_bytes, skip_binary=files != [config.path]))
+        total = sum(map(len, texts))
+        if not total:
+            where = config.path or "the standard library's folder"
+            raise DataError(f"{where}: no text in it; data.path takes a text file or a folder of them")
+        stride = round(1 / config.validation_fraction)
+        held_out = texts[stride - 1 :: stride]
+        if sum(map(len, held_out)) >= total * config.validation_fraction / 2:
+            train = [text for index, text in enumerate(texts, start=1) if index % stride]
+            split = f"{len(held_out)} whole files held out"
+        else:
+            whole = b"".join(texts)
+            cut = total - max(1, round(total * config.validation_fraction))
+            train, held_out = [whole[:cut]], [whole[cut:]]
+            split = f"its last {total - cut:,} bytes held out"
+        name = "sources of Python's standard library" if config.path is None else str(config.path)
+        capped = f", cut at {total:,} bytes (data.max_bytes)" if total == config.max_bytes else ""
+        return cls(_tensor(train), _tensor(held_out), f"{name}: {len(texts):,} files{capped}; {split}")
+
+    def require(self, length: int) -> None:
+        """Raises DataError where a part of the text is too short for one sequence of `length` bytes and its target."""
+        for part, text in (("training", self.train), ("validation", self.validation)):
+            if len(text) <= length:
+                raise DataError(
+                    f"{self.source}: the {part} part has {len(text):,} bytes, but a sequence needs {length + 1:,}; "
+                    "give more text, or lower sequence_length or change data.validation_fraction"
+                )
+
+    def batch(self, *, seed: int, step: int, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
+        """The training batch of a step: windows at random places, targets one byte further.
+
+        Returns:
+            inputs and targets, int64 (batch_size, length), on the CPU.
+        """
+        # Philox is a counter-based generator: its key is all its state. (torch's CPU generator would keep only the low
+        # 32 bits of a combined seed.)
+        random = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
+        starts = torch.from_numpy(random.integers(0, len(self.train) - length, size=batch_size))
+        return _windows(self.train, starts, length)
+
+    def validation_batches(self, *, batches: int, batch_size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows spread evenly over the held-out text, the same for every seed; shapes as in `batch`."""
+        starts = torch.linspace(0, len(self.validation) - length - 1, batches * batch_size, dtype=torch.float64).long()
+        for some in starts.split(batch_size):
+            yield _windows(self.validation, some, length)
+
+    def digest(self) -> str:
+        """Hash of all bytes and of the split: equal only for the same text."""
+        parts = (hashlib.sha256(part.numpy().data).hexdigest() for part in (self.train, self.validation))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    window = text[starts[:, None] + torch.arange(length + 1)].long()  # (batch, length + 1)
+    return window[:, :-1], window[:, 1:]
+
+
+def _tensor(texts: Iterable[bytes]) -> Tensor:
+    return torch.from_numpy(np.array(bytearray(b"".join(texts)), dtype=np.uint8))
+
+
+def _standard_library() -> list[Path]:
+    """The library's own modules, sorted by path, so that every machine with this Python has the same text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in _walk(root, skip=_NOT_LIBRARY, skip_prefixes=_BUILD_DATA) if path.suffix == ".py"]
+
+
+def _text_files(path: Path) -> list[Path]:
+    """A file, or all files below a folder but the hidden ones, sorted by path."""
+    if path.is_dir():
+        return _walk(path)
+    if not path.exists():
+        raise DataError(f"{path}: does not exist; data.path takes a text file or a folder of them")
+    return [path]
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset(), skip_prefixes: tuple[str, ...] = ()) -> list[Path]:
+    def wanted(name: str) -> bool:
+        return name not in skip and not name.startswith((".", *skip_prefixes))
+
+    files: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = filter(wanted, below)
+        files += [Path(folder, name) for name in filter(wanted, names)]
+    return sorted(files, key=lambda file: file.relative_to(root).parts)
+
+
+def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) -> Iterator[bytes]:
+    """The files' bytes until max_bytes are read in all. A file that holds a zero byte early on is binary."""
+    left = max_bytes
+    for file in files:
+        if left == 0:
+            return
+        try:
+            with file.open("rb") as stream:
+                text = stream.read(-1 if left is None else left)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+        if text and not (skip_binary and 0 in text[:1024]):
+            left = None if left is None else left - len(text)
+            yield text

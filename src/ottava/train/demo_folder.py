@@ -1,0 +1,206 @@
+"""The folder of a demo, and what an earlier demo found in it means for a new one.
+
+    demo.json                     the settings, and whether the demo is finished
+    runs/bf16-seed0/ ...          one run folder for each training run (see run_folder.py)
+    report.html  loss.svg  summary.json
+    earlier/2025-11-21T09-31-07/  those three files of a demo that was finished here before
+
+| found in the folder        | asked for nothing special       | --resume              | --fresh               |
+|----------------------------|---------------------------------|-----------------------|-----------------------|
+| nothing                    | starts                          | refused               | starts                |
+| an unfinished demo         | continues, if settings agree    | continues             | discards it, starts   |
+| a finished demo            | keeps its report, starts        | refused               | keeps its report, starts |
+| anything else              | refused                         | refused               | refused               |
+
+Nothing that the demo did not write is ever deleted, and no result is lost by running the same command twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from ottava.recipe import get_recipe
+from ottava.train.checkpoint import atomic_write
+from ottava.train.config import ConfigError, TrainConfig, load_config
+from ottava.train.verdict import MAX_SEEDS
+
+DEMO_VERSION = 1
+RESULTS = ("report.html", "loss.svg", "summary.json")
+DEFAULT_RECIPES = ("tensorwise", "blockwise")
+DEFAULT_STEPS = 240
+DEFAULT_SEEDS = 3
+DEFAULT_FOLDER = Path("runs/demo")
+
+_EVALUATIONS = 10
+_SETTINGS = (
+    "batch_size=16",
+    "sequence_length=64",  # in so short a training, more and shorter sequences learn faster
+    "evaluation.batches=8",
+    "checkpoint.every=50",
+    "checkpoint.keep=1",
+)
+"""How the demo's runs differ from the trainer's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What was asked for; equal settings give equal losses on one machine."""
+
+    recipes: tuple[str, ...] = DEFAULT_RECIPES
+    """FP8 recipes, each trained with seed 0."""
+    steps: int = DEFAULT_STEPS
+    seeds: int = DEFAULT_SEEDS
+    """BF16 runs, with seeds 0, 1, ...: their spread is the noise."""
+    data: str | None = None
+    """A text file or a folder of them, as an absolute path; None for the standard library's sources."""
+    overrides: tuple[str, ...] = ()
+    """Further settings of the trainer, each "a.b=c"."""
+
+    def __post_init__(self) -> None:
+        for recipe in self.recipes:
+            get_recipe(recipe)  # says the nearest name
+        if len(set(self.recipes)) < len(self.recipes) or "bf16" in self.recipes:
+            raise ConfigError(f"recipes: got {', '.join(self.recipes)}; name each FP8 recipe once (BF16 always runs)")
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise ConfigError(f"seeds: got {self.seeds}; needed: 1 to {MAX_SEEDS}")
+        if self.steps < _EVALUATIONS:
+            raise ConfigError(f"steps: got {self.steps}; needed: at least {_EVALUATIONS}, one for each evaluation")
+        for override in self.overrides:
+            if override.partition("=")[0].strip() in ("recipe", "seed", "steps", "data.path"):
+                raise ConfigError(f"--set {override}: the demo has an option of its own for that")
+        self.config("bf16", 0)  # refuses unknown settings before anything is written
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Recipe and seed of every training run: BF16 first."""
+        return [("bf16", seed) for seed in range(self.seeds)] + [(recipe, 0) for recipe in self.recipes]
+
+    def config(self, recipe: str, seed: int) -> TrainConfig:
+        """The settings of one training run. Raises ConfigError for an unknown or unsuitable override."""
+        own = [
+            f"recipe={recipe}",
+            f"seed={seed}",
+            f"steps={self.steps}",
+            f"evaluation.every={self.steps // _EVALUATIONS}",
+        ]
+        own += [f"data.path={json.dumps(self.data)}"]
+        return load_config(None, [*_SETTINGS, *own, *self.overrides])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict` through JSON."""
+        tuples = {name: tuple(values[name]) for name in ("recipes", "overrides")}
+        return cls(**{**values, **tuples})
+
+    def command(self) -> str:
+        """The command that runs exactly this demo, whatever the defaults are."""
+        parts = [f"ottava demo --recipes {','.join(self.recipes)} --steps {self.steps} --seeds {self.seeds}"]
+        parts += [f"--data {shlex.quote(self.data)}"] if self.data else []
+        return " ".join([*parts, *(f"--set {shlex.quote(override)}" for override in self.overrides)])
+
+
+class DemoFolder:
+    """An opened folder: `settings` says what will run, `resumed` whether some of it is done, `news` what to tell."""
+
+    def __init__(self, path: Path, settings: DemoSettings, *, resumed: bool, news: tuple[str, ...]) -> None:
+        self.path = path
+        self.settings = settings
+        self.resumed = resumed
+        self.news = news
+
+    @classmethod
+    def open(cls, path: Path, given: Mapping[str, Any], *, resume: bool = False, fresh: bool = False) -> DemoFolder:
+        """Applies the table above.
+
+        Args:
+            path: the folder; made if absent.
+            given: the fields of `DemoSettings` that the user chose; the others are the defaults, or those of the demo
+                that is resumed.
+        Raises:
+            ConfigError: the folder holds something else, or there is nothing to resume, or an unfinished demo has
+                other settings. The message says what to do. Nothing has been changed then.
+        """
+        if resume and fresh:
+            raise ConfigError("--resume continues the demo in the folder and --fresh discards it; give one of them")
+        found = _read(path)
+        settings = replace(DemoSettings(), **given)
+        if found is None:
+            if resume:
+                raise ConfigError(f"{path}: holds no demo to resume; leave --resume out to start one")
+            return cls._start(path, settings, news=())
+        saved, finished = found
+        if finished:
+            if resume:
+                report = path / "report.html"
+                raise ConfigError(f"{path}: its demo is finished ({report}); leave --resume out to run it again")
+            return cls._start(path, settings, news=(_set_aside(path),))
+        if fresh:
+            return cls._start(path, settings, news=(f"discarded the unfinished demo in {path}",))
+        expected = replace(saved, **given) if resume else settings
+        if expected != saved:
+            raise ConfigError(_other_settings(path, saved, expected))
+        return cls(path, saved, resumed=True, news=(f"continuing the unfinished demo in {path} (--fresh starts over)",))
+
+    @classmethod
+    def _start(cls, path: Path, settings: DemoSettings, *, news: tuple[str, ...]) -> DemoFolder:
+        shutil.rmtree(path / "runs", ignore_errors=True)
+        folder = cls(path, settings, resumed=False, news=news)
+        folder.mark(finished=False)
+        return folder
+
+    def run(self, recipe: str, seed: int) -> Path:
+        """Where one training run is kept."""
+        return self.path / "runs" / f"{recipe.replace('/', '-')}-seed{seed}"
+
+    def mark(self, *, finished: bool) -> None:
+        """Writes demo.json."""
+        values = {"schema_version": DEMO_VERSION, "finished": finished, "settings": asdict(self.settings)}
+        self.write("demo.json", json.dumps(values, indent=2) + "\n")
+
+    def write(self, name: str, text: str) -> Path:
+        """Writes a file atomically and returns its path."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        return self.path / name
+
+
+def _read(path: Path) -> tuple[DemoSettings, bool] | None:
+    """Settings and whether finished; None where the folder is absent or empty."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return None
+    try:
+        values = json.loads((path / "demo.json").read_text(encoding="utf-8"))
+        return DemoSettings.from_dict(values["settings"]), bool(values["finished"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path}: holds something that is not a demo of this version; give another folder with --run-dir"
+        ) from error
+
+
+def _set_aside(path: Path) -> str:
+    """Moves the results of the finished demo into earlier/ and says so."""
+    stamp = datetime.fromtimestamp((path / "demo.json").stat().st_mtime, UTC).strftime("%Y-%m-%dT%H-%M-%S")
+    aside = path / "earlier" / stamp
+    aside.mkdir(parents=True, exist_ok=True)
+    for name in RESULTS:
+        if (path / name).exists():
+            (path / name).replace(aside / name)
+    return f"running again; the report of the earlier demo is now in {aside}"
+
+
+def _other_settings(path: Path, saved: DemoSettings, expected: DemoSettings) -> str:
+    before, now = asdict(saved), asdict(expected)
+    changes = "; ".join(
+        f"{name} was {before[name]!r}, now {now[name]!r}" for name in before if before[name] != now[name]
+    )
+    return (
+        f"{path}: holds an unfinished demo with other settings ({changes}). --resume alone continues it, --fresh "
+        "discards it, --run-dir takes another folder"
+    )

@@ -1,0 +1,209 @@
+"""What a person sees while runs train: a live table in a terminal, plain lines anywhere else.
+
+Both show the same `RunView`s. The live table needs a terminal that can move its cursor and print block characters;
+everything else (a pipe, a log file, a CI machine, an ASCII locale) gets one line every few seconds. Colour only repeats
+what a word or a sign already says, and rich leaves it out when NO_COLOR is set.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """One run as it stands."""
+
+    recipe: str
+    seed: int
+    step: int
+    steps: int
+    loss: float | None
+    """Smoothed training loss in nats per byte; None before the first step."""
+    delta: float | None
+    """Its distance to BF16 at the same seed and step; None for BF16 itself, and before both have come that far."""
+    tokens_per_second: float | None
+    curve: Sequence[float]
+    """Smoothed losses so far, for the sparkline."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is no longer a number."""
+        return self.loss is not None and not math.isfinite(self.loss)
+
+
+class Display(Protocol):
+    """Shows runs until it is left as a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
+        """Shows the runs as they stand; cheap enough to be called after every few steps."""
+
+    def say(self, message: str) -> None:
+        """One line that stays."""
+
+
+def open_display(console: Console) -> Display:
+    """The live table where the console is a terminal that can show it, plain lines otherwise."""
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
+        return LiveDisplay(console)
+    return PlainDisplay(console)
+
+
+class PlainDisplay:
+    """A line every `every` seconds, and one at the end: share done, step, loss of each recipe, time left."""
+
+    def __init__(self, console: Console, *, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._every = every
+        self._clock = clock
+        self._last = -math.inf
+        self._pending: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pending is not None:
+            self._print(self._pending)
+
+    def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
+        self._pending = plain_line(runs, seconds_left)
+        if self._clock() - self._last >= self._every:
+            self._last = self._clock()
+            self._print(self._pending)
+            self._pending = None
+
+    def say(self, message: str) -> None:
+        self._print(message)
+
+    def _print(self, line: str) -> None:
+        # soft_wrap: a log's line is never broken at a width that nobody chose.
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+class LiveDisplay:
+    """A table that redraws itself in place, a row for each run, over a progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
+        self._live.update(live_table(runs, seconds_left), refresh=True)
+
+    def say(self, message: str) -> None:
+        self._live.console.print(Text(message))
+
+
+def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:
+    """All runs of the first seed in one line.
+
+    Example: "38 %  step 120/300  bf16 2.031  tensorwise 2.034 (+0.003)  41 s left"
+    """
+    parts = [f"{100 * share_done(runs):3.0f} %", f"step {min(run.step for run in runs)}/{runs[0].steps}"]
+    for run in runs:
+        if run.seed == runs[0].seed:
+            difference = "" if run.delta is None else f" ({signed(run.delta)})"
+            parts.append(f"{run.recipe} {loss_text(run)}{difference}")
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def live_table(runs: Sequence[RunView], seconds_left: float | None) -> RenderableType:
+    """The table and the progress bar, for any console."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("recipe", min_width=11, no_wrap=True)
+    for heading in ("seed", "step", "loss", "Δ to BF16", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("training loss", width=_CURVE_WIDTH, no_wrap=True)
+    losses = [loss for run in runs for loss in run.curve if math.isfinite(loss)]
+    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    for run in runs:
+        is_reference = run.recipe == runs[0].recipe
+        curve_width = math.ceil(_CURVE_WIDTH * run.step / run.steps)  # so that the curve grows with the run
+        style = "red" if run.diverged else "dim" if is_reference and run.seed else ""
+        table.add_row(
+            Text(run.recipe, style=style or ("" if is_reference else "bold")),
+            str(run.seed),
+            f"{run.step}/{run.steps}",
+            loss_text(run),
+            "" if run.delta is None else signed(run.delta),
+            "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+            Text(sparkline(run.curve, low=low, high=high, width=curve_width), style=style or "cyan"),
+            style=style,
+        )
+    share = share_done(runs)
+    left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(total=1.0, completed=share, width=46, complete_style="cyan", finished_style="green"),
+        Text(f"{100 * share:3.0f} %{left}", style="dim"),
+    )
+    return Group(table, Padding(bar, (0, 0, 1, 0)))
+
+
+def sparkline(values: Sequence[float], *, low: float, high: float, width: int = _CURVE_WIDTH) -> str:
+    """A curve as block characters, lowest block at `low`; "!" where a value is not finite.
+
+    Example:
+        >>> sparkline([3.0, 2.0, 1.0], low=1.0, high=3.0)
+        '█▄▁'
+    """
+    if len(values) > width:
+        values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    top = len(_BLOCKS) - 1
+    scale = top / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[int((v - low) * scale)] if math.isfinite(v) else "!" for v in values)
+
+
+def share_done(runs: Sequence[RunView]) -> float:
+    """Steps done of all steps, 0 to 1."""
+    return sum(run.step for run in runs) / sum(run.steps for run in runs)
+
+
+def loss_text(run: RunView) -> str:
+    """The loss with three decimals, "diverged", or nothing before the first step."""
+    if run.loss is None:
+        return ""
+    return "diverged" if run.diverged else f"{run.loss:.3f}"
+
+
+def signed(value: float) -> str:
+    """+0.003 or -0.003, with a real minus sign; 0.000 has no sign."""
+    return "0.000" if round(value, 3) == 0 else f"{value:+.3f}".replace("-", "\N{MINUS SIGN}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: "41 s", "3 min 05 s", "2 h 10 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

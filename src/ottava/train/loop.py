@@ -1,0 +1,311 @@
+"""One training run: `Trainer` builds it, advances it step by step, evaluates, checkpoints, and takes it up again.
+
+The order of a step decides what can go wrong, so it is fixed: batch, forward and backward, clip, AdamW, scaling state;
+then evaluation, the line in metrics.jsonl, and the checkpoint, each if due. A process killed anywhere leaves a
+checkpoint of some step and lines of at least those steps; the resumed run cuts the lines back to the checkpoint.
+
+Precision: parameters, gradients and AdamW's moments are FP32 (they are the master weights), operators compute in BF16
+under torch.autocast, and the GEMMs of converted layers in what the recipe says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ottava.autocast import autocast
+from ottava.nn.convert import ConversionReport, convert
+from ottava.nn.receipt import receipt
+from ottava.state import ScalingState
+from ottava.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    collect_state,
+    newest_checkpoint,
+    restore_state,
+    save_checkpoint,
+)
+from ottava.train.config import OptimizerConfig, TrainConfig
+from ottava.train.data import ByteCorpus
+from ottava.train.model import ByteTransformer, loss
+from ottava.train.run_folder import RunFolder, StepRecord
+
+RECEIPT_VERSION = 1
+_log = logging.getLogger(__name__)
+
+
+class DeviceError(RuntimeError):
+    """The config asks for hardware that is not here."""
+
+    exit_code = 3
+
+
+class Trainer:
+    """A training run in a folder.
+
+    Several trainers can live in one process and be advanced in turn: each keeps its own state of torch's random
+    generators, so each trains as if it were alone.
+
+    Args:
+        config: all settings.
+        run_dir: where the run is kept; see run_folder.py for what is in it.
+        resume: continue from the newest readable checkpoint. In an empty folder, or one whose run was killed before
+            its first checkpoint, the run starts from its first step; the log says which.
+
+    Raises:
+        ConfigError: the folder is in use, or its run had other settings.
+        DataError: no text, or too little.
+        CheckpointError: no checkpoint can be read, or it belongs to another run or text.
+        DeviceError: no such device.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.train.config import load_config
+        >>> config = load_config(None, ["steps=2", "model.layers=1", "batch_size=2", "evaluation.batches=1"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = Trainer(config, Path(folder))
+        ...     [record.step for record in trainer.advance()], trainer.done
+        ([1, 2], True)
+    """
+
+    step: int
+    """Optimizer steps done."""
+    history: list[StepRecord]
+    """All steps so far, also those before a resumption."""
+    diverged: bool
+    """Whether a loss or gradient was not finite. Its record is the last of the history; its update was not applied, so
+    the step does not count in `step`, and the model is as it was before."""
+    model: nn.Module
+    conversion: ConversionReport
+    """What `convert` did to the model."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path, *, resume: bool = False) -> None:
+        self.config = config
+        self.device = _device(config.device)
+        self.corpus = ByteCorpus.load(config.data)
+        self.corpus.require(config.sequence_length)
+        self._text = self.corpus.digest()
+        self.folder = RunFolder(run_dir, config, resume=resume)
+        with self._random_generators():
+            torch.manual_seed(config.seed)
+            self.model = ByteTransformer(config.model, config.sequence_length).to(self.device)
+            self._random = _random_states(self.device)
+        self.conversion = convert(self.model, config.build_recipe())
+        self._scaling = ScalingState(self.model)
+        self._optimizer = _adamw(self.model, config.optimizer)
+        checkpoint = self._restore() if resume else None
+        self.step = checkpoint.step if checkpoint else 0
+        self.history = self.folder.cut_history(self.step)
+        self.diverged = False
+        facts = {
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "text": {"source": self.corpus.source, "sha256": self._text},
+            "device": _device_name(self.device),
+            "conversion": self.conversion.to_dict(),
+        }
+        self.folder.write_manifest(self.step, facts)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to train: all steps are done, or the run diverged."""
+        return self.diverged or self.step >= self.config.steps
+
+    def advance(self, steps: int | None = None) -> list[StepRecord]:
+        """Trains that many more steps (None: to the end), fewer where the run ends before.
+
+        Writes metrics.jsonl, evaluates and checkpoints as the config says; always at the last step, which also writes
+        receipt.json. Stops at a loss or gradient that is not finite, before it reaches the weights.
+
+        Edge cases: an exception inside (KeyboardInterrupt too) leaves the trainer unfit for use, but not the folder:
+            resume from it.
+        """
+        last = self.config.steps if steps is None else min(self.step + steps, self.config.steps)
+        records: list[StepRecord] = []
+        with self._random_generators():
+            _set_random_states(self._random, self.device)
+            while self.step < last and not self.diverged:
+                record = self._train_step()
+                self.history.append(record)
+                self.folder.append(record)
+                records.append(record)
+                if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
+                    self._random = _random_states(self.device)
+                    self.save()
+            self._random = _random_states(self.device)
+        return records
+
+    def evaluate(self, *, high_precision: bool = False) -> float:
+        """Mean loss in nats per byte on the fixed validation batches, in the recipe that trains.
+
+        Leaves no trace in the run: scaling histories, random generators and gradients stay as they are.
+
+        Args:
+            high_precision: without FP8: how good the weights are, whatever the recipe does to them in use.
+        """
+        settings = self.config
+        total = 0.0
+        self.model.eval()
+        with self._random_generators(), torch.no_grad(), self._compute(), contextlib.ExitStack() as stack:
+            if high_precision:
+                stack.enter_context(autocast(enabled=False))
+            torch.manual_seed(settings.seed)
+            for inputs, targets in self.corpus.validation_batches(
+                batches=settings.evaluation.batches, batch_size=settings.batch_size, length=settings.sequence_length
+            ):
+                total += loss(self.model, inputs.to(self.device), targets.to(self.device)).item()
+        self.model.train()
+        return total / settings.evaluation.batches
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the present step and returns its path."""
+        self.folder.sync()
+        tensors = collect_state(self.model, self._optimizer)
+        tensors |= {f"random.{name}": state for name, state in self._random.items()}
+        path = save_checkpoint(
+            self.folder.checkpoints, self.step, tensors, self._identity(), keep=self.config.checkpoint.keep
+        )
+        _log.debug("saved %s", path)
+        return path
+
+    def _train_step(self) -> StepRecord:
+        settings = self.config
+        started = time.perf_counter()
+        step = self.step + 1
+        inputs, targets = self.corpus.batch(
+            seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
+        )
+        learning_rate = settings.optimizer.learning_rate * settings.schedule.factor(step, settings.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        with self._compute():
+            value = loss(self.model, inputs.to(self.device), targets.to(self.device))
+        value.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optimizer.grad_clip)
+        loss_value, grad_norm = _finite(value), _finite(norm)
+        self.diverged = math.isnan(loss_value) or math.isnan(grad_norm)
+        if not self.diverged:
+            self._optimizer.step()
+            self._scaling.update()
+            self.step = step
+        self._optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        if self.done:  # before the evaluation, whose forwards would be what a later receipt shows
+            self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
+        evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
+        return StepRecord(
+            step=step,
+            loss=loss_value,
+            grad_norm=grad_norm,
+            lr=learning_rate,
+            tokens=targets.numel(),
+            seconds=seconds,
+            val_loss=self.evaluate() if evaluates else None,
+        )
+
+    def _compute(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+    def _random_generators(self) -> AbstractContextManager[None]:
+        """Gives torch's global random generators back as they were found."""
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
+
+    def _identity(self) -> dict[str, str]:
+        """What a checkpoint must agree with, and what its bits may depend on besides."""
+        return {
+            "config": self.config.digest(),
+            "text": self._text,
+            "torch": torch.__version__,
+            "ottava": version("ottava"),
+            "threads": str(torch.get_num_threads()),
+            "device": _device_name(self.device),
+        }
+
+    def _restore(self) -> Checkpoint | None:
+        """Takes over the newest readable checkpoint, if there is one."""
+        checkpoint, problems = newest_checkpoint(self.folder.checkpoints)
+        for problem in problems:
+            _log.warning("passed over a checkpoint: %s", problem)
+        if checkpoint is None:
+            _log.warning("no checkpoint in %s yet: starting from the first step", self.folder.path)
+            return None
+        here = self._identity()
+        for name in ("config", "text"):
+            if checkpoint.metadata.get(name) != here[name]:
+                raise CheckpointError(
+                    f"{checkpoint.path}: was written by a run with another {name}, so it cannot be continued here; "
+                    f"restore that {name}, or start again in another run folder"
+                )
+        restore_state(checkpoint, self.model, self._optimizer)
+        self._random = {
+            name.removeprefix("random."): state
+            for name, state in checkpoint.tensors.items()
+            if name.startswith("random.")
+        }
+        for name in ("torch", "ottava", "threads", "device"):
+            if checkpoint.metadata.get(name) != here[name]:
+                _log.warning(
+                    "%s was %s and is %s now: the run goes on, but maybe not bit for bit as it would have",
+                    name,
+                    checkpoint.metadata.get(name),
+                    here[name],
+                )
+        _log.info("resumed from %s", checkpoint.path)
+        return checkpoint
+
+
+def _due(every: int, step: int, steps: int) -> bool:
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def _finite(value: Tensor) -> float:
+    """The number, or NaN where it is infinite: JSON has no word for either, and both mean the same here."""
+    number = value.item()
+    return number if math.isfinite(number) else math.nan
+
+
+def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in one fused kernel; weight decay on matrices, none on the gains of norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device {wanted!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs; "
+            "set device=cpu or device=auto"
+        )
+    return device
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU"
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """States of the global generators that a run on this device draws from."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

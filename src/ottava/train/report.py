@@ -1,0 +1,306 @@
+"""The report of a demo: one HTML file that needs nothing else, and the picture for a README.
+
+This file turns a `DemoResult` into what the template shows: charts, grouped rows, shaded cells. The template
+(report.html.j2) holds all words and all looks. No number is computed here that the result does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from ottava.train.charts import (
+    CHART_CSS,
+    DARK_PALETTE,
+    LIGHT_PALETTE,
+    Band,
+    Chart,
+    Line,
+    color_index,
+    nice_ticks,
+    palette_css,
+    render,
+    smooth,
+    standalone,
+)
+from ottava.train.display import duration, signed
+from ottava.train.summary import REFERENCE, DemoResult, RunResult, listed
+
+TENSORS = {"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"}
+"""The three tensors that a Linear casts, as the report calls them."""
+
+# Where a number starts to deserve a look. On a normal distribution E4M3 gives about 31 dB and E5M2 about 25.
+_SQNR_STEPS = (22.0, 16.0, 10.0)
+_UNDERFLOW_STEPS = (0.1, 1.0, 10.0)
+
+
+def render_report(result: DemoResult) -> str:
+    """The whole report as one HTML document: no network, no script but a few lines for the tooltips.
+
+    Raises:
+        ValueError: the result has no runs (see `DemoResult`).
+    """
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"listed": listed, "signed": signed, "loss": loss_text, "duration": duration}
+    template = environment.from_string(resources.files(__package__).joinpath("report.html.j2").read_text("utf-8"))
+    html: str = template.render(
+        result=result,
+        styles=styles(result),
+        light=palette_css(LIGHT_PALETTE),
+        dark=palette_css(DARK_PALETTE),
+        chart_css=Markup(CHART_CSS),
+        color_index=color_index,
+        charts=[
+            Markup(render(chart, chart_id=f"chart{i}", tooltips=True))
+            for i, chart in enumerate((loss_chart(result), difference_chart(result)))
+        ],
+        strip=Strip.of(result),
+        steps=[step for step, _ in result.runs[0].validation],
+        receipts={recipe: receipt_groups(machinery.receipt) for recipe, machinery in result.machinery.items()},
+        heat={recipe: heat_grids(machinery.numbers) for recipe, machinery in result.machinery.items()},
+    )
+    return html
+
+
+def render_picture(result: DemoResult) -> str:
+    """The two charts as one SVG file with its own background."""
+    captions = [verdict.sentence for verdict in result.news[:2]]
+    return standalone([loss_chart(result), difference_chart(result)], title=result.headline, captions=captions)
+
+
+def styles(result: DemoResult) -> dict[str, int]:
+    """The number of each recipe's colour, dash and marker: 0 for BF16, then in order."""
+    return {REFERENCE: 0} | {run.recipe: i for i, run in enumerate(result.candidates, start=1)}
+
+
+def loss_text(value: float | None) -> str:
+    """Three decimals; a dash where there is no finite number."""
+    return f"{value:.3f}" if value is not None and math.isfinite(value) else "\N{EN DASH}"
+
+
+def loss_chart(result: DemoResult) -> Chart:
+    """Validation losses over smoothed training losses, the BF16 seeds as a band."""
+    lines = []
+    for run in _compared(result):
+        style = styles(result)[run.recipe]
+        curve = list(enumerate(smooth(run.losses, span=16), start=1))
+        lines.append(Line(name=f"{run.recipe}, training", points=curve, style=style, faint=True))
+    for run in _compared(result):
+        lines.append(Line(name=run.recipe, points=run.validation, style=styles(result)[run.recipe], markers=True))
+    highest = max((run.losses[0] for run in result.references if math.isfinite(run.losses[0])), default=6.0)
+    lowest = min((y for line in lines for _, y in line.points if math.isfinite(y)), default=0.0)
+    return Chart(
+        title="Validation loss",
+        description="Loss on held-out text by training step, one line for each recipe; thin: smoothed training loss. "
+        + " ".join(verdict.sentence + "." for verdict in result.verdicts),
+        x_label="step",
+        y_label="nats per byte",
+        lines=lines,
+        bands=_seed_band(result, relative=False),
+        x_range=(0, len(result.runs[0].losses)),
+        y_range=(lowest - 0.1, highest + 0.1),
+    )
+
+
+def difference_chart(result: DemoResult) -> Chart:
+    """Each recipe minus BF16 of the same seed, over the spread of the BF16 seeds; the scale fits the second half."""
+    lines = []
+    for run in _compared(result):
+        reference = dict(result.reference_of(run).validation)
+        points = [(step, loss - reference[step]) for step, loss in run.validation if step in reference]
+        lines.append(Line(name=run.recipe, points=points, style=styles(result)[run.recipe], markers=True))
+    bands = _seed_band(result, relative=True)
+    half = max(step for step, _ in result.runs[0].validation) / 2
+    late = [y for line in lines for x, y in line.points if x >= half]
+    late += [y for band in bands for x, low, high in band.points if x >= half for y in (low, high)]
+    reach = 1.25 * max((abs(y) for y in late if math.isfinite(y)), default=0.0) or 0.01
+    return Chart(
+        title="Difference to BF16",
+        description="Validation loss of each recipe minus that of BF16 with the same seed, by training step. "
+        "The band is as wide, to either side, as the BF16 seeds lie apart.",
+        x_label="step",
+        y_label="nats per byte",
+        lines=lines,
+        bands=bands,
+        x_range=(0, len(result.runs[0].losses)),
+        y_range=(-reach, reach),
+        signed=True,
+    )
+
+
+def _compared(result: DemoResult) -> list[RunResult]:
+    """The first BF16 seed and every FP8 run; the other seeds are the band."""
+    return [result.reference_of(result.runs[0]), *result.candidates]
+
+
+def _seed_band(result: DemoResult, *, relative: bool) -> list[Band]:
+    """Lowest to highest BF16 seed at each evaluation; relative: their distance to either side of 0, which is what the
+    verdict calls inside. Nothing where there is one seed."""
+    if len(result.references) < 2:
+        return []
+    points = []
+    curves = [dict(run.validation) for run in result.references]
+    for step in curves[0]:
+        losses = [curve[step] for curve in curves if step in curve]
+        spread = max(losses) - min(losses)
+        points.append((float(step), -spread, spread) if relative else (float(step), min(losses), max(losses)))
+    return [Band(name=f"{'spread' if relative else 'range'} of {len(curves)} bf16 seeds", points=points)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """Final losses on one axis; positions in percent of its width."""
+
+    ticks: list[tuple[float, str]]
+    band: tuple[float, float]
+    """Left edge and width of what the verdict calls inside: the BF16 run compared with, plus and minus the spread."""
+    rows: list[tuple[str, list[float]]]
+    """Recipe, and the positions of its runs; a run that diverged has none."""
+
+    @classmethod
+    def of(cls, result: DemoResult) -> Strip | None:
+        """None where there is nothing to compare: BF16 diverged, or all losses are one."""
+        reference = result.reference_of(result.runs[0])
+        losses = [run.final_loss for run in result.runs if not run.diverged]
+        if reference.diverged or len(losses) < 2 or min(losses) == max(losses):
+            return None
+        spread = result.noise.spread or 0.0
+        inside = (reference.final_loss - spread, reference.final_loss + spread)
+        low, high = min(*losses, *inside), max(*losses, *inside)
+        low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+
+        def position(loss: float) -> float:
+            return round(100 * (loss - low) / (high - low), 2)
+
+        ticks = nice_ticks(low, high)
+        decimals = max(3, -math.floor(math.log10(high - low)) + 1)
+        left, right = map(position, inside)
+        rows: dict[str, list[float]] = {run.recipe: [] for run in result.runs}
+        for run in result.runs:
+            rows[run.recipe] += [] if run.diverged else [position(run.final_loss)]
+        return cls(
+            ticks=[(position(tick), f"{tick:.{decimals}f}") for tick in ticks],
+            band=(left, round(right - left, 2)),
+            rows=list(rows.items()),
+        )
+
+
+def receipt_groups(rows: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Receipt rows that differ in the layer's number only, as one row with the numbers and how many there are.
+
+    Example:
+        >>> rows = [{"layer": f"layers.{i}.o_proj", "gemm": "fprop", "kernel": "reference"} for i in (0, 1, 2, 4)]
+        >>> receipt_groups(rows)
+        [{'layer': 'layers.*.o_proj', 'gemm': 'fprop', 'kernel': 'reference', 'numbers': '0-2, 4', 'count': 4}]
+    """
+    groups: dict[tuple[object, ...], list[int | None]] = {}
+    first: dict[tuple[object, ...], dict[str, object]] = {}
+    for row in rows:
+        pattern, number = split_layer(str(row["layer"]))
+        shown = dict(row) | {"layer": pattern}
+        key = tuple(shown.values())
+        groups.setdefault(key, []).append(number)
+        first.setdefault(key, shown)
+    return [first[key] | {"numbers": ranges(numbers), "count": len(numbers)} for key, numbers in groups.items()]
+
+
+def split_layer(name: str) -> tuple[str, int | None]:
+    """A layer's name with its first number starred, and that number.
+
+    Example:
+        >>> split_layer("layers.3.mlp.down_proj"), split_layer("lm_head")
+        (('layers.*.mlp.down_proj', 3), ('lm_head', None))
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join([*parts[:i], "*", *parts[i + 1 :]]), int(part)
+    return name, None
+
+
+def ranges(numbers: Sequence[int | None]) -> str:
+    """Numbers as ranges: [0, 1, 2, 4] -> "0-2, 4"; "" where the layer has none."""
+    runs: list[list[int]] = []
+    for number in sorted(n for n in numbers if n is not None):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        elif not runs or number != runs[-1][1]:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a heat table, how much it deserves a look (0 to 3), and the words of its tooltip."""
+
+    text: str
+    level: int
+    hint: str
+
+
+@dataclass(frozen=True)
+class HeatGrid:
+    """One tensor: kinds of layer down, layer numbers across."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[str, list[Cell | None]]]
+
+
+def heat_grids(rows: Sequence[Mapping[str, object]]) -> dict[str, list[HeatGrid]]:
+    """What casting does to each tensor, as small tables: {"SQNR, dB": [...], "underflow, %": [...]}.
+
+    A tensor cast twice, along rows and along columns, shows the worse of both; the tooltip has both.
+    """
+    return {
+        "Signal to quantization noise, dB": [_grid(rows, tensor, "sqnr_db") for tensor in TENSORS],
+        "Underflow to zero, %": [_grid(rows, tensor, "underflow_pct") for tensor in TENSORS],
+    }
+
+
+def _grid(rows: Sequence[Mapping[str, object]], tensor: str, metric: str) -> HeatGrid:
+    found: dict[tuple[str, int | None], list[Mapping[str, object]]] = {}
+    for row in rows:
+        if row["tensor"] == tensor:
+            found.setdefault(split_layer(str(row["layer"])), []).append(row)
+    numbers = sorted({number for _, number in found}, key=lambda n: -1 if n is None else n)
+    # In the order of the forward, also for gradients, which arrive in the opposite one.
+    order = dict.fromkeys(split_layer(str(row["layer"]))[0] for row in rows)
+    kinds = [kind for kind in order if any((kind, number) in found for number in numbers)]
+    return HeatGrid(
+        title=TENSORS[tensor],
+        columns=["" if number is None else str(number) for number in numbers],
+        rows=[
+            (kind, [_cell(found[kind, number], metric) if (kind, number) in found else None for number in numbers])
+            for kind in kinds
+        ],
+    )
+
+
+def _cell(rows: Sequence[Mapping[str, object]], metric: str) -> Cell:
+    values = [float(str(row[metric])) for row in rows]
+    is_sqnr = metric == "sqnr_db"
+    worst = min(values) if is_sqnr else max(values)
+    if is_sqnr:
+        text, level = _sqnr_text(worst), sum(worst < step for step in _SQNR_STEPS)
+    else:
+        text, level = f"{worst:.2f}" if worst < 10 else f"{worst:.0f}", sum(worst > step for step in _UNDERFLOW_STEPS)
+    unit = "dB" if is_sqnr else "%"
+    hint = "; ".join(
+        f"{row['direction']}: {row['format']} {row['granularity']}, {value:.3g} {unit}, amax {row['amax']:.3g}"
+        for row, value in zip(rows, values, strict=True)
+    )
+    return Cell(text, level, hint)
+
+
+def _sqnr_text(value: float) -> str:
+    if math.isnan(value):
+        return "\N{EN DASH}"  # the tensor was all zeros
+    return "exact" if math.isinf(value) else f"{value:.1f}"

@@ -1,0 +1,230 @@
+"""What a demo found, as data: every run's curve, the verdicts, what really ran, and where. Written to summary.json.
+
+The report, the picture and the lines in the terminal are all views of one `DemoResult`; none of them computes a number
+that is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ottava.train.verdict import Noise, Verdict, has_diverged, judge
+
+SCHEMA_VERSION = 1
+REFERENCE = "bf16"
+"""The recipe that all others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One finished training run. Losses in nats per byte; training losses start at step 1."""
+
+    recipe: str
+    seed: int
+    losses: Sequence[float]
+    """Training loss of each step, as the optimizer saw it."""
+    validation: Sequence[tuple[int, float]]
+    """Step and loss on the fixed validation batches, in the recipe that trains; the last entry is the result. A run
+    that diverged ends with NaN."""
+    high_precision_loss: float
+    """The final weights evaluated in BF16: what of the difference is in the weights, not in the evaluation."""
+    seconds_per_step: float
+    """Median over the steps, evaluation left out."""
+    tokens_per_step: int
+    diverged_at: int | None = None
+    """The step whose loss or gradient was the first that is not finite."""
+
+    @property
+    def label(self) -> str:
+        """Recipe and seed, as in "bf16, seed 1"."""
+        return f"{self.recipe}, seed {self.seed}"
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss at the end of training."""
+        return self.validation[-1][1]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training failed: a loss that is not finite, or a result worse than guessing."""
+        return self.diverged_at is not None or has_diverged(self.final_loss)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At the median step."""
+        return self.tokens_per_step / self.seconds_per_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """What one FP8 run really did, layer by layer: facts of the engine, not of the training."""
+
+    receipt: Sequence[Mapping[str, object]]
+    """One row for each GEMM of the last forward and backward, as `ottava.receipt` gives them."""
+    fp8_fraction: float
+    """Share of the GEMM work whose operands were quantized."""
+    skipped: Mapping[str, str]
+    """Layers that `convert` left alone, and why."""
+    numbers: Sequence[Mapping[str, object]]
+    """One row for each tensor of each layer, as `ottava.debug.observe` gives them, on one more training batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """A whole demo.
+
+    Raises:
+        ValueError: no BF16 run, or an FP8 run whose seed no BF16 run has: there would be nothing to compare with.
+    """
+
+    runs: Sequence[RunResult]
+    machinery: Mapping[str, Machinery]
+    """For each FP8 recipe."""
+    command: str
+    """The exact command that ran."""
+    config: str
+    """The training config of the BF16 run, as YAML; the others differ in `recipe` and `seed` only."""
+    text: str
+    """What was trained on."""
+    parameters: int
+    facts: Mapping[str, str]
+    """Versions and machine, by name."""
+    training_seconds: float
+    """Time in the training steps of all runs; evaluation left out."""
+
+    def __post_init__(self) -> None:
+        seeds = {run.seed for run in self.runs if run.recipe == REFERENCE}
+        missing = [run.label for run in self.runs if run.seed not in seeds]
+        if not seeds or missing:
+            raise ValueError(f"demo result: no {REFERENCE} run with the seed of {missing or 'any run'}; add one")
+
+    @property
+    def references(self) -> list[RunResult]:
+        """The BF16 runs, one for each seed."""
+        return [run for run in self.runs if run.recipe == REFERENCE]
+
+    @property
+    def candidates(self) -> list[RunResult]:
+        """The FP8 runs."""
+        return [run for run in self.runs if run.recipe != REFERENCE]
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any GEMM of an FP8 recipe ran with FP8 operands but not on FP8 hardware."""
+        rows = (row for machinery in self.machinery.values() for row in machinery.receipt)
+        return any(row["fp8"] and not row["native"] for row in rows)
+
+    def reference_of(self, run: RunResult) -> RunResult:
+        """The BF16 run with the same seed, hence the same initial weights and data."""
+        return next(other for other in self.references if other.seed == run.seed)
+
+    @cached_property
+    def noise(self) -> Noise:
+        """The seed-to-seed noise of BF16."""
+        return Noise(losses=tuple(run.final_loss for run in self.references if not run.diverged))
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """One for each FP8 run, in order."""
+        return [
+            judge(
+                run.recipe,
+                run.final_loss,
+                math.nan if self.reference_of(run).diverged else self.reference_of(run).final_loss,
+                self.noise,
+                diverged_at=run.diverged_at,
+            )
+            for run in self.candidates
+        ]
+
+    @property
+    def news(self) -> list[Verdict]:
+        """The verdicts, worst first: what a reader must not miss."""
+        severity = ("diverged", "worse", "undecided", "unknown", "inside", "better")
+        return sorted(self.verdicts, key=lambda verdict: severity.index(verdict.outcome))
+
+    def speed_ratio(self, run: RunResult) -> float:
+        """Tokens per second, as a share of BF16's at the same seed; the runs were interleaved."""
+        return self.reference_of(run).seconds_per_step / run.seconds_per_step
+
+    @cached_property
+    def headline(self) -> str:
+        """The whole demo in one sentence; bad news first."""
+        verdicts = self.verdicts
+        if self.reference_of(self.runs[0]).diverged:
+            return "BF16 itself diverged: nothing to compare with"
+        for outcome, words in (("diverged", "diverged"), ("worse", "clearly worse than BF16")):
+            if names := [verdict.recipe for verdict in verdicts if verdict.outcome == outcome]:
+                verb = "" if outcome == "diverged" else "ends " if len(names) == 1 else "end "
+                return f"{listed(names)} {verb}{words}"
+        if not verdicts:
+            return "BF16 alone: no FP8 recipe was asked for"
+        if self.noise.spread is None:
+            return "FP8 beside BF16, with no measure of the noise"
+        if all(verdict.outcome == "inside" for verdict in verdicts):
+            who = {1: verdicts[0].recipe, 2: "Both FP8 recipes"}.get(len(verdicts), f"All {len(verdicts)} FP8 recipes")
+            return f"{who} {'ends' if len(verdicts) == 1 else 'end'} inside the noise of BF16"
+        return "No recipe ends clearly worse than BF16"
+
+    def to_dict(self) -> dict[str, object]:
+        """All numbers, ready for JSON: losses that are not finite become null."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "headline": self.headline,
+            "unit": "nats per byte",
+            "noise": {
+                "losses": list(self.noise.losses),
+                "spread": self.noise.spread,
+                "std": self.noise.std,
+                "limit": self.noise.limit,
+            },
+            "verdicts": [
+                {"recipe": v.recipe, "outcome": v.outcome, "delta": v.delta, "sentence": v.sentence}
+                for v in self.verdicts
+            ],
+            "runs": [self._run_dict(run) for run in self.runs],
+            "machinery": {
+                recipe: {
+                    "fp8_fraction": m.fp8_fraction,
+                    "skipped": dict(m.skipped),
+                    "receipt": [dict(row) for row in m.receipt],
+                    "numbers": [_finite_values(row) for row in m.numbers],
+                }
+                for recipe, m in self.machinery.items()
+            },
+            "command": self.command,
+            "config": self.config,
+            "text": self.text,
+            "parameters": self.parameters,
+            "facts": dict(self.facts),
+            "training_seconds": self.training_seconds,
+        }
+
+    def _run_dict(self, run: RunResult) -> dict[str, object]:
+        return {
+            "recipe": run.recipe,
+            "seed": run.seed,
+            "final_loss": _finite(run.final_loss),
+            "high_precision_loss": _finite(run.high_precision_loss),
+            "diverged_at": run.diverged_at,
+            "tokens_per_second": run.tokens_per_second,
+            "speed_ratio": self.speed_ratio(run),
+            "losses": [_finite(loss) for loss in run.losses],
+            "validation": [[step, _finite(loss)] for step, loss in run.validation],
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _finite_values(row: Mapping[str, object]) -> dict[str, object]:
+    return {key: _finite(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

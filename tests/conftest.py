@@ -1,0 +1,197 @@
+"""What tests of every room share: a fixture for each thing that is registered, and matrices in every layout.
+
+A test that takes `fmt`, `recipe`, `granularity`, `scale_format`, `dtype` or `matrix` runs once for each of them, so a
+new entry is tested the day it is added. The witnesses of a format (`ml_dtypes_type`, `gfloat_info`) are part of that:
+a format without an independent witness fails its tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from gfloat import formats as gfloat_formats
+from torch import Tensor
+
+from ottava import scaling
+from ottava.formats import E4M3, FORMATS, Format
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import RECIPES, Recipe
+from ottava.rounding import decode
+from ottava.scaling import Granularity, ScaleFormat
+
+REGISTERED_GRANULARITIES = tuple(value for value in vars(scaling).values() if isinstance(value, Granularity))
+GRANULARITIES = (*REGISTERED_GRANULARITIES, Granularity(3, 5), Granularity(None, 4))
+SPECS = [
+    QuantizationSpec(E4M3, granularity, scale_format)
+    for granularity in GRANULARITIES
+    for scale_format in get_args(ScaleFormat)
+    if not (scale_format == "e4m3" and granularity == scaling.PER_TENSOR)  # E4M3 scales belong to blocks
+]
+
+ML_DTYPES: Mapping[str, Any] = {
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E8M0": ml_dtypes.float8_e8m0fnu,
+    "E2M1": ml_dtypes.float4_e2m1fn,
+    "E2M3": ml_dtypes.float6_e2m3fn,
+    "E3M2": ml_dtypes.float6_e3m2fn,
+    "BF16": ml_dtypes.bfloat16,
+    "FP16": np.float16,
+    "FP32": np.float32,
+}
+GFLOAT: Mapping[str, Any] = {
+    "E4M3": gfloat_formats.format_info_ocp_e4m3,
+    "E5M2": gfloat_formats.format_info_ocp_e5m2,
+    "E8M0": gfloat_formats.format_info_ocp_e8m0,
+    "E2M1": gfloat_formats.format_info_ocp_e2m1,
+    "E2M3": gfloat_formats.format_info_ocp_e2m3,
+    "E3M2": gfloat_formats.format_info_ocp_e3m2,
+    "BF16": gfloat_formats.format_info_bfloat16,
+    "FP16": gfloat_formats.format_info_binary16,
+    "FP32": gfloat_formats.format_info_binary32,
+}
+
+
+def tiles(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers; 8 x 8 tiles differ in magnitude by up to 2**20; zero, -0 and a subnormal are among them."""
+    exponents = torch.randint(-12, 9, (-(-rows // 8), -(-cols // 8)))
+    magnitudes = torch.exp2(exponents.double()).repeat_interleave(8, 0).repeat_interleave(8, 1)[:rows, :cols]
+    x = (torch.randn(rows, cols, dtype=torch.float64) * magnitudes).to(dtype)
+    if x.numel() > 3:
+        x.view(-1)[:3] = torch.tensor([0.0, -0.0, torch.finfo(dtype).smallest_normal / 2])
+    return x
+
+
+PAIRS = {
+    f"{gemm.lhs} x {gemm.rhs}": (gemm.lhs, gemm.rhs)
+    for recipe in RECIPES.values()
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    if gemm.quantized
+}
+
+EMPTY = ((0, 5, 16), (5, 0, 16), (5, 3, 0), (0, 0, 0))
+
+LAYOUTS: Mapping[str, Callable[[torch.dtype], Tensor]] = {
+    "1x1": lambda dtype: tiles(1, 1, dtype),
+    "1x300": lambda dtype: tiles(1, 300, dtype),
+    "300x1": lambda dtype: tiles(300, 1, dtype),
+    "odd 37x131": lambda dtype: tiles(37, 131, dtype),
+    "multiple 128x256": lambda dtype: tiles(128, 256, dtype),
+    "transposed 131x37": lambda dtype: tiles(37, 131, dtype).t(),
+    "strided 19x44": lambda dtype: tiles(37, 131, dtype)[::2, 1::3],
+    "expanded 5x64": lambda dtype: tiles(1, 64, dtype).expand(5, 64),
+    "empty 0x5": lambda dtype: tiles(0, 5, dtype),
+    "empty 5x0": lambda dtype: tiles(5, 0, dtype),
+    "empty 0x0": lambda dtype: tiles(0, 0, dtype),
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Sums in one order on every machine; and small tensors on many threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=FORMATS.values(), ids=str)
+def fmt(request: pytest.FixtureRequest) -> Format:
+    """Every registered format."""
+    return request.param
+
+
+@pytest.fixture
+def ml_dtypes_type(fmt: Format) -> Any:
+    """The same format in ml_dtypes (or numpy): the first witness."""
+    return ML_DTYPES[fmt.name]
+
+
+@pytest.fixture
+def gfloat_info(fmt: Format) -> Any:
+    """The same format in gfloat: the second witness."""
+    return GFLOAT[fmt.name]
+
+
+@pytest.fixture(params=RECIPES.values(), ids=lambda recipe: recipe.name)
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    """Every registered recipe."""
+    return request.param
+
+
+@pytest.fixture(params=get_args(ScaleFormat))
+def scale_format(request: pytest.FixtureRequest) -> ScaleFormat:
+    """Every scale format."""
+    return request.param
+
+
+@pytest.fixture(params=GRANULARITIES, ids=str)
+def granularity(request: pytest.FixtureRequest) -> Granularity:
+    """Every registered granularity, and two whose blocks are ragged nearly everywhere."""
+    return request.param
+
+
+@pytest.fixture(params=SPECS, ids=str)
+def spec(request: pytest.FixtureRequest) -> QuantizationSpec:
+    """Every granularity with every scale format that goes with it, in E4M3; other formats by `replace`."""
+    return request.param
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+def pair(request: pytest.FixtureRequest) -> tuple[QuantizationSpec, QuantizationSpec]:
+    """(lhs, rhs) of every quantized GEMM of every registered recipe, each once."""
+    return request.param
+
+
+@pytest.fixture(params=(torch.float32, torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype).split(".")[1])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Every dtype that is cast from."""
+    return request.param
+
+
+@pytest.fixture(params=((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), *EMPTY), ids=str)
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int]:
+    """(M, N, K): odd, whole blocks, ragged blocks, one, and nothing in each place."""
+    return request.param
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def layout(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Tensor]:
+    """Makes a matrix: one number, odd, whole blocks, transposed, strided, expanded, empty."""
+    return request.param
+
+
+@pytest.fixture
+def matrix(layout: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """A matrix of every layout in every dtype."""
+    return layout(dtype)
+
+
+@pytest.fixture
+def float64_gemm() -> Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """(a, b, bias) -> (a @ b.T + bias in fp64 from the decoded operands, how far fp32 accumulation may be from it).
+
+    The bound: a sum of K products in any order is off by at most K * 2**-24 * sum |a||b|; six more roundings are for
+    two scales on either side, the bias, and a product that is not exact (two-level scales).
+    """
+
+    def values(x_q: QuantizedTensor) -> Tensor:
+        rows, cols = x_q.shape
+        scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, (rows, cols)).double()
+        return decode(x_q.data, x_q.spec.format).double() * scale_inv
+
+    def gemm(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        lhs, rhs = values(a), values(b)
+        y, magnitude = lhs @ rhs.t(), lhs.abs() @ rhs.abs().t()
+        if bias is not None:
+            y, magnitude = y + bias.double(), magnitude + bias.double().abs()
+        return y, (a.shape[1] + 6) * 2.0**-24 * magnitude
+
+    return gemm

@@ -1,0 +1,178 @@
+"""The truth against the definition: casts block by block, GEMMs in fp64 with a bound derived from fp32's rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.kernels import reference
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import encode
+from ottava.scaling import PER_ROW, PER_TENSOR, amax, compute_scale
+
+Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
+Pair = tuple[QuantizationSpec, QuantizationSpec]
+
+
+def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+    torch.manual_seed(1)
+    data, scale_inv, _ = reference.quantize(x, spec)
+    return QuantizedTensor(data, scale_inv, spec, x.dtype)
+
+
+def operands(pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> list[QuantizedTensor]:
+    """Both sides of a GEMM; rows and columns differ in magnitude."""
+    m, n, k = sizes
+    sides = []
+    for rows, spec in zip((m, n), pair, strict=True):
+        x = torch.randn(rows, k) * torch.exp2(torch.randint(-4, 5, (rows, 1)) + torch.randint(-4, 5, (1, k)))
+        sides.append(cast(x.to(dtype), spec))
+    return sides
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_is_the_definition_block_by_block(spec: QuantizationSpec, matrix: Tensor) -> None:
+    """Slice a block, take its scale, multiply in fp32, encode: the same bytes, scales and amax."""
+    data, scale_inv, block_amax = reference.quantize(matrix, spec)
+    rows, cols = matrix.shape
+    height, width = spec.granularity.block_shape((rows, cols))
+    assert torch.equal(block_amax, amax(matrix, spec.granularity))
+    scale = compute_scale(block_amax, E4M3, scale_format=spec.scale_format)
+    assert torch.equal(scale_inv, scale.scale_inv)
+    assert data.shape == matrix.shape
+    codes = data.view(torch.uint8)
+    for row in range(scale_inv.shape[0])[:7]:
+        for col in range(scale_inv.shape[1])[-7:]:
+            block = (slice(row * height, (row + 1) * height), slice(col * width, (col + 1) * width))
+            expected = encode(matrix[block].float() * scale.scale[row, col], E4M3)
+            assert torch.equal(codes[block], expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=str)
+def test_a_given_scale_multiplies(fmt: Format, matrix: Tensor) -> None:
+    """Delayed scaling: codes of x * scale, the inverse kept, what overflows saturated; scale 0 is the current scale."""
+    spec = QuantizationSpec(fmt)
+    data, scale_inv, seen = reference.quantize(matrix, spec, torch.tensor(3.0))
+    assert torch.equal(data.view(torch.uint8), encode(matrix.float() * 3, fmt).view(torch.uint8))
+    assert scale_inv == torch.tensor([[3.0]]).reciprocal()
+    assert torch.equal(seen, amax(matrix))
+    fallback, current = reference.quantize(matrix, spec, torch.tensor(0.0)), reference.quantize(matrix, spec)
+    assert torch.equal(fallback.data.view(torch.uint8), current.data.view(torch.uint8))
+    assert torch.equal(fallback.scale_inv, current.scale_inv)
+
+
+def test_infinity_saturates_and_nan_stays_in_its_place(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """One inf and one NaN, far apart: they dequantize to the last number of their block and to NaN; others survive."""
+    x = torch.ones(40, 300, dtype=dtype)
+    x[1, 2], x[30, 290] = -math.inf, math.nan
+    data, scale_inv, seen = reference.quantize(x, spec)
+    y = QuantizedTensor(data, scale_inv, spec, dtype).dequantize(torch.float32)
+    assert y[30, 290].isnan()
+    assert y.isnan().sum() == 1
+    assert y[1, 2] == -E4M3.max  # the block of an infinity has scale 1
+    assert not seen.isfinite().all()
+    y[1, 2], y[30, 290] = 1, 1
+    torch.testing.assert_close(y, torch.ones(40, 300), rtol=E4M3.eps / 2, atol=0)
+
+
+def test_zeros_stay_zeros(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Scale 1, code 0, sign kept."""
+    x = torch.zeros(40, 300, dtype=dtype)
+    x[:, ::2] = -0.0
+    data, scale_inv, seen = reference.quantize(x, spec)
+    assert (scale_inv == 1).all()
+    assert (seen == 0).all()
+    assert torch.equal(data.float().view(torch.int32), x.float().view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
+    """Refused with the remedy."""
+    with pytest.raises(ValueError, match=r"needs a matrix \(rows, columns\): flatten it first"):
+        reference.quantize(torch.zeros(shape), QuantizationSpec(E4M3))
+
+
+def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """No cast in place, whatever the dtype."""
+    x = torch.randn(40, 300).to(dtype)
+    before = x.clone()
+    reference.quantize(x, spec)
+    assert torch.equal(x, before)
+
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+def test_gemm_is_fp32_accumulation_rounded_once(
+    pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, float64_gemm: Float64Gemm
+) -> None:
+    """Within K * 2**-24 * sum |a||b| of fp64, and half an ulp of the output; the half ulp is there once."""
+    a, b = operands(pair, sizes)
+    bias = (torch.randn(sizes[1]) * 8).to(dtype) if with_bias else None
+    exact, accumulation = float64_gemm(a, b, bias)
+    y = reference.gemm(a, b, dtype, bias)
+    assert (tuple(y.shape), y.dtype) == (sizes[:2], dtype)
+    info = torch.finfo(dtype)
+    half_ulp = info.eps / 2 * (exact.abs() + accumulation) + info.smallest_normal * info.eps / 2
+    overflows = exact.abs() > info.max  # fp16
+    error = (y.double() - exact).abs()
+    assert (error <= accumulation + half_ulp)[~overflows].all()
+    in_fp32 = reference.gemm(a, b, torch.float32, bias)
+    assert ((in_fp32.double() - exact).abs() <= accumulation).all()
+    assert torch.equal(y, in_fp32.to(dtype))
+
+
+def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:
+    """K = 1024, bf16 outputs: fp32 sums leave 0 to 1.1 in 10,000 one ulp off, NVFP4's two-level scales up to 3."""
+    a, b = operands(pair, (256, 256, 1024))
+    exact, _ = float64_gemm(a, b, None)
+    wrong = reference.gemm(a, b, torch.bfloat16, None) != exact.to(torch.bfloat16)
+    assert wrong.double().mean() <= (6e-4 if pair[0].format == E2M1 else 3e-4)
+
+
+def test_power_of_two_scales_leave_small_sums_exact() -> None:
+    """Integers of E4M3 up to 16, 64 products: every sum fits in fp32's 24 bits, every scale in its exponent."""
+    for pair_spec in (QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E4M3, PER_TENSOR, "pow2")):
+        x, w = (torch.randint(-16, 17, (24, 64)).float() for _ in range(2))
+        y = reference.gemm(cast(x, pair_spec), cast(w, pair_spec), torch.float32, None)
+        assert torch.equal(y, (x.double() @ w.double().t()).float())
+
+
+def test_nan_stays_in_its_row(pair: Pair) -> None:
+    """A NaN in row 2 of a makes row 2 of y NaN and no other; a format without NaN has made a number of it."""
+    a, b = operands(pair, (8, 8, 256))
+    clean = reference.gemm(a, b, torch.float32, None)
+    if pair[0].format.has_nan:
+        a.data[2, 100] = math.nan
+    y = reference.gemm(a, b, torch.float32, None)
+    rows = torch.arange(8) == (2 if pair[0].format.has_nan else -1)
+    assert y[rows].isnan().all()
+    assert torch.equal(y[~rows], clean[~rows])
+
+
+def test_fast_accumulation_is_not_modelled(pair: Pair) -> None:
+    """The flag is Hopper's; the reference has one accumulator, and says that it supports every call, unpadded."""
+    a, b = operands(pair, (33, 17, 300))
+    fast, slow = (reference.gemm(a, b, torch.bfloat16, None, fast_accum=fast) for fast in (True, False))
+    assert torch.equal(fast, slow)
+    assert reference.supports_gemm(a, b, torch.float16, None) is None
+    assert reference.padding(a, b) == ""
+
+
+def test_transposed_operands_multiply_like_copies(float64_gemm: Float64Gemm) -> None:
+    """codes.t() without a copy is what wgrad hands over."""
+    spec = QuantizationSpec(E4M3)
+    x_q, dy_q = cast(torch.randn(40, 24), spec), cast(torch.randn(40, 56), replace(spec, format=E5M2))
+    dw = reference.gemm(dy_q.t(), x_q.t(), torch.float32, None)
+    exact, accumulation = float64_gemm(dy_q.t(), x_q.t(), None)
+    assert dw.shape == (56, 24)
+    assert ((dw.double() - exact).abs() <= accumulation).all()

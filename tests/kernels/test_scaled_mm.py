@@ -1,0 +1,169 @@
+"""torch's scaled GEMM, on a CPU here: the same codes through somebody else's kernel, and refusals that are CUDA's.
+
+These tests call the backend that Hopper runs, its padding included. What CUDA's kernel computes is tested where there
+is one (-m gpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ottava.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
+from ottava.kernels import reference, scaled_mm
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import RECIPES
+from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
+
+TENSOR, ROW, E5 = QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E5M2)
+TAKEN = {
+    f"{gemm.lhs} x {gemm.rhs}": (gemm.lhs, gemm.rhs)
+    for name in ("tensorwise", "tensorwise_e4m3", "rowwise", "rowwise_with_gw_hp")
+    for gemm in (RECIPES[name].fprop, RECIPES[name].dgrad, RECIPES[name].wgrad)
+    if gemm.lhs is not None and gemm.rhs is not None
+}
+Pair = tuple[QuantizationSpec, QuantizationSpec]
+Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+    data, scale_inv, _ = reference.quantize(x, spec)
+    return QuantizedTensor(data, scale_inv, spec, x.dtype)
+
+
+@pytest.fixture(params=TAKEN.values(), ids=TAKEN.keys())
+def taken(request: pytest.FixtureRequest) -> Pair:
+    """Every pair of specs that torch's scaled GEMM takes, of all recipes."""
+    return request.param
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("k", [1, 15, 16, 100, 256])
+@pytest.mark.parametrize("m, n", [(1, 1), (5, 17), (32, 48)])
+def test_the_same_codes_give_the_reference_to_one_ulp(
+    taken: Pair, m: int, n: int, k: int, with_bias: bool, float64_gemm: Float64Gemm
+) -> None:
+    """bf16 outputs: a bf16 ulp beside the reference, where fp32 sums do not cancel; padded sizes included."""
+    a, b = cast(torch.randn(m, k), taken[0]), cast(torch.randn(n, k), taken[1])
+    bias = torch.randn(n).bfloat16() if with_bias else None
+    assert scaled_mm.supports_gemm(a, b, torch.bfloat16, bias) is None
+    y, truth = (kernel.gemm(a, b, torch.bfloat16, bias) for kernel in (scaled_mm, reference))
+    assert (y.shape, y.dtype, y.is_contiguous()) == (truth.shape, truth.dtype, True)
+    _, accumulation = float64_gemm(a, b, bias)
+    ulp = BF16.eps * truth.double().abs()
+    assert ((y.double() - truth.double()).abs() <= ulp + 2 * accumulation).all()
+
+
+def test_nearly_every_output_is_correctly_rounded(taken: Pair, float64_gemm: Float64Gemm) -> None:
+    """K = 1024 on a CPU: up to 2 in 10,000 bf16 outputs are an ulp off; the reference leaves half of that."""
+    a, b = cast(torch.randn(256, 1024), taken[0]), cast(torch.randn(256, 1024), taken[1])
+    exact, _ = float64_gemm(a, b, None)
+    wrong = scaled_mm.gemm(a, b, torch.bfloat16, None) != exact.to(torch.bfloat16)
+    assert wrong.double().mean() <= 5e-4
+
+
+def test_padding_changes_no_sum() -> None:
+    """K 100 -> 112 and N 17 -> 32 with zeros, scales of the new rows 1: the bits of a GEMM padded by hand."""
+    for spec in (TENSOR, ROW):
+        x, w = torch.randn(5, 100), torch.randn(17, 100)
+        a, b = cast(x, spec), cast(w, spec)
+        by_hand = [torch.nn.functional.pad(t, (0, 12, 0, rows)) for t, rows in ((x, 0), (w, 15))]
+        aligned = scaled_mm.gemm(cast(by_hand[0], spec), cast(by_hand[1], spec), torch.bfloat16, None)
+        assert torch.equal(scaled_mm.gemm(a, b, torch.bfloat16, None), aligned[:, :17])
+
+
+@pytest.mark.parametrize(
+    "n, k, text", [(16, 32, ""), (17, 32, "N 17->32"), (16, 100, "K 100->112"), (1, 1, "K 1->16, N 1->16")]
+)
+def test_padding_is_said(n: int, k: int, text: str) -> None:
+    """What receipts print; M needs no alignment."""
+    assert scaled_mm.padding(cast(torch.ones(3, k), TENSOR), cast(torch.ones(n, k), TENSOR)) == text
+
+
+def test_transposed_codes_are_taken() -> None:
+    """dw = dy.T @ x with codes that are views: brought into the layouts of sm_90, the same bits as copies."""
+    x_q, dy_q = cast(torch.randn(40, 24), TENSOR), cast(torch.randn(40, 56), E5)
+    copies = [replace(t, data=t.data.t().contiguous(), scale_inv=t.scale_inv.t()) for t in (dy_q, x_q)]
+    dw = scaled_mm.gemm(dy_q.t(), x_q.t(), torch.bfloat16, None)
+    assert torch.equal(dw, scaled_mm.gemm(copies[0], copies[1], torch.bfloat16, None))
+
+
+def test_fast_accumulation_is_passed_on() -> None:
+    """torch takes the flag on a CPU as well, where it means nothing."""
+    a = cast(torch.randn(16, 64), TENSOR)
+    fast, slow = (scaled_mm.gemm(a, a, torch.bfloat16, None, fast_accum=fast) for fast in (True, False))
+    assert torch.equal(fast, slow)
+
+
+REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, torch.dtype, torch.dtype | None, str]] = {
+    "E5M2 twice": (E5, E5, torch.bfloat16, None, "no tensor core multiplies E5M2 by E5M2"),
+    "4 bits": (
+        *[QuantizationSpec(E2M1, BLOCK_1X16, "e4m3")] * 2,
+        torch.bfloat16,
+        None,
+        "takes E4M3 and E5M2; got E2M1",
+    ),
+    "6 bits": (*[QuantizationSpec(E2M3)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E2M3"),
+    "16 bits": (*[QuantizationSpec(BF16)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got BF16"),
+    "a scale": (*[QuantizationSpec(E8M0)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E8M0"),
+    "1x128": (*[QuantizationSpec(E4M3, BLOCK_1X128)] * 2, torch.bfloat16, None, "got 1x128 and 1x128"),
+    "1x32": (*[QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")] * 2, torch.bfloat16, None, "got 1x32 and 1x32"),
+    "rows, fp32": (ROW, ROW, torch.float32, None, r"per-row scales give bfloat16 only; got torch\.float32"),
+    "one side rows, fp16": (TENSOR, ROW, torch.float16, None, r"per-row scales give bfloat16 only; got torch\.float16"),
+    "fp32 with bias": (TENSOR, TENSOR, torch.float32, torch.float32, "bias must be of the output's 16-bit dtype"),
+    "fp32 bias": (TENSOR, TENSOR, torch.bfloat16, torch.float32, "bias must be of the output's 16-bit dtype"),
+}
+
+
+@pytest.mark.parametrize("lhs, rhs, out_dtype, bias_dtype, message", REFUSALS.values(), ids=REFUSALS)
+def test_refusals_are_the_same_on_cpu_and_cuda(
+    lhs: QuantizationSpec, rhs: QuantizationSpec, out_dtype: torch.dtype, bias_dtype: Any, message: str
+) -> None:
+    """torch's CPU kernel would take some of them; tensors typed as CUDA's (fake ones, no GPU) hear the same words."""
+    reasons = []
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+            sides = []
+            for spec in (lhs, rhs):
+                grid = spec.granularity.grid_shape((32, 256))
+                data = torch.empty(32, 256, dtype=spec.format.storage_dtype, device=device)
+                sides.append(QuantizedTensor(data, torch.empty(grid, device=device), spec, torch.bfloat16))
+            bias = None if bias_dtype is None else torch.empty(32, dtype=bias_dtype, device=device)
+            reasons.append(scaled_mm.supports_gemm(sides[0], sides[1], out_dtype, bias))
+    assert reasons[0] == reasons[1]
+    assert reasons[0] is not None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(reasons[0])
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 16, 16), (16, 0, 16), (16, 16, 0)])
+def test_empty_operands_are_refused(m: int, n: int, k: int) -> None:
+    """cuBLASLt takes none; the reference gives zeros, or nothing."""
+    a, b = cast(torch.ones(m, k), TENSOR), cast(torch.ones(n, k), TENSOR)
+    assert scaled_mm.supports_gemm(a, b, torch.bfloat16, None) == "scaled_mm: an empty operand"
+
+
+def test_other_devices_are_refused() -> None:
+    """Named, so that `explain` can show it."""
+    a = cast(torch.ones(16, 16), TENSOR)
+    meta = replace(a, data=a.data.to("meta"), scale_inv=a.scale_inv.to("meta"))
+    assert scaled_mm.supports_gemm(meta, meta, torch.bfloat16, None) == "scaled_mm: runs on cuda and cpu; got meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensor_cores_agree_with_the_reference(taken: Pair, float64_gemm: Float64Gemm) -> None:
+    """On Hopper: 14 bits are kept between promotions (2**-13 of sum |a||b|), slow accumulation, padded sizes."""
+    a, b = cast(torch.randn(65, 1000), taken[0]), cast(torch.randn(77, 1000), taken[1])
+    exact, _ = float64_gemm(a, b, None)
+    _, magnitude = float64_gemm(*(replace(t, data=t.data.float().abs().to(t.data.dtype)) for t in (a, b)), None)
+    on_gpu = [replace(t, data=t.data.cuda(), scale_inv=t.scale_inv.cuda()) for t in (a, b)]
+    y = scaled_mm.gemm(on_gpu[0], on_gpu[1], torch.bfloat16, None).cpu().double()
+    magnitude = magnitude / ((1000 + 6) * 2.0**-24)  # the fixture scales it to a bound
+    assert ((y - exact).abs() <= 2.0**-13 * magnitude + BF16.eps / 2 * exact.abs()).all()

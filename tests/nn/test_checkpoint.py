@@ -1,0 +1,177 @@
+"""torch.utils.checkpoint around ottava layers: the bits, the histories and the random numbers of no checkpoint at all.
+
+A recomputation runs inside backward, long after the `autocast` of its forward was left; it must run what that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import ottava
+from ottava.recipe import Recipe
+
+Forward = Callable[[nn.Sequential, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A residual block with dropout, whose random numbers a recomputation has to repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(64, 96), nn.Linear(96, 64), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+def network(recipe: Recipe | str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block()).bfloat16()
+    ottava.convert(model, recipe)
+    return model
+
+
+def plain(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def each(reentrant: bool) -> Forward:
+    """Every block checkpointed."""
+
+    def forward(model: nn.Sequential, x: Tensor) -> Tensor:
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    return forward
+
+
+def nested(outer: bool, inner: bool) -> Forward:
+    """A checkpoint of all blocks around checkpoints of each."""
+
+    def forward(model: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint(each(inner), model, x, use_reentrant=outer)
+
+    return forward
+
+
+def sequential(model: nn.Sequential, x: Tensor) -> Tensor:
+    return checkpoint_sequential(model, 2, x, use_reentrant=False)
+
+
+WAYS: dict[str, Forward] = {
+    "reentrant": each(True),
+    "non_reentrant": each(False),
+    "nested_non_reentrant": nested(False, False),
+    "nested_reentrant": nested(True, True),
+    "nested_mixed": nested(False, True),
+    "sequential": sequential,
+}
+
+
+def train(
+    model: nn.Sequential, forward: Forward, recipe: Recipe | str | None = None, low: bool = False
+) -> list[Tensor]:
+    """Three steps with updates; the recipe (and torch.autocast) only around the forward. All bits there are."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for seed in range(3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        x = (x if low else x.bfloat16()).requires_grad_()
+        torch.manual_seed(seed)
+        with ExitStack() as stack:
+            if recipe is not None:
+                stack.enter_context(ottava.autocast(recipe))
+            if low:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            y = forward(model, x)
+        optimizer.zero_grad()
+        y.float().square().mean().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        ottava.ScalingState(model).update()
+    return [*seen, *model.parameters(), *model.buffers()]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointing_changes_no_bit(recipe: Recipe, way: str) -> None:
+    """y, all gradients, parameters after three steps, and the histories of delayed scaling."""
+    assert_same(train(network(recipe), WAYS[way]), train(network(recipe), plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe, way: str) -> None:
+    """autocast was left before backward; the layers' own recipe (mxfp8) is another."""
+    assert_same(train(network("mxfp8"), WAYS[way], recipe), train(network("mxfp8"), plain, recipe))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non_reentrant", "nested_mixed"])
+def test_recomputation_under_torch_autocast(recipe: Recipe, way: str) -> None:
+    """FP32 parameters: torch restores its own autocast for the recomputation, ottava its recipe."""
+    runs = [train(network("mxfp8").float(), forward, recipe, low=True) for forward in (WAYS[way], plain)]
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
+def test_backward_in_another_context_recomputes_the_forwards(way: str) -> None:
+    """backward() inside autocast(enabled=False), as in a training loop that has begun its evaluation."""
+    grads = []
+    for around in (True, False):
+        model, x = network("tensorwise"), torch.ones(4, 64, dtype=torch.bfloat16).requires_grad_()
+        torch.manual_seed(1)
+        y = WAYS[way](model, x)
+        with ottava.autocast(enabled=not around):
+            y.float().sum().backward()
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert_same(*grads)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
+def test_overrides_of_single_layers_survive_recomputation(way: str) -> None:
+    """Block 1's wgrad in BF16 through autocast, the rest as converted."""
+    recipe = ottava.get_recipe("rowwise").override("1.*", wgrad=None).override("2.up", "bf16")
+    assert_same(train(network("mxfp8"), WAYS[way], recipe), train(network("mxfp8"), plain, recipe))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_receipts_show_what_ran(way: str) -> None:
+    """After the backward the receipt is that of the recomputation: all three GEMMs, in the recipe of the forward."""
+    model = network("mxfp8")
+    train(model, WAYS[way], "rowwise")
+    rows = ottava.receipt(model).rows
+    assert {row.operands for row in rows} == {"E4M3[row, pow2] x E4M3[row, pow2]"}
+    assert {row.kernel for row in rows} == {"reference"}
+    ottava.assert_fp8(model, 1.0)
+
+
+def test_selective_checkpointing_sees_ordinary_tensors() -> None:
+    """Saved codes go through save_for_backward, so saved_tensors_hooks (offloading) can move them and back."""
+    model, x = network("tensorwise"), torch.ones(4, 64, dtype=torch.bfloat16).requires_grad_()
+    torch.manual_seed(1)
+    model(x).float().sum().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad.clone(), None
+    moved = []
+
+    def pack(t: Tensor) -> tuple[str, Tensor]:
+        moved.append(t.dtype)
+        return "offloaded", t.clone()
+
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1]):
+        y = model(x)
+    y.float().sum().backward()
+    assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+    assert torch.float8_e4m3fn in moved

@@ -1,0 +1,351 @@
+"""A Linear is torch's own in every way but its three GEMMs: state, copies, dtypes, devices, autocast, threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ottava
+from ottava.nn.linear import Linear
+from ottava.recipe import Recipe
+
+SHAPES = ((64,), (1, 64), (8, 64), (2, 3, 64), (0, 64), (2, 0, 64), (2, 2, 2, 64))
+
+
+def make(recipe: Recipe | str, dtype: torch.dtype = torch.bfloat16, bias: bool = True, k: int = 64) -> Linear:
+    torch.manual_seed(0)
+    return Linear(k, 40, bias=bias, dtype=dtype, recipe=recipe)
+
+
+def data(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def step(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """y and all gradients of one forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    torch.manual_seed(5)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    assert x.grad is not None
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **grads}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name].dtype != other[name].dtype] == []
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def plain(layer: Linear) -> nn.Linear:
+    """torch's layer with the same parameters."""
+    other = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype)
+    other.load_state_dict(dict(layer.named_parameters()))
+    return other
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_bf16_recipe_is_torchs_linear_bit_for_bit(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    """Also its gradients; in fp32 and fp16 too: high precision means whatever the input is."""
+    layer = make("bf16", dtype, bias)
+    assert_equal(step(layer, data(*shape, dtype=dtype)), step(plain(layer), data(*shape, dtype=dtype)))
+
+
+@pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    """(..., K) gives what (M, K) gives, and y, dx, dw, db have torch's shapes and dtypes."""
+    layer, x = make(recipe, dtype, bias), data(*shape, dtype=dtype)
+    got, expected = step(layer, x), step(plain(layer), x)
+    assert {n: (t.shape, t.dtype) for n, t in got.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
+    flat = step(make(recipe, dtype, bias), x.reshape(-1, 64))
+    assert_equal(got, {n: t.reshape(got[n].shape) for n, t in flat.items()})
+
+
+@pytest.mark.parametrize("k", [1, 2, 17, 33, 127, 130])
+def test_any_width_is_close_to_torch(recipe: Recipe, k: int) -> None:
+    """Odd widths and K = 1; E4M3 errs by 2**-4 an operand at most, E2M1 by 2**-2 (of the block's largest)."""
+    layer, x = make(recipe, k=k), data(8, k)
+    got, expected = step(layer, x), step(plain(layer), x)
+    for name in ("y", "dx", "weight"):
+        error = (got[name] - expected[name]).float().norm() / expected[name].float().norm()
+        assert error < (0.5 if recipe.name == "nvfp4" else 0.15), name
+
+
+def test_is_torchs_linear_to_everyone(recipe: Recipe) -> None:
+    """isinstance, parameter names, init, extra attributes: optimizers, PEFT, FSDP see what they know."""
+    layer = make(recipe)
+    torch.manual_seed(0)
+    other = nn.Linear(64, 40, dtype=torch.bfloat16)
+    assert isinstance(layer, nn.Linear)
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert torch.equal(layer.weight, other.weight)
+    assert torch.equal(layer.bias, other.bias)
+    assert repr(layer) == f"Linear(in_features=64, out_features=40, bias=True, recipe={recipe.name})"
+    layer.reset_parameters()
+
+
+def test_unknown_recipe_is_refused_by_the_constructor() -> None:
+    """With the nearest name."""
+    with pytest.raises(ValueError, match="did you mean 'rowwise'"):
+        Linear(64, 40, recipe="rowise")
+
+
+# --- state dict -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_stateless_recipes_are_torchs(recipe: Recipe) -> None:
+    """Key for key, before and after training; strict loading works both ways."""
+    layer, other = make(recipe), nn.Linear(64, 40, dtype=torch.bfloat16)
+    step(layer, data(8, 64))
+    if recipe.name == "delayed":
+        with pytest.raises(RuntimeError, match="Missing key"):
+            layer.load_state_dict(other.state_dict())
+        return
+    assert list(layer.state_dict()) == list(other.state_dict())
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer.weight, other.weight)
+    make(recipe).load_state_dict(layer.state_dict())
+    other.load_state_dict(layer.state_dict())
+
+
+def test_a_passing_delayed_autocast_is_cleared_by_converting_again() -> None:
+    """autocast("delayed") on a tensorwise layer grows buffers; converting to a stateless one gives torch's keys."""
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    ottava.convert(model, "tensorwise")
+    with ottava.autocast("delayed"):
+        step(model, data(8, 64))
+    assert len(model.state_dict()) == 2 + 12
+    ottava.convert(model, "rowwise")
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+
+
+# --- copies, dtypes, devices ----------------------------------------------------------------------------------------
+
+
+def through_torch_save(layer: Linear) -> Linear:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, Linear)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_clone_computes_the_same_bits(recipe: Recipe, clone: Callable[[Linear], Linear]) -> None:
+    """Also after a step, when the layer remembers its last call: a clone has run nothing."""
+    layer = make(recipe)
+    step(layer, data(8, 64))
+    twin = clone(layer)
+    assert (twin.recipe, twin.resolved, twin.name, twin.last_call) == (layer.recipe, layer.resolved, layer.name, None)
+    assert layer.last_call is not None
+    assert twin.weight is not layer.weight
+    x = data(8, 64)
+    assert_equal(step(twin, x), step(layer, x))
+
+
+class Operations(TorchDispatchMode):
+    """Writes down every operation that reaches torch's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_clone_runs_the_same_operations(recipe: Recipe) -> None:
+    """Its formats are other objects with the same facts: E4M3's fast decoding must not be lost to a copy."""
+    layer, x = make(recipe), data(8, 64)
+    ran = []
+    for module in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with Operations() as operations:
+            module(x)
+        ran.append(operations.names)
+    assert ran[0] == ran[1] == ran[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
+def test_a_change_of_dtype_equals_being_made_in_it(recipe: Recipe, dtype: torch.dtype) -> None:
+    """fp32 -> .to(dtype): parameters follow, the state of delayed scaling stays fp32."""
+    layer = make(recipe, torch.float32).to(dtype)
+    other = Linear(64, 40, dtype=dtype, recipe=recipe)
+    with torch.no_grad():
+        other.weight.copy_(make(recipe, torch.float32).weight)
+        other.bias.copy_(make(recipe, torch.float32).bias)
+    x = data(8, 64, dtype=dtype)
+    for _ in range(2):
+        assert_equal(step(layer, x), step(other, x))
+        ottava.ScalingState(layer).update()
+        ottava.ScalingState(other).update()
+    assert {b.dtype for n, b in layer.named_buffers() if not n.endswith("nonfinite")} <= {torch.float32}
+
+
+def test_made_on_meta_and_filled_later(recipe: Recipe) -> None:
+    """The way of large models: meta, to_empty, load; nothing uninitialized is left in a scale."""
+    source = make(recipe)
+    layer = Linear(64, 40, device="meta", dtype=torch.bfloat16, recipe=recipe)
+    assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(plain(source).state_dict(), strict=recipe.name != "delayed")
+    assert_equal(step(layer, data(8, 64)), step(source, data(8, 64)))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 40, dtype=torch.bfloat16))
+        ottava.convert(model, recipe)
+    model.load_state_dict({f"0.{k}": v for k, v in source.state_dict().items()}, assign=True)
+    fresh = make(recipe)
+    assert_equal(step(model[0], data(8, 64)), step(fresh, data(8, 64)))
+
+
+def test_shared_modules_and_functional_call_work() -> None:
+    """One layer called twice adds its gradients up; torch.func runs it on other parameters."""
+    layer = Linear(64, 64, dtype=torch.bfloat16, recipe="tensorwise")
+    x = data(8, 64)
+    layer(layer(x)).sum().backward()
+    assert layer.weight.grad is not None
+    doubled = {name: p.detach() * 2 for name, p in layer.named_parameters()}
+    got = torch.func.functional_call(layer, doubled, (x,))
+    other = copy.deepcopy(layer)
+    other.load_state_dict(doubled)
+    assert torch.equal(got, other(x))
+
+
+# --- torch.autocast and float32 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_mixed_precision_follows_torch(recipe: Recipe, low: torch.dtype) -> None:
+    """FP32 parameters under torch.autocast: y in the low dtype, dx, dw, db in FP32, also with backward outside."""
+    layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32).requires_grad_()
+    other, x2 = plain(layer), x.detach().clone().requires_grad_()
+    with warnings.catch_warnings(), torch.autocast("cpu", low):
+        warnings.simplefilter("error")  # this is the remedy, nobody should be warned
+        y, expected = layer(x), other(x2)
+    y.sum().backward()
+    expected.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (expected.dtype, x2.grad.dtype) == (low, torch.float32)  # type: ignore[union-attr]
+    for name, p in layer.named_parameters():
+        assert p.grad is not None
+        assert p.grad.dtype == torch.float32, name
+    if recipe.name == "bf16":
+        assert torch.equal(y, expected)
+        assert torch.equal(layer.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+
+
+def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
+    """Under torch.autocast the layer does what it does on x.bfloat16(), and no GEMM inside is cast a second time."""
+    layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32)
+    by_hand = copy.deepcopy(layer)
+    results = []
+    for module, cast, around in ((layer, False, True), (by_hand, True, False)):
+        leaf = x.clone().requires_grad_()
+        if recipe.name == "bf16" and not around:  # torch's own linear takes one dtype only
+            module = copy.deepcopy(module).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            y = module(leaf.bfloat16() if cast else leaf)
+        torch.manual_seed(5)
+        y.backward(torch.ones_like(y) / 3)
+        results.append([y.detach(), leaf.grad, module.weight.grad.float(), module.bias.grad.float()])
+    assert [torch.equal(a, b) for a, b in zip(*results, strict=True)][:3] == [True] * 3
+
+
+def test_backward_inside_torch_autocast_changes_nothing(recipe: Recipe) -> None:
+    """torch warns against it, people do it: the FP32 sums of the emulation must not become BF16."""
+    grads = []
+    for inside in (True, False):
+        layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y.backward(torch.ones_like(y) / 3)
+        grads.append([x.grad, layer.weight.grad, layer.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
+
+
+def test_float32_inputs_are_warned_of_once_with_the_remedy(recipe: Recipe) -> None:
+    """Seed of the rule: TransformerEngine #1119, 104 ms against 44.6 ms. High precision has nothing to warn of."""
+    layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            layer(x)
+    texts = [str(w.message) for w in caught]
+    if recipe.quantized:
+        assert len(texts) == 1
+        assert "torch.autocast(device_type, torch.bfloat16)" in texts[0]
+        assert "float32" in texts[0]
+    else:
+        assert texts == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(recipe)(data(8, 64))
+        make(recipe, torch.float32).half()(data(8, 64, dtype=torch.float16))
+
+
+# --- hooks, threads, gradients --------------------------------------------------------------------------------------
+
+
+def test_hooks_of_every_kind_fire(recipe: Recipe) -> None:
+    """Forward, forward-pre, full backward, tensor and post-accumulate-grad hooks, once each."""
+    layer, fired = make(recipe), []
+    layer.register_forward_pre_hook(lambda m, args: fired.append("pre"))
+    layer.register_forward_hook(lambda m, args, y: fired.append("forward"))
+    layer.register_full_backward_hook(lambda m, dx, dy: fired.append("backward"))
+    layer.weight.register_hook(lambda g: fired.append("weight"))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    step(layer, data(8, 64))
+    assert sorted(fired) == ["accumulated", "backward", "forward", "pre", "weight"]
+
+
+def test_accumulated_gradients_are_the_sum(recipe: Recipe) -> None:
+    """Two backwards without zero_grad: the FP32 sum of what each gives alone."""
+    layer = make(recipe, torch.float32)
+    total = torch.zeros(40, 64)
+    for seed in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)))
+        torch.manual_seed(seed)
+        y.sum().backward(retain_graph=True)
+        torch.manual_seed(seed)
+        total += torch.autograd.grad(y.sum(), layer.weight)[0]
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, total)
+
+
+def test_the_record_of_the_last_call_keeps_no_tensor_alive() -> None:
+    """A graph that is dropped, with or without its backward, is gone, while the receipt stays."""
+    layer = make("tensorwise")
+    for backward in (True, False):
+        x = data(8, 64).requires_grad_()
+        alive = weakref.ref(x)
+        y = layer(x)
+        if backward:
+            y.sum().backward()
+        del x, y
+        assert alive() is None
+        assert layer.last_call is not None
+        assert set(layer.last_call.records) == ({"fprop", "dgrad", "wgrad"} if backward else {"fprop"})

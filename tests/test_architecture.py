@@ -1,0 +1,471 @@
+"""Keeps the house in order: floors, sizes, no circles, no hidden state, every public name on purpose (docs/design.md).
+
+Each rule is a function from source to a list of complaints; it is run on the tree, where it must find nothing, and on a
+small wrong source, where it must complain: a rule that cannot fail guards nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ottava
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+
+FLOORS = (
+    ("errors",),
+    ("formats",),
+    ("rounding",),
+    ("scaling",),
+    ("quantized_tensor",),
+    ("recipe", "kernels"),
+    ("ops", "autocast"),
+    ("quantizer",),
+    ("state", "functional", "debug"),
+    ("nn",),
+    ("train",),
+    ("cli",),
+)
+"""Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""
+
+MAY_IMPORT_DEBUG = ("ottava", "ottava.train", "ottava.cli")
+"""Observation wraps the quantizers from outside: what it observes must work, and look the same, without it."""
+
+MUTABLE_ON_PURPOSE = {
+    "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
+}
+PURE_CALLS = frozenset(
+    {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
+    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger"}
+)
+"""Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""
+
+NO_MIRROR = {
+    "ottava.__main__": "three lines, run by every test of the command line",
+}
+"""Modules without a test file of their own, with the reason."""
+
+# Written in pieces, for this file is searched too.
+MACHINE_WORDS = tuple(
+    "".join(word) for word in (("/wo", "rk/"), ("/ro", "ot/"), ("/opt/", "wheels"), ("/opt/", "pypi"))
+)
+REGISTRY_WORDS = tuple("".join(word) for word in (("pypi", ".org"), ("python", "hosted"), ("download.py", "torch.org")))
+
+PUBLIC_NAMES = frozenset(
+    {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
+    | {"GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
+    | {"nn", "convert", "receipt", "assert_fp8", "debug"}
+)
+"""What `import ottava` offers."""
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_PUBLIC_NAMES = 24
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Python file as data: its dotted name and its source."""
+
+    name: str
+    source: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def room(self) -> str:
+        """`kernels` for ottava.kernels.reference; `ottava` for the package's own __init__."""
+        return self.name.split(".")[1] if "." in self.name else self.name
+
+
+def read_modules() -> dict[str, Module]:
+    """Every module of the package, by dotted name."""
+    modules = {}
+    for path in sorted((SOURCE / "ottava").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = Module(name, path.read_text(encoding="utf-8"))
+    return modules
+
+
+MODULES: Mapping[str, Module] = read_modules()
+
+
+def imports(module: Module, known: Mapping[str, Module] = MODULES) -> Iterator[str]:
+    """Modules of ottava that this one imports, wherever in the file: a late import is a dependency all the same."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "ottava")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.name.split(".")[: -node.level], *([base] if base else [])])
+            if base.split(".")[0] == "ottava":
+                for alias in node.names:
+                    yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
+
+
+def definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+
+
+def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import: those of the module, of its classes, and of its if and try blocks."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from module_level(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from module_level(handler.body)
+
+
+# --- the rules: one module -> complaints ---------------------------------------------------------------------------
+
+
+def imports_point_downwards(module: Module) -> list[str]:
+    """A room imports only from floors below its own; nobody but the command line imports the package's front door."""
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    if module.room in ("ottava", "__main__"):
+        return []
+    if module.room not in floor_of:
+        return [f"{module.name}: room {module.room!r} is on no floor; give it one in FLOORS, and in docs/design.md"]
+    complaints = []
+    for target in imports(module):
+        room = Module(target, "").room
+        below = room in floor_of and floor_of[room] < floor_of[module.room]
+        front_door = room == "ottava" and module.room in ("train", "cli")
+        if room != module.room and not below and not front_door:
+            complaints.append(f"{module.name} imports {target}, which is not on a floor below")
+    return complaints
+
+
+def debug_stays_outside(module: Module) -> list[str]:
+    """Only the trainer, the command line and the front door import ottava.debug."""
+    inside = any(module.name == who or module.name.startswith(f"{who}.") for who in MAY_IMPORT_DEBUG[1:])
+    if inside or module.name == "ottava" or module.room == "debug":
+        return []
+    return [f"{module.name} imports {target}" for target in imports(module) if Module(target, "").room == "debug"]
+
+
+def files_are_short(module: Module) -> list[str]:
+    """No file over 500 lines."""
+    lines = module.source.count("\n")
+    return [f"{module.name}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+
+
+def functions_are_short(module: Module) -> list[str]:
+    """No function over 80 lines, its docstring included."""
+    sizes = [
+        (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for node in definitions(module.tree)
+        if not isinstance(node, ast.ClassDef)
+    ]
+    return [
+        f"{module.name}.{name}: {size} lines, at most {MAX_FUNCTION_LINES}"
+        for name, size in sizes
+        if size > MAX_FUNCTION_LINES
+    ]
+
+
+def names_say_something(module: Module) -> list[str]:
+    """No utils, no common, no helpers: a helper lives in the file that uses it."""
+    return [f"{module.name}: name what is in it"] if re.search(r"\b(utils?|common|helpers?|misc)$", module.name) else []
+
+
+def nothing_is_global(module: Module) -> list[str]:
+    """No `global` statement."""
+    return [f"{module.name}:{node.lineno}: global" for node in ast.walk(module.tree) if isinstance(node, ast.Global)]
+
+
+def environment_stays_outside(module: Module) -> list[str]:
+    """Environment variables are read by entry points only."""
+    if module.room == "cli":
+        return []
+    names = ("environ", "environb", "getenv", "putenv")
+    complaints = []
+    for node in ast.walk(module.tree):
+        used = isinstance(node, ast.Attribute) and node.attr in names
+        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in names for a in node.names)
+        if used or imported:
+            complaints.append(f"{module.name}:{node.lineno}: reads the environment")  # type: ignore[attr-defined]
+    return complaints
+
+
+def triton_is_late(module: Module) -> list[str]:
+    """No import of triton when ottava is imported: most machines have none."""
+    found = []
+    for node in module_level(module.tree.body):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [f"{module.name}:{node.lineno}: import triton" for name in names if name.split(".")[0] == "triton"]
+    return found
+
+
+def called(node: ast.Call) -> str:
+    """Last name of what is called: `ContextVar` for contextvars.ContextVar[int](...)."""
+    function = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def classes(modules: Mapping[str, Module] = MODULES) -> Iterator[ast.ClassDef]:
+    """Every class of the package."""
+    for module in modules.values():
+        yield from (node for node in definitions(module.tree) if isinstance(node, ast.ClassDef))
+
+
+def makers_of_frozen() -> frozenset[str]:
+    """Frozen classes of the package (dataclass, NamedTuple, pydantic) and functions annotated to return one."""
+    frozen: set[str] = set()
+    for node in classes():  # sources define a base before what derives from it
+        marks = " ".join(ast.unparse(part) for part in (*node.decorator_list, *node.bases, *node.body[:2]))
+        derived = any(ast.unparse(base) in frozen for base in node.bases)
+        if derived or "NamedTuple" in marks or re.search(r"(dataclass|ConfigDict)\(.*frozen=True", marks):
+            frozen.add(node.name)
+    nodes = [node for module in MODULES.values() for node in definitions(module.tree)]
+    functions = [node for node in nodes if not isinstance(node, ast.ClassDef)]
+    return frozenset(frozen | {node.name for node in functions if node.returns and ast.unparse(node.returns) in frozen})
+
+
+def mutable_parts(value: ast.expr, pure: frozenset[str]) -> Iterator[ast.expr]:
+    """Displays and calls in a module-level value that may make something mutable."""
+    if isinstance(value, ast.Call):
+        if called(value) not in pure:
+            yield value
+    elif isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp):
+        yield value
+    elif not isinstance(value, ast.Subscript):  # a type, or an element of something judged elsewhere
+        for child in ast.iter_child_nodes(value):
+            if isinstance(child, ast.expr):
+                yield from mutable_parts(child, pure)
+
+
+def nothing_mutable_on_import(module: Module) -> list[str]:
+    """No list, dict, set or unknown object bound when a module is imported; the one ContextVar is autocast's."""
+    pure = PURE_CALLS | makers_of_frozen()
+    pure |= {"ContextVar"} if module.name == "ottava.autocast" else frozenset()
+    pure |= {"Typer", "Option", "Argument", "Console"} if module.room == "cli" else frozenset()
+    complaints = []
+    for node in module_level(module.tree.body):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [ast.unparse(target) for target in targets]
+        on_purpose = names == ["__all__"] or any(f"{module.name}.{name}" in MUTABLE_ON_PURPOSE for name in names)
+        field = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in (
+            "field",
+            "Field",
+            "dataclasses.field",
+        )
+        if not on_purpose and not field:
+            complaints += [
+                f"{module.name}:{part.lineno}: {', '.join(names)} = {ast.unparse(part)[:60]}"
+                for part in mutable_parts(node.value, pure)
+            ]
+    return complaints
+
+
+def public_things_are_explained(module: Module) -> list[str]:
+    """Every module, and every public function, class, method has a docstring; a Protocol speaks for its own."""
+    protocols = [node for node in classes() if "Protocol" in map(ast.unparse, node.bases)]
+    spoken = {item.name for node in protocols for item in node.body if isinstance(item, ast.FunctionDef)}
+    complaints = [] if ast.get_docstring(module.tree) else [f"{module.name}: no module docstring"]
+
+    def visit(body: list[ast.stmt], where: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith(
+                "_"
+            ):
+                decorators = {ast.unparse(mark).split(".")[-1] for mark in node.decorator_list}
+                method_of_protocol = where != module.name and node.name in spoken
+                explained = ast.get_docstring(node) or method_of_protocol or decorators & {"setter", "overload"}
+                if not explained:
+                    complaints.append(f"{where}.{node.name}: no docstring")
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{where}.{node.name}")
+
+    visit(module.tree.body, module.name)
+    return complaints
+
+
+Rule = Callable[[Module], list[str]]
+RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that breaks it: its name, its source
+    (imports_point_downwards, "ottava.formats", "from ottava.recipe import Recipe"),
+    (imports_point_downwards, "ottava.kernels.reference", "def late():\n    import ottava.recipe"),
+    (imports_point_downwards, "ottava.nn.linear", "from ..train import model"),
+    (imports_point_downwards, "ottava.ops", "from ottava import quantize"),
+    (imports_point_downwards, "ottava.attic", "x = 1"),
+    (debug_stays_outside, "ottava.nn.linear", "from ottava.debug import observe"),
+    (files_are_short, "ottava.long", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    (functions_are_short, "ottava.long", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+    (names_say_something, "ottava.nn.utils", ""),
+    (nothing_is_global, "ottava.ops", "def f():\n    global x\n    x = 1"),
+    (environment_stays_outside, "ottava.ops", "import os\nx = os.environ.get('X')"),
+    (environment_stays_outside, "ottava.ops", "from os import getenv"),
+    (triton_is_late, "ottava.kernels.quantize", "import triton.language as tl"),
+    (
+        triton_is_late,
+        "ottava.kernels.quantize",
+        "try:\n    from triton import jit\nexcept ImportError:\n    jit = None",
+    ),
+    (nothing_mutable_on_import, "ottava.recipe", "RECIPES = {'bf16': 1}"),
+    (nothing_mutable_on_import, "ottava.recipe", "from typing import Any\nCACHE: Any = dict()"),
+    (nothing_mutable_on_import, "ottava.recipe", "PAIRS = (1, [2])"),
+    (nothing_mutable_on_import, "ottava.recipe", "class Registry:\n    known = []"),
+    (nothing_mutable_on_import, "ottava.ops", "CURRENT = ContextVar('current')"),
+    (nothing_mutable_on_import, "ottava.ops", "APP = typer.Typer()"),
+    (public_things_are_explained, "ottava.ops", "def gemm(): ..."),
+    (public_things_are_explained, "ottava.ops", "'doc'\nclass A:\n    'doc'\n    def b(self): ..."),
+)
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _, _ in RULES))
+def test_rule_holds(rule: Rule) -> None:
+    """The package breaks no rule of the house."""
+    assert [complaint for module in MODULES.values() for complaint in rule(module)] == []
+
+
+@pytest.mark.parametrize("rule, name, source", RULES)
+def test_rule_can_fail(rule: Rule, name: str, source: str) -> None:
+    """Each rule complains of a module that breaks it."""
+    assert rule(Module(name, source)) != []
+
+
+def test_allowed_state_is_allowed() -> None:
+    """Immutable values, one whitelisted exception, and the command line's own objects pass."""
+    accepted = {
+        "ottava.recipe": "A = (1, 'x')\nB = MappingProxyType({'a': 1})\nC = Format(name='E4M3')\nD = Literal['a']",
+        "ottava.autocast": "V = ContextVar('v', default=None)\n_COMPILED_VIEW = View()",
+        "ottava.cli.app": "app = typer.Typer()",
+    }
+    for name, source in accepted.items():
+        assert nothing_mutable_on_import(Module(name, source)) == []
+
+
+# --- rules about the tree as a whole -------------------------------------------------------------------------------
+
+
+def circle(modules: Mapping[str, Module]) -> list[str]:
+    """The modules of one import circle; empty if there is none."""
+    graph = {name: set(imports(module, modules)) - {name} for name, module in modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_import_circles() -> None:
+    """No module leads back to itself, not even through a late import."""
+    assert circle(MODULES) == []
+    ring = {
+        "ottava.a": Module("ottava.a", "def late():\n    from ottava import b"),
+        "ottava.b": Module("ottava.b", "from ottava.a import x"),
+    }
+    assert set(circle(ring)) == {"ottava.a", "ottava.b"}
+
+
+def test_every_listed_room_exists() -> None:
+    """FLOORS lists what there is: a room that has gone leaves the list."""
+    rooms = {module.room for module in MODULES.values()} - {"ottava", "__main__"}
+    assert {room for floor in FLOORS for room in floor} == rooms
+
+
+def test_one_context_variable() -> None:
+    """All run-time state of the package hangs on one ContextVar, in autocast.py."""
+    calls = [
+        name
+        for name, module in MODULES.items()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and called(node) == "ContextVar"
+    ]
+    assert calls == ["ottava.autocast"]
+
+
+def test_public_names_are_a_decision() -> None:
+    """`import ottava` offers these names and no others. Growing the list is a decision, taken here."""
+    assert len(ottava.__all__) <= MAX_PUBLIC_NAMES
+    assert set(ottava.__all__) == PUBLIC_NAMES
+    assert all(hasattr(ottava, name) for name in ottava.__all__)
+
+
+def without_mirror(modules: Mapping[str, Module], tests: Path) -> list[str]:
+    """Modules whose test file is missing: src/ottava/a/b.py is tested by tests/a/test_b.py."""
+    missing = []
+    for name in modules:
+        *folders, last = name.split(".")[1:] or [""]
+        is_package = any(other.startswith(f"{name}.") for other in modules)
+        if not is_package and name not in NO_MIRROR and not tests.joinpath(*folders, f"test_{last}.py").exists():
+            missing.append(name)
+    return missing
+
+
+def test_tests_mirror_the_source(tmp_path: Path) -> None:
+    """Know a module, know its tests."""
+    assert without_mirror(MODULES, ROOT / "tests") == []
+    assert set(NO_MIRROR) <= set(MODULES)
+    assert "ottava.formats" in without_mirror(MODULES, tmp_path)
+
+
+def missing_files(text: str, root: Path) -> list[str]:
+    """Files that a page names and that are nowhere in the tree, under that path or the end of one."""
+    named = set(re.findall(r"(?<![\w./*-])[\w./-]*\w\.(?:py|md|yaml|toml|j2|cpp|svg)\b", text))
+    there = [
+        f"/{path.relative_to(root).as_posix()}"
+        for base in ("src", "tests", "docs")
+        for path in (root / base).rglob("*")
+    ]
+    there += [f"/{path.name}" for path in root.iterdir()]
+    return sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there))
+
+
+def test_design_page_names_real_files() -> None:
+    """Prose that names a file moves with the file, and the page's tree of floors is ours."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert missing_files(page, ROOT) == []
+    assert missing_files("see `attic/gone.py` and `nn/linear.py`, pyproject.toml", ROOT) == ["attic/gone.py"]
+    rooms = re.findall(r"^  (\w+)(?:\.py|/) ", page, flags=re.MULTILINE)
+    assert set(rooms) == {room for floor in FLOORS for room in floor}
+
+
+def tracked_files() -> list[Path]:
+    """What git has or would add."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode != 0:
+        pytest.skip(f"not a git checkout: {listing.stderr.strip()}")
+    return [path for line in listing.stdout.splitlines() if (path := ROOT / line).is_file()]
+
+
+def machine_words(text: str) -> list[str]:
+    """Paths of one machine and hosts of package registries in a text."""
+    return [word for word in (*MACHINE_WORDS, *REGISTRY_WORDS) if word in text]
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    """The tree works anywhere: no path of the machine it was written on, no package registry's host."""
+    found = {path: machine_words(path.read_text(encoding="utf-8", errors="replace")) for path in tracked_files()}
+    assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
+    assert machine_words("/wo" + "rk/main and https://py" + "pi.org") != []
+
+
+def test_sizes_hold_for_tests_too() -> None:
+    """Tests, examples and the launcher keep the sizes of the source."""
+    paths = [path for path in tracked_files() if path.suffix == ".py" or path == ROOT / "x"]
+    modules = [Module(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+    assert [line for module in modules for line in (*files_are_short(module), *functions_are_short(module))] == []
+    assert len(modules) > len(MODULES)

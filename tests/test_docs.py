@@ -1,0 +1,183 @@
+"""Runs the prose: Python blocks of README and docs, the commands they show, every docstring example.
+
+A ```python block runs unless an HTML comment `<!-- not run: reason -->` stands right above it; the blocks of one page
+share a namespace and run in order. A ```text block right below one is what it prints ("..." stands for anything). In a
+```console block, every `$ ottava WORD` and `$ ./x WORD` must exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import ottava
+from ottava.recipe import GEMMS, RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(ottava.__path__, "ottava.") if "__main__" not in module.name
+)
+X_WORDS = ("demo", "test", "lint", "help")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    """Line of its first line in the page, from 1."""
+    not_run: str
+    """Why it is not run; empty if it is."""
+
+
+def read_blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order. An unclosed fence is an error."""
+    blocks: list[Block] = []
+    reason, opened, lines = "", None, text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if opened is not None and line.strip() == "```":
+            language, start = opened
+            blocks.append(Block(language, "\n".join(lines[start - 1 : number - 1]) + "\n", start, reason))
+            reason, opened = "", None
+        elif opened is None and line.startswith("```"):
+            opened = (line[3:].strip(), number + 1)
+        elif opened is None and line.strip():
+            comment = re.fullmatch(r"<!-- not run: (.+) -->", line.strip())
+            reason = comment[1] if comment else ""
+    assert opened is None, f"a fence opened on line {opened[1] - 1} is never closed"
+    return blocks
+
+
+def run_python_blocks(text: str, page: str) -> int:
+    """Runs a page's Python blocks in one namespace, tracebacks showing the page's lines; returns how many ran."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    blocks = read_blocks(text)
+    runnable = [index for index, block in enumerate(blocks) if block.language == "python" and not block.not_run]
+    for index in runnable:
+        block, below = blocks[index], blocks[index + 1 : index + 2]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), namespace)
+        if below and below[0].language == "text" and below[0].line == block.line + block.text.count("\n") + 3:
+            same = doctest.OutputChecker().check_output(below[0].text, printed.getvalue(), doctest.ELLIPSIS)
+            assert same, f"{page}:{below[0].line} promises\n{below[0].text}but this is printed:\n{printed.getvalue()}"
+    return len(runnable)
+
+
+def commands(text: str) -> list[str]:
+    """The ottava commands a page shows: `train` for `$ ottava train CONFIG.yaml` and for `$ ./x train ...`."""
+    shown = [line for block in read_blocks(text) if block.language == "console" for line in block.text.splitlines()]
+    matches = [re.match(r"\$ (ottava|\./x|py x)(?: ([a-z][\w-]*))?", line) for line in shown]
+    words = {
+        match[2] or "" for match in matches if match and not (match[1] != "ottava" and match[2] in (None, *X_WORDS))
+    }
+    return sorted(words)
+
+
+def command_exists(word: str) -> bool:
+    """Whether `ottava WORD --help` answers."""
+    run = subprocess.run([sys.executable, "-m", "ottava", *word.split(), "--help"], capture_output=True, text=True)
+    return run.returncode == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page shows as Python runs as it stands."""
+    monkeypatch.chdir(tmp_path)
+    run_python_blocks(page.read_text(encoding="utf-8"), page.name)
+
+
+@pytest.mark.parametrize(
+    "word", sorted({word for page in PAGES for word in commands(page.read_text(encoding="utf-8"))})
+)
+def test_shown_commands_exist(word: str) -> None:
+    """A command that a page shows can be asked for help."""
+    assert command_exists(word)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docstring examples print what they say."""
+    monkeypatch.chdir(tmp_path)
+    failed, _ = doctest.testmod(
+        importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    )
+    assert failed == 0, "see the output above"
+
+
+def headings(text: str) -> list[int]:
+    """Levels of a page's headings, in order."""
+    fenced = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [len(marks) for marks in re.findall(r"^(#+) ", fenced, flags=re.MULTILINE)]
+
+
+def test_chinese_readme_is_a_twin() -> None:
+    """README.zh-CN.md has the headings of README.md, level by level, and its code blocks, letter by letter."""
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+    assert headings(english) == headings(chinese)
+    shown = [[(block.language, block.text) for block in read_blocks(text)] for text in (english, chinese)]
+    assert shown[0] == shown[1]
+    assert len(shown[0]) >= 2
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_recipe_table_is_the_registry(page: str) -> None:
+    """The table of recipes has every recipe, in the registry's order, with its own six cells."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    cells = {name: tuple(str(getattr(recipe, gemm)) for gemm in GEMMS) for name, recipe in RECIPES.items()}
+    assert {name: tuple(shown) for name, *shown in rows} == cells
+    assert [name for name, *_ in rows] == list(RECIPES)
+
+
+def test_shown_tests_exist() -> None:
+    """Each `./x test FILE -k WORD` of a page selects at least one test of that file."""
+    shown = {
+        call for page in PAGES for call in re.findall(r"\./x test (\S+\.py)(?: -k (\w+))?", page.read_text("utf-8"))
+    }
+    dead = [
+        (file, word)
+        for file, word in shown
+        if not (ROOT / file).exists() or not re.search(rf"^def test_\w*{word}", (ROOT / file).read_text("utf-8"), re.M)
+    ]
+    assert dead == []
+    assert shown
+
+
+def test_links_lead_somewhere() -> None:
+    """A relative link of a page points to a file of the tree."""
+    dead = [
+        f"{page.name}: {link}"
+        for page in PAGES
+        for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert dead == []
+
+
+def test_these_checks_can_fail() -> None:
+    """A wrong block, a made-up command, another heading and an open fence are all noticed."""
+    with pytest.raises(ZeroDivisionError):
+        run_python_blocks("```python\nx = 1\n```\nthen\n```python\nx / 0\n```\n", "page.md")
+    assert run_python_blocks("<!-- not run: divides by zero -->\n\n```python\n1 / 0\n```\n", "page.md") == 0
+    with pytest.raises(AssertionError, match="promises"):
+        run_python_blocks("```python\nprint(1)\n```\n\n```text\n2\n```\n", "page.md")
+    assert commands("```console\n$ ottava juggle --json\n$ ./x demo\n$ ./x train a.yaml\n```\n") == ["juggle", "train"]
+    assert not command_exists("juggle")
+    assert headings("# a\n```python\n# no heading\n```\n## b\n") == [1, 2]
+    with pytest.raises(AssertionError, match="line 1"):
+        read_blocks("```python\nx = 1\n")

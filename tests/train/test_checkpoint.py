@@ -1,0 +1,174 @@
+"""Checkpoints: whole or absent, checked when read, and the newest readable one is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ottava.nn.convert import convert
+from ottava.state import ScalingState
+from ottava.train.checkpoint import (
+    CheckpointError,
+    atomic_write,
+    collect_state,
+    newest_checkpoint,
+    read_checkpoint,
+    restore_state,
+    save_checkpoint,
+)
+
+TENSORS = {
+    "model.weight": torch.tensor([1.0, -0.0, float("inf"), 1e-45]),
+    "model.fp8": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    "optimizer.weight.step": torch.tensor(3.0),
+    "model.empty": torch.empty(0),
+}
+
+
+def save(folder: Path, step: int, keep: int = 9) -> Path:
+    return save_checkpoint(folder, step, TENSORS, {"config": "abc"}, keep=keep)
+
+
+def test_what_is_read_is_what_was_saved_to_the_bit(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(save(tmp_path / "new", 200))
+    assert checkpoint.path.name == "step-000200.safetensors"
+    assert (checkpoint.step, checkpoint.metadata["config"]) == (200, "abc")
+    assert set(checkpoint.tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        got = checkpoint.tensors[name]
+        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(got.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_keeps_the_newest_and_never_counts_later_ones(tmp_path: Path) -> None:
+    """After a damaged step 40 was passed over, steps 10 and 20 are saved again: 40 must not push them out."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020.safetensors", "step-000030.safetensors"]
+    (tmp_path / "step-000040.safetensors").write_bytes(b"damaged")
+    save(tmp_path, 35, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000030.safetensors",
+        "step-000035.safetensors",
+        "step-000040.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4, 100, -1])
+def test_truncated_file_is_refused_by_name(keep_bytes: int, tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(CheckpointError, match=r"step-000001\.safetensors: is cut short, damaged"):
+        read_checkpoint(path)
+
+
+def test_every_flipped_bit_of_the_tensors_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    content = path.read_bytes()
+    data_begins = 8 + int.from_bytes(content[:8], "little")
+    for position in range(data_begins, len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        with pytest.raises(CheckpointError, match="do not have the hash"):
+            read_checkpoint(path)
+
+
+def test_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step-000001.safetensors"
+    save_file({"weight": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of `ottava train`"):
+        read_checkpoint(path)
+
+
+def test_newest_readable_is_used_and_the_others_are_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    third = save(tmp_path, 3)
+    third.write_bytes(third.read_bytes()[:-5])
+    (tmp_path / ".step-000004.safetensors.part").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("not ours")
+    checkpoint, problems = newest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    assert len(problems) == 1
+    assert "step-000003" in problems[0]
+    assert not list(tmp_path.glob(".*"))
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_no_checkpoint_is_fine_but_none_readable_is_not(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "none") == (None, [])
+    assert newest_checkpoint(tmp_path) == (None, [])
+    save(tmp_path, 1).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="start again in another run folder"):
+        newest_checkpoint(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="disk"), atomic_write(path) as temporary:
+        temporary.write_text("half of the ne")
+        raise RuntimeError("disk")
+    assert path.read_text() == "old"
+    with atomic_write(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+    convert(model, "delayed")
+    # groups in another order than named_parameters, so that state found by index alone would be wrong
+    groups = [{"params": [p for p in model.parameters() if p.ndim == ndim]} for ndim in (1, 2)]
+    return model, torch.optim.AdamW(groups, fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        with torch.autocast("cpu", torch.bfloat16):
+            value = model(x).float().square().mean()
+        value.backward()
+        optimizer.step()
+        ScalingState(model).update()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def test_restored_model_optimizer_and_histories_go_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    train(model, optimizer, range(3))
+    state = collect_state(model, optimizer)
+    assert {name for name in state if "amax_history" in name}
+    path = save_checkpoint(tmp_path, 3, state, {}, keep=1)
+    expected = train(model, optimizer, range(3, 6))
+    other, other_optimizer = build(1)
+    restore_state(read_checkpoint(path), other, other_optimizer)
+    assert train(other, other_optimizer, range(3, 6)) == expected
+    for name, tensor in collect_state(model, optimizer).items():
+        assert torch.equal(tensor, collect_state(other, other_optimizer)[name]), name
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    path = save_checkpoint(tmp_path, 1, collect_state(model, optimizer), {}, keep=1)
+    other = nn.Sequential(nn.Linear(64, 32))
+    with pytest.raises(CheckpointError, match="does not fit this run's model"):
+        restore_state(read_checkpoint(path), other, torch.optim.AdamW(other.parameters()))
+
+
+def test_header_is_readable_without_us(tmp_path: Path) -> None:
+    """safetensors: eight bytes of length, then JSON."""
+    content = save(tmp_path, 7).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert header["__metadata__"]["step"] == "7"
+    assert header["__metadata__"]["config"] == "abc"

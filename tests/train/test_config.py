@@ -1,0 +1,112 @@
+"""Settings: defaults, overrides, and refusals that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ottava.recipe import RECIPES
+from ottava.train.config import ConfigError, ScheduleConfig, TrainConfig, load_config
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train.yaml"
+
+
+def test_example_file_states_the_defaults() -> None:
+    assert load_config(EXAMPLE) == TrainConfig()
+
+
+def test_config_survives_its_own_yaml(tmp_path: Path) -> None:
+    overrides = ["optimizer.betas=[0.8, 0.99]", "data.path=some/text", "recipe=delayed", "checkpoint.every=7"]
+    config = load_config(None, overrides)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(config.to_yaml())
+    assert load_config(saved) == config
+    assert config.data.path == Path.cwd() / "some/text"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_may_be_a_name_or_spelled_out(name: str, tmp_path: Path) -> None:
+    spelled_out = TrainConfig(recipe=RECIPES[name].to_dict())
+    assert spelled_out.build_recipe() == TrainConfig(recipe=name).build_recipe() == RECIPES[name]
+    saved = tmp_path / "config.yaml"
+    saved.write_text(spelled_out.to_yaml())
+    assert load_config(saved).build_recipe() == RECIPES[name]
+
+
+def test_later_override_wins_and_file_yields_to_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("steps: 5\noptimizer: {learning_rate: 1e-3, eps: 1e-6}\n")
+    config = load_config(file, ["optimizer.learning_rate=1e-2", "optimizer.learning_rate=2e-2"])
+    assert (config.steps, config.optimizer.learning_rate, config.optimizer.eps) == (5, 2e-2, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("optimizer.learning_rat=1", "unknown setting 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"),
+        ("stpes=1", "unknown setting 'stpes'; did you mean 'steps'?"),
+        ("optimzer.eps=1", "unknown setting 'optimzer'; did you mean 'optimizer'?"),
+        ("recipe=rowise", "recipe: unknown recipe 'rowise'; did you mean 'rowwise'?"),
+        ("recipe={name: x, fpro: {}}", "recipe: Recipe: unknown field 'fpro'; did you mean 'fprop'?"),
+        ("recipe=null", "recipe: got None; needed: a recipe's name"),
+        ("steps=0", "steps: got 0; input should be greater than or equal to 1"),
+        ("steps=many", "steps: got 'many'; input should be a valid integer"),
+        ("model.heads=3", "model: d_model 128 must be heads 3 times an even number"),
+        ("model.kv_heads=3", "model: heads 4 must be a multiple of kv_heads 3"),
+        ("device=gpu", "device: got 'gpu'; needed: auto, cpu, cuda or cuda:N"),
+        ("steps.x=1", "steps: got {'x': 1}; input should be a valid integer"),
+        ("steps", "got the setting 'steps'; needed: KEY=VALUE"),
+        ("steps=[1", "steps: the value '[1' is not YAML"),
+    ],
+)
+def test_refusal_names_the_key_and_what_would_do(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert str(caught.value).startswith(said)
+
+
+def test_setting_below_a_value_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("steps: 5")
+    with pytest.raises(ConfigError, match=r"steps\.x: steps is 5 here, which holds no keys"):
+        load_config(file, ["steps.x=1"])
+
+
+@pytest.mark.parametrize("text, said", [("a: [", "is not YAML"), ("- 1", "got a YAML list"), ("stpes: 1", "stpes")])
+def test_bad_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_digest_ignores_only_what_cannot_change_the_trained_bits() -> None:
+    digest = TrainConfig().digest()
+    assert load_config(None, ["checkpoint.every=1", "evaluation.batches=3"]).digest() == digest
+    for override in ("steps=7", "seed=1", "recipe=bf16", "optimizer.eps=1e-7", "data.max_bytes=null", "device=cpu"):
+        assert load_config(None, [override]).digest() != digest
+
+
+def test_learning_rate_rises_to_its_peak_and_ends_at_the_final_fraction() -> None:
+    """Warm-up of 10 % of 20 steps is 2 steps: 1/2, 1; half-way down the cosine (step 11) is (1 + 0.1) / 2."""
+    schedule = ScheduleConfig(warmup_fraction=0.1, final_fraction=0.1)
+    factors = [schedule.factor(step, 20) for step in range(1, 21)]
+    assert factors[:2] == [0.5, 1.0]
+    assert factors[10] == pytest.approx(0.55)
+    assert factors[-1] == pytest.approx(0.1)
+    assert factors[1:] == sorted(factors[1:], reverse=True)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_schedule_without_and_with_nothing_but_warmup(warmup: float) -> None:
+    schedule = ScheduleConfig(warmup_fraction=warmup, final_fraction=0.0)
+    factors = [schedule.factor(step, 4) for step in range(1, 5)]
+    assert factors == ([0.25, 0.5, 0.75, 1.0] if warmup else pytest.approx([0.8536, 0.5, 0.1464, 0.0], abs=1e-4))

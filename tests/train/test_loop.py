@@ -1,0 +1,290 @@
+"""The trainer: it learns, repeats itself to the bit, survives kill -9, and does not disturb its neighbours."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ottava.train import StepRecord, Trainer, TrainConfig, load_config
+from ottava.train.checkpoint import CheckpointError, read_checkpoint
+from ottava.train.config import ConfigError
+from ottava.train.data import DataError
+from ottava.train.loop import DeviceError
+
+TINY = (
+    "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
+    "data.max_bytes=200000",
+    "batch_size=4",
+    "sequence_length=32",
+    "steps=12",
+    "checkpoint.every=4",
+    "evaluation={every: 5, batches: 2}",
+)
+
+
+def tiny(*overrides: str) -> TrainConfig:
+    return load_config(None, [*TINY, *overrides])
+
+
+def curve(history: list[StepRecord]) -> list[StepRecord]:
+    """The history without the one field that a clock decides."""
+    return [replace(record, seconds=0.0) for record in history]
+
+
+def saved_curve(run: Path) -> list[StepRecord]:
+    return curve([StepRecord.from_json(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
+def test_training_learns(recipe: str, tmp_path: Path) -> None:
+    """It starts at ln 256 = 5.55 nats; letter frequencies alone give about 3.3."""
+    trainer = Trainer(tiny(f"recipe={recipe}", "steps=60", "optimizer.learning_rate=1e-2"), tmp_path / "run")
+    records = trainer.advance()
+    assert records[0].loss == pytest.approx(math.log(256), abs=0.2)
+    assert records[-1].val_loss is not None
+    assert records[-1].val_loss < 3.6
+
+
+def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = tiny("recipe=tensorwise")
+    trainer = Trainer(config, run)
+    assert (trainer.step, trainer.done, trainer.history) == (0, False, [])
+    trainer.advance(5)
+    records = trainer.advance()
+    assert (trainer.step, trainer.done) == (12, True)
+    assert trainer.advance() == []
+    assert [record.step for record in records] == list(range(6, 13))
+    assert [record.step for record in trainer.history if record.val_loss is not None] == [5, 10, 12]
+    assert {record.tokens for record in trainer.history} == {4 * 32}
+    assert saved_curve(run) == curve(trainer.history)
+    assert load_config(run / "config.yaml") == config
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-000008.safetensors",
+        "step-000012.safetensors",
+    ]
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["parameters"] == sum(p.numel() for p in trainer.model.parameters())
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["conversion"]["converted"] == list(trainer.conversion.converted)
+    assert manifest["resumed"] == []
+    rows = json.loads((run / "receipt.json").read_text())["rows"]
+    ran = {(row["layer"], row["gemm"]) for row in rows if row["fp8"]}
+    assert ran == {(layer, gemm) for layer in trainer.conversion.converted for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+def test_weight_decay_spares_the_gains(tmp_path: Path) -> None:
+    trainer = Trainer(tiny(), tmp_path / "run")
+    decay = {id(p): group["weight_decay"] for group in trainer._optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.1), name
+
+
+def test_two_trainers_in_turn_train_as_if_alone(tmp_path: Path) -> None:
+    """nvfp4 rounds its gradients stochastically, from the global generator that both share."""
+    recipes = ("nvfp4", "delayed", "bf16")
+    alone = {}
+    for recipe in recipes:
+        trainer = Trainer(tiny(f"recipe={recipe}"), tmp_path / f"alone-{recipe}")
+        trainer.advance()
+        alone[recipe] = curve(trainer.history)
+    together = {recipe: Trainer(tiny(f"recipe={recipe}"), tmp_path / recipe) for recipe in recipes}
+    while not all(trainer.done for trainer in together.values()):
+        for trainer in together.values():
+            trainer.advance(random.randint(1, 3))
+            torch.rand(7)
+    for recipe, trainer in together.items():
+        assert curve(trainer.history) == alone[recipe], recipe
+
+
+def test_trainer_leaves_the_global_random_generator_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    trainer = Trainer(tiny("recipe=nvfp4"), tmp_path / "run")
+    trainer.advance(2)
+    trainer.evaluate()
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_evaluation_leaves_no_trace(recipe: str, tmp_path: Path) -> None:
+    quiet, curious = (Trainer(tiny(f"recipe={recipe}"), tmp_path / name) for name in ("quiet", "curious"))
+    quiet.advance()
+    while not curious.done:
+        curious.advance(1)
+        first, again = curious.evaluate(), curious.evaluate()
+        assert first == again
+        curious.evaluate(high_precision=True)
+    assert curve(curious.history) == curve(quiet.history)
+    assert curious.history[-1].val_loss == curious.evaluate()
+
+
+def test_high_precision_evaluation_is_that_of_the_same_weights_under_bf16(tmp_path: Path) -> None:
+    trainer = Trainer(tiny("recipe=tensorwise"), tmp_path / "fp8")
+    trainer.advance()
+    plain = Trainer(tiny("recipe=bf16"), tmp_path / "bf16")
+    plain.model.load_state_dict(trainer.model.state_dict())
+    assert trainer.evaluate(high_precision=True) == plain.evaluate() == plain.evaluate(high_precision=True)
+    assert trainer.evaluate() != trainer.evaluate(high_precision=True)
+
+
+def test_seed_decides_weights_and_data_but_not_the_validation_text(tmp_path: Path) -> None:
+    runs = {name: Trainer(tiny(f"seed={name[0]}"), tmp_path / name) for name in ("0a", "0b", "1a")}
+    for trainer in runs.values():
+        trainer.advance(2)
+    assert curve(runs["0a"].history) == curve(runs["0b"].history)
+    assert runs["0a"].history[0].loss != runs["1a"].history[0].loss
+    runs["1a"].model.load_state_dict(runs["0a"].model.state_dict())
+    assert runs["1a"].evaluate(high_precision=True) == runs["0a"].evaluate(high_precision=True)
+
+
+def test_divergence_stops_the_run_before_it_reaches_the_weights(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Trainer(tiny("recipe=bf16"), run)
+    trainer.advance(2)
+    with torch.no_grad():
+        trainer.model.get_parameter("norm.weight")[0] = math.inf
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    (record,) = trainer.advance()
+    assert (trainer.diverged, trainer.done, trainer.step) == (True, True, 2)
+    assert math.isnan(record.loss)
+    assert record.step == 3
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+    last = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["loss"] is None
+    assert math.isnan(StepRecord.from_json(last).loss)
+    assert (run / "receipt.json").exists()
+
+
+def test_folder_in_use_is_refused_unless_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    Trainer(tiny(), run).advance(5)
+    with pytest.raises(ConfigError, match="is not empty; give another run folder, or continue its run with --resume"):
+        Trainer(tiny(), run)
+    resumed = Trainer(tiny("evaluation.every=3"), run, resume=True)
+    assert resumed.step == 4
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert [entry["at_step"] for entry in manifest["resumed"]] == [4]
+    with pytest.raises(ConfigError, match=r"other settings:\n  optimizer.eps: 1e-08, now 1e-06\n  seed: 0, now 1\n"):
+        Trainer(tiny("seed=1", "optimizer.eps=1e-6"), run, resume=True)
+
+
+def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="is not empty" if not resume else "holds no run"):
+            Trainer(tiny(), tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])  # state in buffers; in the random generator
+def test_resumed_run_passes_over_a_damaged_checkpoint(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    config = tiny(f"recipe={recipe}")
+    expected = curve(Trainer(config, whole).advance())
+    Trainer(config, run).advance(10)
+    newest = run / "checkpoints" / "step-000008.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 11, "lo')  # what a killed process may leave
+    with caplog.at_level("INFO", logger="ottava"):
+        resumed = Trainer(config, run, resume=True)
+    assert resumed.step == 4
+    assert "step-000008.safetensors: is cut short" in caplog.text
+    assert "resumed from" in caplog.text
+    assert "step-000004.safetensors" in caplog.text
+    resumed.advance()
+    assert saved_curve(run) == curve(resumed.history) == expected
+
+
+def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
+    text, run = tmp_path / "text", tmp_path / "run"
+    text.write_bytes(b"To be, or not to be, that is the question. " * 200)
+    config = tiny(f"data.path={text}")
+    Trainer(config, run).advance(5)
+    text.write_bytes(text.read_bytes().replace(b"not", b"yes"))
+    with pytest.raises(CheckpointError, match="was written by a run with another text"):
+        Trainer(config, run, resume=True)
+    text.write_bytes(text.read_bytes().replace(b"yes", b"not"))
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(CheckpointError, match="does not hold steps 1 to 4"):
+        Trainer(config, run, resume=True)
+
+
+def test_nothing_is_written_when_the_text_is_too_short(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"short")
+    with pytest.raises(DataError, match="a sequence needs 33"):
+        Trainer(tiny(f"data.path={text}"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the hardware whose absence is tested")
+def test_missing_hardware_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="sees 0 CUDA GPUs; set device=cpu or device=auto"):
+        Trainer(tiny("device=cuda"), tmp_path / "run")
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+from ottava.train import Trainer, load_config
+Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance()
+"""
+
+
+def start(run: Path, config: list[str]) -> subprocess.Popen[bytes]:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # small tensors on many threads only wait for each other
+    command = [sys.executable, "-c", TRAIN, str(run), *config]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, env=one_thread)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
+def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: str, tmp_path: Path) -> None:
+    """Checkpoints after every second step, so that half of the time the process dies while it writes one."""
+    config = [*TINY, f"recipe={recipe}", "steps=60", "checkpoint.every=2", "evaluation.every=9"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    uninterrupted = start(whole, config)
+    chance = random.Random(recipe)
+    kills = 0
+    while kills < 3:
+        process = start(run, config)
+        done_before = size(run / "metrics.jsonl")
+        # Not before it has trained a little, else every kill would hit the import of torch; one kill does hit that.
+        while kills and size(run / "metrics.jsonl") <= done_before + 500 and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.1))
+        process.kill()
+        _, errors = process.communicate()
+        if process.returncode == 0:
+            break  # this machine was faster than the kills
+        assert process.returncode == -9, errors.decode()
+        kills += 1
+    last = start(run, config)
+    for process in (last, uninterrupted):
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
+    assert kills >= 2
+    assert len(saved_curve(run)) == 60
+    assert saved_curve(run) == saved_curve(whole)
+    newest = Path("checkpoints", "step-000060.safetensors")
+    resumed, direct = read_checkpoint(run / newest), read_checkpoint(whole / newest)
+    assert resumed.metadata == direct.metadata  # the hash of all tensors is part of it

@@ -1,0 +1,108 @@
+"""The folder of a run: lines that survive, files that are whole, facts that are true."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ottava.train.checkpoint import CheckpointError
+from ottava.train.config import ConfigError, TrainConfig
+from ottava.train.run_folder import RunFolder, StepRecord
+
+
+def record(step: int, **changes: float) -> StepRecord:
+    values = {"loss": 0.1 + 0.2, "grad_norm": 1e-300, "lr": 1 / 3, "seconds": 0.5, "val_loss": None, **changes}
+    return StepRecord(step=step, tokens=2048, **values)  # type: ignore[arg-type]
+
+
+def filled(path: Path, steps: int) -> RunFolder:
+    folder = RunFolder(path, TrainConfig(), resume=False)
+    for step in range(1, steps + 1):
+        folder.append(record(step))
+    return folder
+
+
+def test_line_gives_the_same_record_to_the_bit() -> None:
+    for original in (record(7), record(8, val_loss=2.0 / 3.0)):
+        assert StepRecord.from_json(original.to_json()) == original
+    diverged = record(9, loss=math.nan)
+    again = StepRecord.from_json(diverged.to_json())
+    assert math.isnan(again.loss)
+    assert again.grad_norm == diverged.grad_norm
+    assert json.loads(diverged.to_json())["loss"] is None
+
+
+def test_history_is_cut_to_the_step_and_grows_from_there(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "run", 5)
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as torn:
+        torn.write(b'{"step": 6, "los')
+    assert folder.cut_history(3) == [record(1), record(2), record(3)]
+    folder.append(record(4, loss=9.0))
+    assert folder.cut_history(4) == [record(1), record(2), record(3), record(4, loss=9.0)]
+    assert folder.cut_history(0) == []
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_missing_or_damaged_lines_are_refused(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "run", 3)
+    with pytest.raises(CheckpointError, match="does not hold steps 1 to 4"):
+        folder.cut_history(4)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + "nonsense\n" + lines[2])
+    with pytest.raises(CheckpointError, match="has a line that is no step"):
+        folder.cut_history(3)
+    assert folder.cut_history(1) == [record(1)]
+
+
+def test_folder_of_a_run_killed_in_its_first_moment_may_be_used(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".config.yaml.part").write_text("half of it")
+    for resume in (False, True):
+        RunFolder(run, TrainConfig(), resume=resume)
+        (run / "config.yaml").unlink()
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file; needed: a folder"):
+        RunFolder(file, TrainConfig(), resume=False)
+
+
+def test_other_recipe_spelled_out_is_shown_by_its_cells(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spelled_out = TrainConfig(recipe={"name": "mine"})
+    RunFolder(run, spelled_out, resume=False)
+    RunFolder(run, spelled_out, resume=True)
+    with pytest.raises(ConfigError, match=r"recipe: None, now 'bf16'\n  recipe.name: 'mine', now None"):
+        RunFolder(run, TrainConfig(recipe="bf16"), resume=True)
+
+
+def test_manifest_keeps_the_first_process_and_lists_the_others(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", TrainConfig(), resume=False)
+    folder.write_manifest(0, {"parameters": 5})
+    folder.write_manifest(40, {"parameters": 6})
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["parameters"] == 5
+    assert [entry["at_step"] for entry in manifest["resumed"]] == [40]
+    assert manifest["resumed"][0]["versions"] == manifest["versions"]
+
+
+def test_commit_is_that_of_the_source_or_none(tmp_path: Path) -> None:
+    """None unless git itself tracks the file that runs: a repository around a virtual environment does not count."""
+    folder = RunFolder(tmp_path / "run", TrainConfig(), resume=False)
+    folder.write_manifest(0, {})
+    commit = json.loads((tmp_path / "run" / "manifest.json").read_text())["commit"]
+    source = Path(__file__).parents[2] / "src" / "ottava"
+    tracked = subprocess.run(["git", "ls-files", "train/run_folder.py"], cwd=source, capture_output=True, text=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True)
+    if tracked.returncode or not tracked.stdout:
+        assert commit is None
+    else:
+        assert commit.removesuffix("-dirty") == head.stdout.strip()
