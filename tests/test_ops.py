@@ -60,10 +60,12 @@ def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> N
 
 
 def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
-    """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs."""
-    if not spec.granularity.transposes:
-        return
+    """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs; elsewhere there is no .t()."""
     x = torch.randn(130, 300)
+    if not spec.granularity.transposes:
+        with pytest.raises(ValueError, match=r"quantize x\.T itself"):
+            quantize(x, spec).t()
+        return
     both, anew = quantize(x, spec).t(), quantize(x.t(), spec)
     assert torch.equal(raw(both), raw(anew))
     assert torch.equal(both.scale_inv, anew.scale_inv)

@@ -13,6 +13,7 @@ The price: compiled code sees what the thread says that entered or left an `auto
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Ambient:
 @torch.compiler.assume_constant_result  # Dynamo traces no fnmatch; both arguments are guarded on
 def _view_name(recipe: Recipe, layer: str) -> str:
     """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask."""
-    name = f"{hash(recipe)}:{layer}"
+    name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name
     setattr(_COMPILED_VIEW, name, recipe.for_layer(layer))
     return name
 
@@ -74,6 +75,12 @@ def ambient() -> Ambient:
     return _AMBIENT.get()
 
 
+@functools.lru_cache(maxsize=256)
+def _interned(recipe: Recipe) -> Recipe:
+    """One object for all equal recipes: Dynamo guards on identity, and a recipe made anew each step would recompile."""
+    return recipe
+
+
 @contextmanager
 def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Iterator[None]:
     """Runs ottava layers under another recipe, or in high precision.
@@ -96,7 +103,7 @@ def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Ite
         >>> with torch.no_grad(), ottava.autocast(enabled=False):
         ...     y = model(x)                               # BF16 evaluation
     """
-    entered = Ambient(get_recipe(recipe) if recipe is not None else None, enabled)
+    entered = Ambient(_interned(get_recipe(recipe)) if recipe is not None else None, enabled)
     token = _AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:

@@ -20,10 +20,10 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
         >>> unknown_name("recipe", "rowise", ("bf16", "rowwise"))
         "unknown recipe 'rowise'; did you mean 'rowwise'? known: bf16, rowwise"
     """
-    names = list(known)
-    nearest = difflib.get_close_matches(str(got), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ";"
-    return f"unknown {kind} {got!r}{hint} known: {', '.join(names)}"
+    by_folded = {name.casefold(): name for name in known}  # Rowwise is nearer to rowwise than to any other name
+    nearest = difflib.get_close_matches(str(got).casefold(), by_folded, n=1, cutoff=0.5)
+    hint = f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ";"
+    return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
 
 
 class RefusesUnknownFields:

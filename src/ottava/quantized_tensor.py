@@ -170,8 +170,8 @@ class QuantizedTensor:
             >>> ottava.quantize(torch.tensor([[1.0, 2.0]]), ottava.QuantizationSpec(ottava.E4M3)).dequantize()
             tensor([[1., 2.]])
         """
-        scale_inv = self.spec.granularity.expand(self.scale_inv, (self.data.shape[0], self.data.shape[1]))
-        return (decode(self.data, self.spec.format) * scale_inv).to(dtype or self.dtype)
+        numbers = decode(self.data, self.spec.format)
+        return self.spec.granularity.multiply_(numbers, self.scale_inv).to(dtype or self.dtype)
 
     def t(self) -> QuantizedTensor:
         """The transpose, sharing memory.

@@ -101,7 +101,7 @@ def encode_(
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """The numbers that codes in `fmt.storage_dtype` stand for, as fp32; exact.
+    """The numbers that codes in `fmt.storage_dtype` stand for, as fp32 in memory of their own; exact.
 
     Raises:
         TypeError: the codes are not in fmt.storage_dtype.
@@ -116,7 +116,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     if fmt == E4M3 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
         return _decode_e4m3(codes)
     if fmt.dtype is not None and fmt != E8M0:
-        return codes.to(torch.float32)
+        return codes.to(torch.float32, copy=True)
     table = code_values(fmt).to(codes.device)
     return table[codes.view(torch.uint8).to(torch.int32)]
 

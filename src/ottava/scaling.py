@@ -57,6 +57,11 @@ class Granularity(RefusesUnknownFields):
         """Whether x and x.T share their scales, so that one cast serves both."""
         return self.rows == self.cols
 
+    @property
+    def transposed(self) -> Granularity:
+        """The same blocks as seen from the transpose."""
+        return Granularity(self.cols, self.rows)
+
     def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """(rows, columns) of a block of a tensor of that shape; at least 1 x 1."""
         return self.rows or max(shape[0], 1), self.cols or max(shape[1], 1)
@@ -77,6 +82,19 @@ class Granularity(RefusesUnknownFields):
         if pad_rows or pad_cols:
             x = nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
         return x.reshape(grid_rows, rows, grid_cols, cols)
+
+    def multiply_(self, x: Tensor, per_block: Tensor) -> Tensor:
+        """x (R, C) times one factor per block, in place; returns x."""
+        if column_major(x):
+            self.transposed.multiply_(x.t(), per_block.t())
+            return x
+        rows, cols = self.block_shape((x.shape[0], x.shape[1]))
+        whole = x.is_contiguous() and x.shape[0] % rows == 0 and x.shape[1] % cols == 0
+        if whole and per_block.numel() > 1:  # no factor for every element has to be made
+            blocks = x.view(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
+            blocks.mul_(per_block[:, None, :, None])
+            return x
+        return x.mul_(self.expand(per_block, (x.shape[0], x.shape[1])))
 
     def expand(self, per_block: Tensor, shape: tuple[int, int]) -> Tensor:
         """One entry per block -> something that broadcasts against a tensor of that shape."""
@@ -131,16 +149,24 @@ def amax(x: Tensor, granularity: Granularity = PER_TENSOR) -> Tensor:
         tensor([[3.0000],
                 [0.5000]])
     """
-    rows, cols = granularity.rows, granularity.cols
     if x.numel() == 0:
         return x.new_zeros(granularity.grid_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
-    if rows is None and cols is None:  # aminmax reads once and allocates nothing; abs().max() does neither
+    if column_major(x):  # reduce along memory, not across it
+        return amax(x.t(), granularity.transposed).t().contiguous()
+    if granularity == PER_TENSOR:  # aminmax reads once and allocates nothing; abs().max() does neither
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
-    if rows == 1 and cols is None:
-        low, high = torch.aminmax(x, dim=1, keepdim=True)
-        return torch.maximum(-low, high).to(torch.float32)
-    return granularity.blocks(x).abs().amax(dim=(1, 3)).to(torch.float32)
+    # Without the sign bit the bits of floats are ordered like their magnitudes, infinity and NaN on top, and integers
+    # reduce several times faster than floats (a CPU's aminmax along a dimension: 25 times slower).
+    integer = torch.int32 if x.dtype == torch.float32 else torch.int16
+    magnitudes = granularity.blocks(x.view(integer).bitwise_and(torch.iinfo(integer).max))
+    largest = magnitudes.squeeze(1).amax(dim=-1) if granularity.rows == 1 else magnitudes.amax(dim=(1, 3))
+    return largest.view(x.dtype).to(torch.float32)
+
+
+def column_major(x: Tensor) -> bool:
+    """Whether a matrix lies in memory column by column, as the transpose of an ordinary one does."""
+    return x.stride(0) == 1 and x.stride(1) > 1
 
 
 class Scale(NamedTuple):

@@ -19,8 +19,12 @@ def test_first_interrupt_asks_and_the_second_insists() -> None:
 
 
 def test_handler_is_given_back_whatever_happens() -> None:
+    def fail() -> None:
+        with stop_on_interrupt():
+            assert signal.getsignal(signal.SIGINT) is not before
+            raise RuntimeError("inside")
+
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RuntimeError, match="inside"), stop_on_interrupt():
-        assert signal.getsignal(signal.SIGINT) is not before
-        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
     assert signal.getsignal(signal.SIGINT) is before

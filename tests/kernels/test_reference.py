@@ -108,6 +108,17 @@ def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dty
     assert torch.equal(x, before)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_gives_the_same_bits(spec: QuantizationSpec, fmt: Format, matrix: Tensor) -> None:
+    """Codes, scales and amax of a laptop and of a GPU, for every format that a recipe could name."""
+    spec = replace(spec, format=fmt)
+    here, there = reference.quantize(matrix, spec), reference.quantize(matrix.cuda(), spec)
+    for ours, theirs in zip(here, there, strict=True):
+        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
+        assert torch.equal(ours.contiguous().view(raw), theirs.cpu().contiguous().view(raw))
+
+
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 

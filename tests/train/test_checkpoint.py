@@ -111,9 +111,14 @@ def test_no_checkpoint_is_fine_but_none_readable_is_not(tmp_path: Path) -> None:
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="disk"), atomic_write(path) as temporary:
-        temporary.write_text("half of the ne")
-        raise RuntimeError("disk")
+
+    def fail() -> None:
+        with atomic_write(path) as temporary:
+            temporary.write_text("half of the ne")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        fail()
     assert path.read_text() == "old"
     with atomic_write(path) as temporary:
         temporary.write_text("new")

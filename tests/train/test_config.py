@@ -44,7 +44,10 @@ def test_later_override_wins_and_file_yields_to_overrides(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("optimizer.learning_rat=1", "unknown setting 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"),
+        (
+            "optimizer.learning_rat=1",
+            "unknown setting 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?",
+        ),
         ("stpes=1", "unknown setting 'stpes'; did you mean 'steps'?"),
         ("optimzer.eps=1", "unknown setting 'optimzer'; did you mean 'optimizer'?"),
         ("recipe=rowise", "recipe: unknown recipe 'rowise'; did you mean 'rowwise'?"),

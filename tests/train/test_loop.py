@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ottava.train import StepRecord, Trainer, TrainConfig, load_config
+from ottava.recipe import RECIPES, Recipe
+from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
 from ottava.train.config import ConfigError
 from ottava.train.data import DataError
@@ -83,6 +84,18 @@ def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
     assert ran == {(layer, gemm) for layer in trainer.conversion.converted for gemm in ("fprop", "dgrad", "wgrad")}
 
 
+def test_delayed_scaling_starts_as_tensorwise_and_looks_back_from_the_second_step(tmp_path: Path) -> None:
+    delayed, current = (Trainer(tiny(f"recipe={name}"), tmp_path / name) for name in ("delayed", "tensorwise"))
+    delayed.advance()
+    current.advance()
+    assert curve(delayed.history)[0] == curve(current.history)[0]
+    assert curve(delayed.history)[1:] != curve(current.history)[1:]
+    histories = {name: value for name, value in delayed.model.state_dict().items() if "amax_history" in name}
+    assert len(histories) == 3 * len(delayed.conversion.converted)
+    for name, history in histories.items():
+        assert (history > 0).sum() == 12, name
+
+
 def test_weight_decay_spares_the_gains(tmp_path: Path) -> None:
     trainer = Trainer(tiny(), tmp_path / "run")
     decay = {id(p): group["weight_decay"] for group in trainer._optimizer.param_groups for p in group["params"]}
@@ -117,9 +130,18 @@ def test_trainer_leaves_the_global_random_generator_alone(tmp_path: Path) -> Non
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_evaluation_leaves_no_trace(recipe: str, tmp_path: Path) -> None:
-    quiet, curious = (Trainer(tiny(f"recipe={recipe}"), tmp_path / name) for name in ("quiet", "curious"))
+def stochastic_forward() -> Recipe:
+    """nvfp4 that rounds its input stochastically, so that even evaluation draws random numbers."""
+    nvfp4 = RECIPES["nvfp4"]
+    assert nvfp4.fprop.lhs is not None
+    lhs = replace(nvfp4.fprop.lhs, rounding="stochastic")
+    return replace(nvfp4, name="stochastic", fprop=replace(nvfp4.fprop, lhs=lhs))
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["delayed"], stochastic_forward()], ids=lambda recipe: recipe.name)
+def test_evaluation_leaves_no_trace(recipe: Recipe, tmp_path: Path) -> None:
+    config = tiny().model_copy(update={"recipe": recipe.to_dict()})
+    quiet, curious = (Trainer(config, tmp_path / name) for name in ("quiet", "curious"))
     quiet.advance()
     while not curious.done:
         curious.advance(1)

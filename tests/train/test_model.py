@@ -116,4 +116,5 @@ def test_every_parameter_learns(autocast: bool) -> None:
     value.backward()
     assert value.dtype == torch.float32
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name

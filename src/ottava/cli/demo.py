@@ -69,6 +69,7 @@ def demo(
             where = "" if run_dir is None else f" --run-dir {shlex.quote(str(run_dir))}"
             typer.echo(f"Interrupted; everything is saved. Go on with: ottava demo --resume{where}", err=True)
             return 130
+        console.print("[dim]evaluating every run in BF16 too, and looking at every cast ...[/]", highlight=False)
         result = trained.result()
         trained.write(result)
     if as_json:

@@ -22,7 +22,7 @@ _REDRAW_SECONDS = 0.25
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Settings; what is left out keeps its default.")
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; what is left out keeps its default.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: optimizer.eps=1e-6")

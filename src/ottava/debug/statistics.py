@@ -66,7 +66,9 @@ def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
     x64 = torch.where(finite, x, 0).to(torch.float64)
     q64 = torch.where(finite, x_q.dequantize(torch.float32), 0).to(torch.float64)
     scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, (x.shape[0], x.shape[1])).to(torch.float64)
-    clip = fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)  # up to half a step above the largest number rounds to it
+    step = math.ldexp(fmt.eps, fmt.emax)
+    clip = fmt.max + step / 2  # up to half a step above the largest number rounds to it; the tie only if it is even
+    clipped = torch.gt if fmt.max / step % 2 == 0 else torch.ge
     error = x64 - q64
     nonzero = x64 != 0
     sums = torch.stack(
@@ -75,7 +77,8 @@ def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
             (~finite).sum(dtype=torch.float64),
             nonzero.sum(dtype=torch.float64),
             (nonzero & (q64 == 0)).sum(dtype=torch.float64),
-            (x64.abs() > clip * scale_inv).sum(dtype=torch.float64),
+            # where even the scale of a block underflowed, an element is lost, not clipped
+            (clipped(x64.abs(), clip * scale_inv) & (q64 != 0)).sum(dtype=torch.float64),
             x64.square().sum(),
             error.square().sum(),
             (x64 * error).sum(),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import check_input_dtype, decode, encode_
-from ottava.scaling import Granularity, amax, compute_scale
+from ottava.scaling import Granularity, amax, column_major, compute_scale
 
 NAME = "reference"
 NATIVE = False
@@ -48,7 +48,14 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    block_amax = amax(x, spec.granularity)
+    if column_major(x):  # cast along memory, not across it
+        data, scale_inv, block_amax = _quantize(x.t(), spec, spec.granularity.transposed, scale)
+        return Cast(data.t(), scale_inv.t().contiguous(), block_amax.t().contiguous())
+    return _quantize(x, spec, spec.granularity, scale)
+
+
+def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
+    block_amax = amax(x, granularity)
     current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
     if scale is None:
         factor, scale_inv = current
@@ -56,8 +63,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
         given = scale.reshape(1, 1).expand_as(block_amax)
         factor = torch.where(given > 0, given, current.scale)
         scale_inv = torch.where(given > 0, given.reciprocal(), current.scale_inv)
-    factor = spec.granularity.expand(factor, (x.shape[0], x.shape[1]))
-    y = x * factor if x.dtype == torch.float32 else x.to(torch.float32).mul_(factor)
+    y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 
 

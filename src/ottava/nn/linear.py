@@ -92,7 +92,7 @@ class Linear(nn.Linear):
         """(..., in_features) -> (..., out_features)."""
         if torch.compiler.is_compiling():
             log, recipe = None, ambient().recipe_for(self.name, self.resolved)
-            self._note_compiled(recipe)
+            self._note_compiled()
         else:
             log = self._begin_call(input)
             recipe = log.recipe
@@ -114,8 +114,8 @@ class Linear(nn.Linear):
         return self.last_call
 
     @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
-    def _note_compiled(self, recipe: Recipe) -> None:
-        self.last_call = LastCall(recipe, None)
+    def _note_compiled(self) -> None:
+        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

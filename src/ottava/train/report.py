@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from types import MappingProxyType
 
 import jinja2
 from markupsafe import Markup
@@ -31,8 +32,8 @@ from ottava.train.charts import (
 from ottava.train.display import duration, signed
 from ottava.train.summary import REFERENCE, DemoResult, RunResult, listed
 
-TENSORS = {"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"}
-"""The three tensors that a Linear casts, as the report calls them."""
+# The three tensors that a Linear casts, as the report calls them.
+_TENSORS = MappingProxyType({"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"})
 
 # Where a number starts to deserve a look. On a normal distribution E4M3 gives about 31 dB and E5M2 about 25.
 _SQNR_STEPS = (22.0, 16.0, 10.0)
@@ -260,8 +261,8 @@ def heat_grids(rows: Sequence[Mapping[str, object]]) -> dict[str, list[HeatGrid]
     A tensor cast twice, along rows and along columns, shows the worse of both; the tooltip has both.
     """
     return {
-        "Signal to quantization noise, dB": [_grid(rows, tensor, "sqnr_db") for tensor in TENSORS],
-        "Underflow to zero, %": [_grid(rows, tensor, "underflow_pct") for tensor in TENSORS],
+        "Signal to quantization noise, dB": [_grid(rows, tensor, "sqnr_db") for tensor in _TENSORS],
+        "Underflow to zero, %": [_grid(rows, tensor, "underflow_pct") for tensor in _TENSORS],
     }
 
 
@@ -275,7 +276,7 @@ def _grid(rows: Sequence[Mapping[str, object]], tensor: str, metric: str) -> Hea
     order = dict.fromkeys(split_layer(str(row["layer"]))[0] for row in rows)
     kinds = [kind for kind in order if any((kind, number) in found for number in numbers)]
     return HeatGrid(
-        title=TENSORS[tensor],
+        title=_TENSORS[tensor],
         columns=["" if number is None else str(number) for number in numbers],
         rows=[
             (kind, [_cell(found[kind, number], metric) if (kind, number) in found else None for number in numbers])

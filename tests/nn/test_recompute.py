@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import ottava
 from ottava.recipe import Recipe
 
+# torch says so of every checkpoint inside a reentrant one, whose first forward runs without grad mode
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+
 Forward = Callable[[nn.Sequential, Tensor], Tensor]
 
 

@@ -1,0 +1,237 @@
+"""torch.compile: one graph, the bits of eager mode, and no stale recipe.
+
+"aot_eager" runs the traced graphs without generating code, so every recipe can be tried; "inductor" (slow) generates
+code. Both see `ottava::quantize` and `ottava::gemm` as opaque operators.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava.recipe import Recipe
+
+KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
+"""One recipe of each kind of graph: torch's own, mixed with high precision, blocks, with state."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counter:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        self.graphs += 1
+        return graph
+
+
+def network(recipe: Recipe | str = "tensorwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
+    ottava.convert(model, recipe)
+    return model
+
+
+def data(seed: int, rows: int = 8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def train(model: nn.Module, forward: nn.Module, *, low: bool = False, steps: int = 2) -> list[Tensor]:
+    """All bits of some steps: outputs, gradients, parameters, histories."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for seed in range(steps):
+        x = data(seed, dtype=torch.float32 if low else torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = forward(x)
+        optimizer.zero_grad()
+        torch.manual_seed(seed)
+        y.float().square().mean().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        ottava.ScalingState(model).update()
+    return [*seen, *model.parameters(), *model.buffers()]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(got) == len(expected)
+    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.dtype != b.dtype] == []
+    assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})  # type: ignore[call-overload,no-any-return]
+
+
+def test_one_graph_gives_the_bits_of_eager(recipe: Recipe) -> None:
+    """y, dx, dw, db, the trained parameters and the histories of delayed scaling; fullgraph: not one graph break."""
+    eager, model = network(recipe), network(recipe)
+    assert_same(train(model, compiled(model)), train(eager, eager))
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_mixed_precision_gives_the_bits_of_eager(recipe: str) -> None:
+    """FP32 parameters under torch.autocast, entered outside of the compiled code."""
+    eager, model = network(recipe, torch.float32), network(recipe, torch.float32)
+    assert_same(train(model, compiled(model), low=True), train(eager, eager, low=True))
+
+
+class Checkpointed(nn.Module):
+    """The usual order: torch.compile around torch.utils.checkpoint around a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: Recipe) -> None:
+    """A side effect in forward would break the graph here, and the whole block would silently run eagerly."""
+    eager, model = network(recipe), Checkpointed(network(recipe))
+    assert_same(train(model, compiled(model)), train(eager, eager))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+def test_generated_code_gives_the_bits_of_eager(recipe: str) -> None:
+    """Inductor generates the code around the two operators; casts and sums are inside them."""
+    eager, model = network(recipe), network(recipe)
+    assert_same(train(model, compiled(model, backend="inductor")), train(eager, eager))
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_dynamic_rows_compile_once(recipe: str) -> None:
+    """Batches of 8, 5, 33 and 130 rows through one graph, each with the bits of eager."""
+    model, counter = network(recipe), Counter()
+    forward, exact = compiled(model, backend=counter), compiled(copy.deepcopy(model))
+    for rows in (8, 5, 33, 130):
+        x, same = data(rows, rows), data(rows, rows)
+        for tensor in (x, same):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        forward(x)
+        y, expected = exact(x), model(same)
+        for result in (y, expected):
+            torch.manual_seed(1)
+            result.sum().backward()
+        assert torch.equal(y, expected)
+        assert torch.equal(x.grad, same.grad)  # type: ignore[arg-type]
+    assert counter.graphs == 1
+
+
+def test_no_stale_recipe() -> None:
+    """Each change of what is to run recompiles; going back finds the old graph, and eager agrees every time."""
+    model, counter = nn.Sequential(network()), Counter()
+    ottava.convert(model, "tensorwise")  # names with a dot: "0.0" and "0.2"
+    forward = compiled(model, backend=counter)
+    one_gemm = ottava.RECIPES["rowwise"].override("0.0", wgrad=None)
+    x, graphs = data(0), []
+
+    def check() -> None:
+        got, expected = forward(x), model(x)
+        for y in (got, expected):
+            assert torch.equal(y, expected)
+        grads = [torch.autograd.grad(y.float().sum(), list(model.parameters()))[0] for y in (got, expected)]
+        assert torch.equal(*grads)
+        graphs.append(counter.graphs)
+
+    for _ in range(2):
+        check()
+        with ottava.autocast("rowwise"):
+            check()
+        with ottava.autocast(one_gemm):
+            check()
+        with ottava.autocast(enabled=False):
+            check()
+    assert graphs == [1, 2, 3, 4, 4, 4, 4, 4]
+    ottava.convert(model, "mxfp8")
+    check()
+    assert graphs[-1] == 5
+
+
+def test_equal_recipes_share_a_graph() -> None:
+    """A recipe made anew at every step, as `autocast(recipe.override(...))` has it, is no reason to recompile."""
+    model, counter = network(), Counter()
+    forward = compiled(model, backend=counter)
+    for _ in range(3):
+        with ottava.autocast(ottava.Recipe.from_dict(ottava.RECIPES["rowwise"].to_dict())):
+            forward(data(0))
+        with ottava.autocast(ottava.RECIPES["rowwise"].override("0", wgrad=None)):
+            forward(data(0))
+    assert counter.graphs == 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_equal_blocks_share_a_graph(recipe: str) -> None:
+    """Blocks compiled one by one, the way of large models: no layer's name, object or override is in the guards."""
+    counter = Counter()
+    blocks = nn.Sequential(*(network() for _ in range(12)))
+    ottava.convert(blocks, ottava.get_recipe(recipe).override("*.2", wgrad=None))
+    for i, block in enumerate(blocks):
+        blocks[i] = compiled(block, backend=counter)
+    with torch.no_grad():
+        blocks(data(0).detach())
+    assert counter.graphs == 1
+
+
+def test_evaluation_in_compiled_code_leaves_no_trace() -> None:
+    """no_grad is another graph: it casts with the training scales and stages nothing."""
+    model = network("delayed")
+    forward = compiled(model)
+    train(model, forward, steps=1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        y = forward(1000 * data(3).detach())
+        assert torch.equal(y, model(1000 * data(3).detach()))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_observation_sees_a_compiled_model() -> None:
+    """Compiled code calls no hooks, so an observed step runs eagerly: before, during and after give one y."""
+    model = network("rowwise")
+    forward = compiled(model)
+    ys = [forward(data(0)).detach()]
+    with ottava.debug.observe(model) as seen:
+        y = forward(data(0))
+        y.sum().backward()
+        ys.append(y.detach())
+    rows = len(seen.table())
+    ys.append(forward(data(0)).detach())
+    assert rows == 2 * 3 * 2  # layers, tensors, directions
+    assert len(seen.table()) == rows
+    assert torch.equal(ys[0], ys[1])
+    assert torch.equal(ys[0], ys[2])
+
+
+def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> None:
+    """Buffers cannot be born inside a graph: fullgraph says so; without it the first call runs eagerly and is right."""
+    model, eager = network(), network()
+    x = data(0)
+    with ottava.autocast("delayed"):
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(model)(x)
+        expected = eager(x)
+        got = compiled(model, fullgraph=False)(x)
+        assert torch.equal(got, expected)
+        expected.sum().backward()
+        got.sum().backward()
+        for door in ("input", "weight", "grad_output"):
+            staged = [m[0].get_submodule(f"quantizers.{door}").amax_staged for m in (model, eager)]
+            assert torch.equal(*staged)  # type: ignore[arg-type]
+        assert torch.equal(compiled(model)(x), eager(x))  # now they are there
