@@ -15,10 +15,54 @@ import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import torch
+from torch.distributed import ProcessGroup
 
+from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
+
+Update = Literal["step", "autocast"]
+
+
+class Rolls(Protocol):
+    """The state of one model, as far as an autocast needs to know it; see `state.ScalingState`."""
+
+    def roll(self, doors: list[Any]) -> None:
+        """Moves these doors over a boundary."""
+
+
+class Session:
+    """What ran inside an autocast that is a boundary of its own: calibration, and TransformerEngine's timing."""
+
+    def __init__(self) -> None:
+        self._forward: dict[int, tuple[Rolls, list[Any]]] = {}
+        self._backward: dict[int, tuple[Rolls, list[Any]]] = {}
+        self._claimed = False
+
+    def touch(self, state: Rolls, forward: list[Any], backward: list[Any]) -> None:
+        """Notes doors of a layer that ran: those of its forward and those of its backward."""
+        self._forward.setdefault(id(state), (state, []))[1].extend(forward)
+        self._backward.setdefault(id(state), (state, []))[1].extend(backward)
+
+    def claim_backward(self) -> bool:
+        """True for the first layer that asks: when its backward ends, the whole backward has."""
+        first, self._claimed = not self._claimed, True
+        return first
+
+    def close_forward(self) -> None:
+        """The boundary of the doors of the forward."""
+        self._close(self._forward)
+
+    def close_backward(self) -> None:
+        """The boundary of the doors of the backward."""
+        self._close(self._backward)
+
+    def _close(self, noted: dict[int, tuple[Rolls, list[Any]]]) -> None:
+        for state, doors in noted.values():
+            state.roll(list(dict.fromkeys(doors)))
+        noted.clear()
 
 
 @dataclass(frozen=True)
@@ -29,11 +73,19 @@ class Ambient:
     """For every layer; None leaves each layer its own."""
     enabled: bool = True
     """False: high precision everywhere."""
+    calibrating: bool = False
+    """High precision, but every door sees its tensor."""
+    group: ProcessGroup | None = None
+    """Over which amaxes are reduced."""
+    session: Session | None = None
+    """There when this autocast, or one around it, is a boundary of its own."""
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:
         """The recipe to run in the layer of that full name, whose own resolved recipe is `own`; no overrides left."""
-        if not self.enabled:
-            return _HIGH_PRECISION
+        return self.asked_of(layer, own) if self.enabled else _HIGH_PRECISION
+
+    def asked_of(self, layer: str, own: Recipe) -> Recipe:
+        """The same, whether enabled or not: what a calibration prepares for."""
         if self.recipe is None:
             return own
         if not self.recipe.overrides:
@@ -74,16 +126,30 @@ def ambient() -> Ambient:
 
 
 @contextmanager
-def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Iterator[None]:
-    """Runs ottava layers under another recipe, or in high precision.
+def autocast(
+    recipe: Recipe | str | None = None,
+    *,
+    enabled: bool = True,
+    calibrating: bool = False,
+    update: Update = "step",
+    group: ProcessGroup | None = None,
+) -> Iterator[None]:
+    """Runs ottava layers under another recipe, or in high precision, or calibrates them.
 
     Args:
         recipe: a Recipe or its name for every layer; None leaves each layer the one it was converted with.
         enabled: False runs every GEMM in high precision, to evaluate in BF16 without touching the model.
+        calibrating: runs in high precision, bit for bit as without, while the doors of predicted scales (delayed,
+            guarded) note every amax of the forward and of a backward inside the context. Leaving it without an
+            exception is one step of their histories.
+        update: "step" moves predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
+            scales when the outermost autocast is left, gradient scales when the backward ends.
+        group: over which amaxes are reduced; None finds it, see `ScalingState`.
     Raises:
-        ValueError: unknown recipe name.
+        ValueError: unknown recipe or update.
     Edge cases: layers that were not converted do not listen. A backward uses the recipe of its forward, also where
-        torch.utils.checkpoint recomputes it after the context has ended.
+        torch.utils.checkpoint recomputes it after the context has ended. Not for a torch.compile'd model:
+        calibrating and update="autocast"; those raise RuntimeError there.
 
     Example:
         >>> import ottava
@@ -95,11 +161,20 @@ def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Ite
         >>> with torch.no_grad(), ottava.autocast(enabled=False):
         ...     y = model(x)                               # BF16 evaluation
     """
-    entered = Ambient(get_recipe(recipe) if recipe is not None else None, enabled)
+    if update not in get_args(Update):
+        raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    outer = _AMBIENT.get()
+    own = Session() if calibrating or (update == "autocast" and outer.session is None) else None
+    asked = get_recipe(recipe) if recipe is not None else None
+    entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, own or outer.session)
     token = _AMBIENT.set(entered)
-    outer, _COMPILED_VIEW.ambient = _COMPILED_VIEW.ambient, entered
+    outer_view, _COMPILED_VIEW.ambient = _COMPILED_VIEW.ambient, entered
     try:
         yield
+        if own is not None and calibrating:
+            own.close_backward()
+        if own is not None and (calibrating or torch.is_grad_enabled()):
+            own.close_forward()
     finally:
-        _COMPILED_VIEW.ambient = outer
+        _COMPILED_VIEW.ambient = outer_view
         _AMBIENT.reset(token)

@@ -12,6 +12,7 @@ gradient will need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
-from ottava.quantizer import LinearQuantizers
+from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GemmRecipe, Recipe
 
 
@@ -42,6 +43,8 @@ def linear(
     recipe: Recipe,
     *,
     log: CallLog | None = None,
+    record: bool = True,
+    after_backward: Callable[[], None] | None = None,
 ) -> Tensor:
     """y = x @ weight.T + bias under a recipe.
 
@@ -52,11 +55,13 @@ def linear(
         quantizers: the three doors of the layer.
         recipe: resolved for this layer (no overrides left).
         log: told what each GEMM ran and what is kept for backward.
+        record: let amax histories see the tensors of the forward; those of the backward are always seen.
+        after_backward: called when the backward of this layer has ended.
     Returns:
         (..., N).
     """
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
-    y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log)
+    y = _Linear.apply(rows, weight, bias, quantizers, recipe, record, log, after_backward)
     return y.squeeze(0) if x.dim() == 1 else y.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
@@ -71,12 +76,13 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         record: bool,
         log: CallLog | None,
+        after_backward: Callable[[], None] | None,
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
         x_row, x_col = quantizers.input(x, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
         w_row, w_col = quantizers.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=record)
-        ctx.quantizers, ctx.recipe, ctx.log = quantizers, recipe, log
+        ctx.quantizers, ctx.recipe, ctx.log, ctx.after_backward = quantizers, recipe, log, after_backward
         ctx.dtypes = (x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.specs = _save(ctx, x_col, w_col)
         if log is not None:
@@ -99,7 +105,26 @@ class _Linear(torch.autograd.Function):
             dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
         if needs_db:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        if ctx.after_backward is not None:
+            ctx.after_backward()
+        return dx, dw, db, None, None, None, None, None
+
+
+def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> Tensor:
+    """y itself; when its gradient arrives, the door stages that gradient's amax. For calibration."""
+    return _ObserveGradOutput.apply(y, door, spec)  # type: ignore[no-any-return]
+
+
+class _ObserveGradOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, door: Quantizer, spec: QuantizationSpec) -> Tensor:
+        ctx.door, ctx.spec = door, spec
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.door.calibrate(grads[0], ctx.spec)
+        return grads[0], None, None
 
 
 def _gemm(

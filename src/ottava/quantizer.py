@@ -1,12 +1,16 @@
 """The one door between high precision and FP8.
 
 A Linear owns three: input, weight and grad_output. Each takes a matrix and gives the operand of x and the operand of
-x.T, as the recipe's cells ask. Whatever watches or changes casting wraps this door; all state of delayed scaling lives
-in its buffers, where state_dict, .to(), deepcopy and sharding find it. There is no global manager: nothing can leak
-between models (TransformerEngine #814).
+x.T, as the recipe's cells ask. Whatever watches or changes casting wraps this door; all state of predicted scales
+lives here, where state_dict, .to(), deepcopy and sharding find it. There is no global manager: nothing can leak between
+models (TransformerEngine #814). When the state moves on is decided in `state`.
 """
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +18,36 @@ from torch import Tensor, nn
 from ottava.ops import quantize, quantize_with_amax
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
-from ottava.scaling import compute_scale
+from ottava.scaling import amax, compute_scale
+
+_BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 
 
 class Quantizer(nn.Module):
-    """Casts one tensor of one layer for both of its GEMMs; holds the amax history where its recipe scales delayed.
+    """Casts one tensor of one layer for both of its GEMMs; holds the amax history where its scale is predicted.
 
-    Buffers, only once a delayed spec was prepared (`prepare`):
-        amax_history   fp32 (amax_history_len,), newest first; entries not yet filled are 0
-        amax_staged    fp32 (): largest finite amax since the last `update`
-        scale          fp32 (): what the next cast multiplies with; 0 = no history yet, take the current scale
-        nonfinite      int64 (): casts whose amax was inf or nan; those never enter the history
+    Buffers, there once a predicted spec was prepared; between two updates nothing writes to them:
+        amax_history      fp32 (amax_history_len,), newest first; entries not yet filled are 0
+        scale             fp32 (): what the next cast multiplies with; 0 = no history yet, take the current scale
+        nonfinite_count   int64 (): steps with an amax of inf or nan; those never enter the history
+        guard_count       int64 (): steps in which the guard fired
+    Since the last update, a plain tensor and no buffer, so that DDP does not overwrite one rank's with another's:
+        staged            fp32 (3,): largest finite amax | 1 if one was not finite | 1 if the guard fired
+    All of them stay fp32 and int64 whatever dtype the model is cast to.
     """
 
     spec: QuantizationSpec | None
     amax_history: Tensor
-    amax_staged: Tensor
     scale: Tensor
-    nonfinite: Tensor
+    nonfinite_count: Tensor
+    guard_count: Tensor
+    staged: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = None  # the delayed spec that the buffers belong to
+        self.spec = None  # the predicted spec that the buffers belong to
+        self.pack: object | None = None
+        """Whose views the buffers are, see `state`; None once they have been replaced."""
 
     def forward(
         self,
@@ -49,7 +61,7 @@ class Quantizer(nn.Module):
     ) -> tuple[Operand | None, Operand | None]:
         """x (R, C) -> (operand of x, operand of x.T); None for one that is not wanted.
 
-        record: let delayed scaling see this tensor's amax; False in evaluation, which leaves no trace.
+        record: let the history see this tensor's amax; False in evaluation, which leaves no trace.
 
         A spec of None passes x through. Where x and x.T share their scales (per tensor, square blocks) one cast serves
         both; else x.T is cast from high precision.
@@ -64,47 +76,134 @@ class Quantizer(nn.Module):
     def _cast(self, x: Tensor, spec: QuantizationSpec | None, record: bool) -> Operand:
         if spec is None:
             return x
-        if spec.scaling == "current":
+        if not spec.predicted:
             return quantize(x, spec)
         if self.spec != spec:
             self.prepare(spec, x.device)
-        x_q, amax = quantize_with_amax(x, spec, scale=self.scale)
+        x_q, seen = quantize_with_amax(x, spec, scale=self.scale)
         if record:
-            self._stage(amax.reshape(()))
+            used = x_q.scale_inv.reshape(())
+            self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
         return x_q
 
-    def _stage(self, amax: Tensor) -> None:
-        finite = amax.isfinite()
-        self.amax_staged.copy_(torch.maximum(self.amax_staged, torch.where(finite, amax, 0.0)))
-        self.nonfinite.add_((~finite).to(torch.int64))
+    def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
+        """Stages the amax of a tensor that is not cast."""
+        if self.spec != spec:
+            self.prepare(spec, x.device)
+        seen = amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
+        self._stage(seen, torch.zeros_like(seen))
+
+    def _stage(self, seen: Tensor, fired: Tensor) -> None:
+        finite = seen.isfinite()
+        now = torch.stack([torch.where(finite, seen, 0.0), (~finite).to(torch.float32), fired.to(torch.float32)])
+        self.staged.copy_(torch.maximum(self.staged, now))
 
     def prepare(self, spec: QuantizationSpec, device: torch.device | None = None) -> None:
-        """Makes the buffers of a delayed spec; an existing history of the same length is kept."""
-        if self.spec is None or self.spec.amax_history_len != spec.amax_history_len:
+        """Makes the buffers of a predicted spec; an earlier spec's history is kept as far as it fits."""
+        old, self.pack = self.spec, None
+        if old is None:
             self.register_buffer("amax_history", torch.zeros(spec.amax_history_len, device=device))
-            self.register_buffer("amax_staged", torch.zeros((), device=device))
-            self.register_buffer("scale", torch.zeros((), device=device))
-            self.register_buffer("nonfinite", torch.zeros((), dtype=torch.int64, device=device))
-        self.spec = spec
-
-    def update(self) -> None:
-        """Rolls the staged amax into the window and sets the scale of the next step; idle doors do not roll."""
-        if self.spec is None:
+            self.register_buffer("scale", torch.full((), 0.0 if spec.bootstrap else 1.0, device=device))
+            for name in ("nonfinite_count", "guard_count"):
+                self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
+            self.staged = torch.zeros(3, device=device)
+            self.spec = spec
             return
-        ran = self.amax_staged > 0
-        rolled = self.amax_history.roll(1)
-        rolled[0] = self.amax_staged
-        self.amax_history.copy_(torch.where(ran, rolled, self.amax_history))
-        window = self.amax_history.max() if self.spec.amax_compute_algo == "max" else self.amax_history[0]
-        scale = compute_scale(
+        self.spec = spec
+        if old.amax_history_len != spec.amax_history_len:
+            kept = min(old.amax_history_len, spec.amax_history_len)
+            history = self.amax_history.new_zeros(spec.amax_history_len)
+            history[:kept] = self.amax_history[:kept]
+            self.amax_history = history
+            warnings.warn(
+                f"amax_history_len changed from {old.amax_history_len} to {spec.amax_history_len}: the newest {kept} "
+                "entries of each history are kept",
+                stacklevel=2,
+            )
+        window = self._window(self.amax_history)
+        self.scale = torch.where(window > 0, self._scale_for(window), 0.0 if spec.bootstrap else 1.0)
+
+    def drop(self) -> None:
+        """Forgets all state, buffers included; for a layer that changes to a recipe that keeps none."""
+        if self.spec is not None:
+            for name in (*_BUFFERS, "staged"):
+                delattr(self, name)
+        self.spec = self.pack = None
+
+    def reset(self) -> None:
+        """Empties the history in place; the door stays live and starts again from the current scale."""
+        if self.spec is not None:
+            for name in (*_BUFFERS, "staged"):
+                getattr(self, name).zero_()
+            if not self.spec.bootstrap:
+                self.scale.fill_(1.0)
+
+    def _window(self, history: Tensor) -> Tensor:
+        assert self.spec is not None
+        algorithm = self.spec.amax_compute_algo
+        if callable(algorithm):
+            return algorithm(history)
+        return history.max() if algorithm == "max" else history[0]
+
+    def _scale_for(self, window: Tensor) -> Tensor:
+        assert self.spec is not None
+        return compute_scale(
             window, self.spec.format, scale_format=self.spec.scale_format, margin=self.spec.margin
         ).scale
-        self.scale.copy_(torch.where(ran & (window > 0), scale, self.scale))
-        self.amax_staged.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves with the model but keeps its dtypes: `model.bfloat16()` must not round scales and histories."""
+        own = {name: getattr(self, name) for name in (*_BUFFERS, "staged")} if self.spec is not None else {}
+        self.pack = None
+        for name, tensor in own.items():
+            moved = fn(tensor)
+            setattr(self, name, tensor.to(moved.device) if moved.dtype != tensor.dtype else moved)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    ) -> None:
+        """Loads its state; a checkpoint without any (BF16) leaves the door as it is, one with some of it is refused."""
+        errors = rest[-1]
+        here = {name: prefix + name for name in _BUFFERS if prefix + name in state_dict}
+        if not here:
+            return
+        if self.spec is None:  # an FP8 checkpoint in a model whose recipe keeps no state: nothing to put it into
+            return
+        if len(here) != len(_BUFFERS):
+            missing.extend(prefix + name for name in _BUFFERS if name not in here)
+            return
+        loaded = {name: state_dict[key] for name, key in here.items()}
+        if reason := _invalid(loaded, self.spec):
+            errors.append(f"{prefix.removesuffix('.')}: {reason}")
+            return
+        with torch.no_grad():
+            for name, tensor in loaded.items():
+                getattr(self, name).copy_(tensor)
+            self.staged.zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pack": None}  # a copy has buffers of its own
 
     def extra_repr(self) -> str:
-        """The delayed spec, if any."""
+        """The predicted spec, if any."""
         return str(self.spec) if self.spec else ""
+
+
+def _invalid(loaded: dict[str, Any], spec: QuantizationSpec) -> str | None:
+    """Why tensors from a checkpoint are not the state of such a door; None if they are."""
+    shapes = {"amax_history": (spec.amax_history_len,)}
+    for name, tensor in loaded.items():
+        shape = shapes.get(name, ())
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            hint = "; convert with that amax_history_len first" if name == "amax_history" else ""
+            return f"{name} has shape {got}, needs {shape}{hint}"
+        if tensor.is_meta:
+            continue
+        if not bool(tensor.isfinite().all()) or bool((tensor < 0).any()):
+            return f"{name} holds negative or non-finite entries: the checkpoint is damaged"
+    return None
 
 
 class LinearQuantizers(nn.Module):
@@ -116,14 +215,24 @@ class LinearQuantizers(nn.Module):
         self.weight = Quantizer()
         self.grad_output = Quantizer()
 
+    @property
+    def doors(self) -> tuple[Quantizer, Quantizer, Quantizer]:
+        """input, weight, grad_output."""
+        return self.input, self.weight, self.grad_output
+
     def prepare(self, recipe: Recipe, device: torch.device | None = None) -> None:
-        """Makes the buffers that a resolved recipe needs, so that state_dict has its shape before the first forward."""
-        doors = (
+        """Makes the buffers that a resolved recipe needs and drops those of doors that need none."""
+        for door, spec in self.predicted(recipe):
+            if spec is None:
+                door.drop()
+            elif door.spec != spec:
+                door.prepare(spec, device)
+
+    def predicted(self, recipe: Recipe) -> list[tuple[Quantizer, QuantizationSpec | None]]:
+        """Each door with the predicted spec that a resolved recipe gives it, or None."""
+        cells = (
             (self.input, (recipe.fprop.lhs, recipe.wgrad.rhs)),
             (self.weight, (recipe.fprop.rhs, recipe.dgrad.rhs)),
             (self.grad_output, (recipe.dgrad.lhs, recipe.wgrad.lhs)),
         )
-        for door, specs in doors:
-            for spec in specs:
-                if spec is not None and spec.scaling == "delayed" and door.spec != spec:
-                    door.prepare(spec, device)
+        return [(door, next((s for s in specs if s is not None and s.predicted), None)) for door, specs in cells]

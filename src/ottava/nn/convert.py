@@ -18,6 +18,7 @@ from torch import nn
 from ottava.errors import unknown_name
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe, get_recipe
+from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not."""
@@ -95,6 +96,10 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
         assert isinstance(layer, Linear)
         layer.adopt(recipe, name)
         converted.append(name)
+    if converted:
+        state = ScalingState(model)
+        if any(door.spec is not None for door in state.doors()):
+            state.listen()
     report = ConversionReport(model, recipe, tuple(converted), skipped)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)

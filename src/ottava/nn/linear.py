@@ -7,16 +7,18 @@ know. Its own recipe comes from `convert` or the constructor; an `autocast` arou
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import ambient
-from ottava.functional import linear
+from ottava.autocast import Ambient, ambient
+from ottava.functional import linear, observe_grad_output
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
+from ottava.state import ScalingState
 
 
 class LastCall:
@@ -67,6 +69,8 @@ class Linear(nn.Linear):
     """Full name in the converted model, which override patterns are matched against."""
     quantizers: LinearQuantizers
     last_call: LastCall | None
+    scaling_state: ScalingState
+    """When predicted scales move on; shared by the layers of a model."""
 
     def __init__(
         self,
@@ -86,32 +90,88 @@ class Linear(nn.Linear):
         if not isinstance(getattr(self, "quantizers", None), LinearQuantizers):
             self.quantizers = LinearQuantizers()
         self.recipe, self.name, self.last_call = recipe, name, None
+        if getattr(self, "scaling_state", None) is None:
+            self.scaling_state = ScalingState(None)
         self.resolved = recipe.for_layer(name)
         self.quantizers.prepare(self.resolved, self.weight.device)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        recipe = self._active_recipe()
+        said = ambient()
+        recipe = self._active_recipe(said)
+        compiling = torch.compiler.is_compiling()
+        call = LastCall(recipe, tuple(input.shape), compiling)
+        self.last_call = call
+        if said.calibrating:
+            return self._calibrate(input, said)
         if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
-            self.last_call = LastCall(recipe, tuple(input.shape), torch.compiler.is_compiling())
             return nn.functional.linear(input, self.weight, self.bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        elif input.dtype == torch.float32 and not torch.compiler.is_compiling():
+        elif input.dtype == torch.float32 and not compiling:
             _warn_fp32(recipe.name)
-        call = LastCall(recipe, tuple(input.shape), torch.compiler.is_compiling())
-        self.last_call = call
-        log = None if call.compiled else call
-        return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log)
+        record = torch.is_grad_enabled()
+        if compiling and said.session is not None:
+            raise RuntimeError("autocast(update='autocast') needs the model itself, not its torch.compile'd form")
+        after_backward = None if compiling else self._announce(recipe, record, said)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            self.quantizers,
+            recipe,
+            log=None if compiling else call,
+            record=record,
+            after_backward=after_backward,
+        )
 
-    def _active_recipe(self) -> Recipe:
+    def _active_recipe(self, said: Ambient) -> Recipe:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since.
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if recomputing and self.last_call is not None:
+        if self.last_call is not None and _recomputing():
             return self.last_call.recipe
-        return ambient().recipe_for(self.name, self.resolved)
+        return said.recipe_for(self.name, self.resolved)
+
+    def _announce(self, recipe: Recipe, record: bool, said: Ambient) -> Callable[[], None] | None:
+        """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
+        doors = [door for door, spec in self.quantizers.predicted(recipe) if spec is not None]
+        if not doors or not record:
+            return None
+        state = self._bound_state()
+        state.saw_forward(self.weight, said.group)
+        if said.session is None:
+            return None
+        if _recomputing():
+            raise RuntimeError(
+                f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
+                "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
+            )
+        said.session.touch(state, [self.quantizers.input, self.quantizers.weight], [self.quantizers.grad_output])
+        return said.session.close_backward if said.session.claim_backward() else None
+
+    def _bound_state(self) -> ScalingState:
+        if not self.scaling_state.bound:  # a layer made by hand, or unpickled: it is a model of its own
+            self.scaling_state = ScalingState(self)
+        return self.scaling_state
+
+    def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
+        """torch's own linear; each door notes the amax of the tensor that it would cast."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("autocast(calibrating=True) needs the model itself, not its torch.compile'd form")
+        y = nn.functional.linear(input, self.weight, self.bias)
+        device, quantizers = input.device.type, self.quantizers
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        specs = dict(quantizers.predicted(said.asked_of(self.name, self.resolved)))
+        for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
+            if (spec := specs[door]) is not None:
+                door.calibrate(tensor, spec)
+        if (spec := specs[quantizers.grad_output]) is not None:
+            y = observe_grad_output(y, quantizers.grad_output, spec)
+        if said.session is not None:
+            said.session.touch(self._bound_state(), [quantizers.input, quantizers.weight], [quantizers.grad_output])
+        return y
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
@@ -122,6 +182,10 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None}  # a copy has run nothing
+
+
+def _recomputing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _warn_fp32(recipe: str) -> None:
