@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.scaling import compute_scale
 
 _FORWARDS_BEFORE_WARNING = 256
@@ -263,7 +263,11 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         pack.scale.copy_(torch.where(touched & (window > 0), scale, pack.scale))
         pack.nonfinite_count.add_(nonfinite.to(torch.int64))
         pack.guard_count.add_(guard.to(torch.int64))
-    torch._foreach_zero_([door.staged for door in doors if door.spec is not None])
+    live = [door for door in doors if door.spec is not None]
+    torch._foreach_zero_([door.staged for door in live])
+    for door in live:
+        if isinstance(door, WeightQuantizer):
+            door.cached = None  # the next forward casts anew, and its amax enters the next window
 
 
 def _window(spec: QuantizationSpec, history: Tensor) -> Tensor:
