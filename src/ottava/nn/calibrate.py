@@ -58,7 +58,8 @@ class CalibrationReport:
         width = max([len(row.layer) for row in self.rows], default=5)
         lines = [f"{'layer':{width}}  tensor       format  steps          amax         scale  nonfinite"]
         lines += [
-            f"{r.layer:{width}}  {r.tensor:11}  {r.format:6}  {r.steps:5}  {r.amax:12.6g}  {r.scale:12.6g}  {r.nonfinite:9}"
+            f"{r.layer:{width}}  {r.tensor:11}  {r.format:6}  {r.steps:5}  {r.amax:12.6g}  {r.scale:12.6g}"
+            + f"  {r.nonfinite:9}"
             for r in self.rows
         ]
         return "\n".join(lines)
