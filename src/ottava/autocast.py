@@ -15,7 +15,7 @@ import contextvars
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,45 +24,40 @@ from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
 
 Update = Literal["step", "autocast"]
+Part = Literal["all", "forward", "backward"]
+"""Whose boundary it is: the doors of input and weight, of grad_output, or all."""
 
 
 class Rolls(Protocol):
     """The state of one model, as far as an autocast needs to know it; see `state.ScalingState`."""
 
-    def roll(self, doors: list[Any]) -> None:
-        """Moves these doors over a boundary."""
+    def update(self, part: Part = "all") -> None:
+        """A boundary of all its doors, or of those of the forward or the backward."""
 
 
 class Session:
-    """What ran inside an autocast that is a boundary of its own: calibration, and TransformerEngine's timing."""
+    """What ran inside an autocast that is a boundary of its own: calibration, and TransformerEngine's timing.
+
+    A boundary is one of whole models, so that ranks on which a layer was idle agree with those on which it ran.
+    """
 
     def __init__(self) -> None:
-        self._forward: dict[int, tuple[Rolls, list[Any]]] = {}
-        self._backward: dict[int, tuple[Rolls, list[Any]]] = {}
+        self._states: dict[int, Rolls] = {}
         self._claimed = False
 
-    def touch(self, state: Rolls, forward: list[Any], backward: list[Any]) -> None:
-        """Notes doors of a layer that ran: those of its forward and those of its backward."""
-        self._forward.setdefault(id(state), (state, []))[1].extend(forward)
-        self._backward.setdefault(id(state), (state, []))[1].extend(backward)
+    def touch(self, state: Rolls) -> None:
+        """Notes that a layer of this state ran."""
+        self._states[id(state)] = state
 
     def claim_backward(self) -> bool:
         """True for the first layer that asks: when its backward ends, the whole backward has."""
         first, self._claimed = not self._claimed, True
         return first
 
-    def close_forward(self) -> None:
-        """The boundary of the doors of the forward."""
-        self._close(self._forward)
-
-    def close_backward(self) -> None:
-        """The boundary of the doors of the backward."""
-        self._close(self._backward)
-
-    def _close(self, noted: dict[int, tuple[Rolls, list[Any]]]) -> None:
-        for state, doors in noted.values():
-            state.roll(list(dict.fromkeys(doors)))
-        noted.clear()
+    def close(self, part: Part) -> None:
+        """The boundary."""
+        for state in self._states.values():
+            state.update(part)
 
 
 @dataclass(frozen=True)
@@ -172,9 +167,9 @@ def autocast(
     try:
         yield
         if own is not None and calibrating:
-            own.close_backward()
-        if own is not None and (calibrating or torch.is_grad_enabled()):
-            own.close_forward()
+            own.close("all")
+        elif own is not None and torch.is_grad_enabled():
+            own.close("forward")
     finally:
         _COMPILED_VIEW.ambient = outer_view
         _AMBIENT.reset(token)

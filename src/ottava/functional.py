@@ -110,21 +110,10 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None
 
 
-def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> Tensor:
-    """y itself; when its gradient arrives, the door stages that gradient's amax. For calibration."""
-    return _ObserveGradOutput.apply(y, door, spec)  # type: ignore[no-any-return]
-
-
-class _ObserveGradOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, door: Quantizer, spec: QuantizationSpec) -> Tensor:
-        ctx.door, ctx.spec = door, spec
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.door.calibrate(grads[0], ctx.spec)
-        return grads[0], None, None
+def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
+    """When the gradient of y arrives, the door stages its amax. For calibration."""
+    if y.requires_grad:  # a hook, not a Function of its own: y may be written to in place afterwards (nn.ReLU)
+        y.register_hook(lambda dy: door.calibrate(dy, spec))
 
 
 def _gemm(

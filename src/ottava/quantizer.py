@@ -9,6 +9,7 @@ models (TransformerEngine #814). When the state moves on is decided in `state`.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -78,12 +79,13 @@ class Quantizer(nn.Module):
             return x
         if not spec.predicted:
             return quantize(x, spec)
+        if not record:
+            return quantize(x, spec, scale=self.scale if self.spec == spec else self._scale_under(spec, x.device))
         if self.spec != spec:
             self.prepare(spec, x.device)
         x_q, seen = quantize_with_amax(x, spec, scale=self.scale)
-        if record:
-            used = x_q.scale_inv.reshape(())
-            self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
+        used = x_q.scale_inv.reshape(())
+        self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
         return x_q
 
     def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
@@ -112,16 +114,13 @@ class Quantizer(nn.Module):
         self.spec = spec
         if old.amax_history_len != spec.amax_history_len:
             kept = min(old.amax_history_len, spec.amax_history_len)
-            history = self.amax_history.new_zeros(spec.amax_history_len)
-            history[:kept] = self.amax_history[:kept]
-            self.amax_history = history
+            self.amax_history = _resized(self.amax_history, spec.amax_history_len)
             warnings.warn(
                 f"amax_history_len changed from {old.amax_history_len} to {spec.amax_history_len}: the newest {kept} "
                 "entries of each history are kept",
                 stacklevel=2,
             )
-        window = self._window(self.amax_history)
-        self.scale = torch.where(window > 0, self._scale_for(window), 0.0 if spec.bootstrap else 1.0)
+        self.scale = self._scale_under(spec)
 
     def drop(self) -> None:
         """Forgets all state, buffers included; for a layer that changes to a recipe that keeps none."""
@@ -138,34 +137,42 @@ class Quantizer(nn.Module):
             if not self.spec.bootstrap:
                 self.scale.fill_(1.0)
 
-    def _window(self, history: Tensor) -> Tensor:
-        assert self.spec is not None
-        algorithm = self.spec.amax_compute_algo
-        if callable(algorithm):
-            return algorithm(history)
-        return history.max() if algorithm == "max" else history[0]
-
-    def _scale_for(self, window: Tensor) -> Tensor:
-        assert self.spec is not None
-        return compute_scale(
-            window, self.spec.format, scale_format=self.spec.scale_format, margin=self.spec.margin
-        ).scale
+    def _scale_under(self, spec: QuantizationSpec, device: torch.device | None = None) -> Tensor:
+        """What the history says under a spec, which need not be the door's own: evaluation only reads."""
+        empty = 0.0 if spec.bootstrap else 1.0
+        if self.spec is None:
+            return torch.full((), empty, device=device)
+        history = _resized(self.amax_history, spec.amax_history_len)
+        algorithm = spec.amax_compute_algo
+        window = algorithm(history) if callable(algorithm) else history.max() if algorithm == "max" else history[0]
+        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        return torch.where((window > 0) & window.isfinite(), scale, empty)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves with the model but keeps its dtypes: `model.bfloat16()` must not round scales and histories."""
+        """Moves with the model but keeps dtypes and numbers: neither `bfloat16` nor `to_empty` is meant for scales."""
         own = {name: getattr(self, name) for name in (*_BUFFERS, "staged")} if self.spec is not None else {}
         self.pack = None
         for name, tensor in own.items():
-            moved = fn(tensor)
-            setattr(self, name, tensor.to(moved.device) if moved.dtype != tensor.dtype else moved)
+            device = fn(tensor).device
+            setattr(self, name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        if any(tensor.is_meta for tensor in own.values()):
+            self.reset()  # to_empty gives a tensor that was on meta whatever memory there is
         return self
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         """Loads its state; a checkpoint without any (BF16) leaves the door as it is, one with some of it is refused."""
-        errors = rest[-1]
         here = {name: prefix + name for name in _BUFFERS if prefix + name in state_dict}
+        if strict:
+            unexpected.extend(key for key in state_dict if key.startswith(prefix) and key not in here.values())
         if not here:
             return
         if self.spec is None:  # an FP8 checkpoint in a model whose recipe keeps no state: nothing to put it into
@@ -179,11 +186,24 @@ class Quantizer(nn.Module):
             return
         with torch.no_grad():
             for name, tensor in loaded.items():
-                getattr(self, name).copy_(tensor)
+                own = getattr(self, name)
+                if own.is_meta and metadata.get("assign_to_params_buffers", False):
+                    self.pack = None
+                    setattr(self, name, tensor.to(own.dtype, copy=True))
+                else:
+                    own.copy_(tensor)
+            if self.staged.is_meta:
+                self.staged = torch.zeros_like(self.staged, device=self.scale.device)
             self.staged.zero_()
+            # written under another format or margin: the history still holds, its scale does not
+            scale = self._scale_under(self.spec)
+            self.scale.copy_(torch.where(self.amax_history.any(), scale, self.scale))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pack": None}  # a copy has buffers of its own
+        # a copy has buffers of its own: views of the pack would take all of it along, once for each door
+        own = {name: None if buffer is None else buffer.clone() for name, buffer in self._buffers.items()}
+        state = {**self.__dict__, "_buffers": own, "pack": None}
+        return state | ({"staged": self.staged.clone()} if self.spec is not None else {})
 
     def extra_repr(self) -> str:
         """The predicted spec, if any."""
@@ -206,6 +226,11 @@ def _invalid(loaded: dict[str, Any], spec: QuantizationSpec) -> str | None:
     return None
 
 
+def _resized(history: Tensor, length: int) -> Tensor:
+    """The newest entries of a window, newest first; (length,), 0 where there are none."""
+    return nn.functional.pad(history[:length], (0, length - min(length, history.shape[0])))
+
+
 class WeightQuantizer(Quantizer):
     """The door of a weight, which is cast once between two changes of it: micro-batches and recomputation find it done.
 
@@ -214,9 +239,12 @@ class WeightQuantizer(Quantizer):
     every forward casts. Never inside torch.compile, with stochastic rounding or while someone watches the door.
     """
 
+    cached: tuple[Any, bool, Operand | None, Operand | None] | None
+    """What the operands were made from and whether a history saw it; the operands of the weight and its transpose."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cached: tuple[Any, Operand | None, Operand | None] | None = None
+        self.cached = None
 
     def forward(
         self,
@@ -231,15 +259,17 @@ class WeightQuantizer(Quantizer):
         """As `Quantizer.forward`."""
         if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        scale = self.scale._version if self.spec is not None else 0
-        key = (x.data_ptr(), x._version, x.dtype, _checksum(x), row_spec, col_spec, scale, record)
-        row = col = None
+        key: tuple[Any, ...] = (*_identity(x), x.dtype, _checksum(x), row_spec, col_spec, self.spec)
+        if self.spec is not None:
+            key += _identity(self.scale)
+        seen, row, col = False, None, None
         if self.cached is not None and self.cached[0] == key:
-            _, row, col = self.cached
-        if (rowwise and row is None) or (columnwise and col is None):
+            _, seen, row, col = self.cached
+        unseen = record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec))
+        if unseen or (rowwise and row is None) or (columnwise and col is None):
             both = super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
             row, col = both[0] if row is None else row, both[1] if col is None else col
-            self.cached = (key, row, col)
+            self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 
     def _cacheable(self, x: Tensor, *specs: QuantizationSpec | None) -> bool:
@@ -252,12 +282,13 @@ class WeightQuantizer(Quantizer):
         return {**super().__getstate__(), "cached": None}
 
 
+def _identity(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), 0 if x.is_inference() else x._version
+
+
 def _checksum(x: Tensor) -> int:
-    bits = x.detach()
-    if not bits.is_contiguous():
-        bits = bits.contiguous()
-    width = torch.int64 if bits.nbytes % 8 == 0 else torch.uint8
-    return int(bits.view(-1).view(width).sum(dtype=torch.int64))
+    # not a sum, which rows that change places leave as it is
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class LinearQuantizers(nn.Module):

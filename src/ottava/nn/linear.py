@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ottava.autocast import Ambient, ambient
 from ottava.functional import linear, observe_grad_output
@@ -114,7 +116,7 @@ class Linear(nn.Linear):
         record = torch.is_grad_enabled()
         if compiling and said.session is not None:
             raise RuntimeError("autocast(update='autocast') needs the model itself, not its torch.compile'd form")
-        after_backward = None if compiling else self._announce(recipe, record, said)
+        after_backward = None if compiling or not record else self._announce(recipe, input, said)
         return linear(
             input,
             self.weight,
@@ -129,30 +131,32 @@ class Linear(nn.Linear):
     def _active_recipe(self, said: Ambient) -> Recipe:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since.
-        if self.last_call is not None and _recomputing():
+        if _recomputing() and self.last_call is not None:  # in this order: compiled code must not look at last_call
             return self.last_call.recipe
         return said.recipe_for(self.name, self.resolved)
 
-    def _announce(self, recipe: Recipe, record: bool, said: Ambient) -> Callable[[], None] | None:
+    def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
-        doors = [door for door, spec in self.quantizers.predicted(recipe) if spec is not None]
-        if not doors or not record:
+        if all(spec is None for _, spec in self.quantizers.predicted(recipe)):
             return None
         state = self._bound_state()
-        state.saw_forward(self.weight, said.group)
-        if said.session is None:
-            return None
-        if _recomputing():
+        if _recomputing() and (said.session is not None or state.moved_by_autocast):
             raise RuntimeError(
                 f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
             )
-        said.session.touch(state, [self.quantizers.input, self.quantizers.weight], [self.quantizers.grad_output])
-        return said.session.close_backward if said.session.claim_backward() else None
+        state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
+        if said.session is None:
+            return None
+        said.session.touch(state)
+        has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
+        return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
 
     def _bound_state(self) -> ScalingState:
-        if not self.scaling_state.bound:  # a layer made by hand, or unpickled: it is a model of its own
-            self.scaling_state = ScalingState(self)
+        if not self.scaling_state.bound:  # a layer made by hand, or unpickled
+            wrapper = DistributedDataParallel._get_active_ddp_module()
+            # its model is what DDP wraps, so that all ranks have one state of the same layers; else the layer itself
+            ScalingState(self if wrapper is None else wrapper.module)
         return self.scaling_state
 
     def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
@@ -168,9 +172,9 @@ class Linear(nn.Linear):
             if (spec := specs[door]) is not None:
                 door.calibrate(tensor, spec)
         if (spec := specs[quantizers.grad_output]) is not None:
-            y = observe_grad_output(y, quantizers.grad_output, spec)
+            observe_grad_output(y, quantizers.grad_output, spec)
         if said.session is not None:
-            said.session.touch(self._bound_state(), [quantizers.input, quantizers.weight], [quantizers.grad_output])
+            said.session.touch(self._bound_state())
         return y
 
     def __repr__(self) -> str:

@@ -1,0 +1,1 @@
+"""The `ottava` command: one file per subcommand, listed in app.py."""
