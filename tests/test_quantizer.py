@@ -1,25 +1,39 @@
-"""The door: which casts it makes, and the state of delayed scaling that lives in its buffers and nowhere else."""
+"""The door: which casts it makes, and the state of predicted scales that lives in its buffers and nowhere else."""
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import ottava
+from ottava.formats import Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.recipe import CELLS, Recipe
 from ottava.scaling import PER_ROW
+from scaling_samples import (
+    BUFFERS,
+    DELAYED,
+    GUARDED,
+    amax_of,
+    cast,
+    door_after,
+    everything,
+    roll,
+    same_operand,
+    unchanged,
+    was_cast_with,
+)
 
-DELAYED = QuantizationSpec(ottava.E4M3, scaling="delayed", amax_history_len=4)
-BUFFERS = {"amax_history", "amax_staged", "scale", "nonfinite"}
 SPECS = {
     f"{recipe.name}.{cell}": getattr(getattr(recipe, cell[:5]), cell[6:])
     for recipe in ottava.RECIPES.values()
@@ -32,25 +46,6 @@ def matrix(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def amax_of(value: float) -> Tensor:
-    """A matrix whose largest magnitude is `value`."""
-    return torch.tensor([[value, -value / 2], [0.0, value / 8]])
-
-
-def was_cast_with(operand: object, scale: float) -> bool:
-    """Whether an operand stores 1 / scale, rounded to fp32."""
-    assert isinstance(operand, QuantizedTensor)
-    return operand.scale_inv.item() == torch.tensor(float(scale)).reciprocal().item()
-
-
-def same(a: object, b: object) -> bool:
-    """Bit for bit, codes and scales."""
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        codes = torch.equal(a.data.contiguous().view(torch.uint8), b.data.contiguous().view(torch.uint8))
-        return codes and torch.equal(a.scale_inv, b.scale_inv) and (a.spec, a.dtype) == (b.spec, b.dtype)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-
-
 @pytest.mark.parametrize("shape", [(48, 64), (7, 33), (1, 1), (0, 64)], ids=str)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_operands_are_the_casts_of_x_and_of_its_transpose(spec: QuantizationSpec, shape: tuple[int, int]) -> None:
@@ -58,8 +53,8 @@ def test_operands_are_the_casts_of_x_and_of_its_transpose(spec: QuantizationSpec
     x = matrix(*shape)
     spec = replace(spec, rounding="nearest_even")
     row, col = Quantizer()(x, spec, spec)
-    assert same(row, ottava.quantize(x, spec))
-    assert same(col, ottava.quantize(x.t().contiguous(), spec))
+    assert same_operand(row, ottava.quantize(x, spec))
+    assert same_operand(col, ottava.quantize(x.t().contiguous(), spec))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -76,8 +71,8 @@ def test_different_specs_are_two_casts() -> None:
     """rowwise_with_gw_hp's weight: a scale per row for fprop, one power of two for dgrad."""
     x, row_spec, col_spec = matrix(48, 64), QuantizationSpec(ottava.E4M3, PER_ROW), QuantizationSpec(ottava.E4M3)
     row, col = Quantizer()(x, row_spec, col_spec)
-    assert same(row, ottava.quantize(x, row_spec))
-    assert same(col, ottava.quantize(x.t(), col_spec))
+    assert same_operand(row, ottava.quantize(x, row_spec))
+    assert same_operand(col, ottava.quantize(x.t(), col_spec))
 
 
 def test_no_spec_is_a_pass() -> None:
@@ -104,56 +99,55 @@ def test_column_alone_equals_column_of_both() -> None:
     for spec in SPECS.values():
         spec = replace(spec, rounding="nearest_even")
         both = Quantizer()(matrix(48, 64), spec, spec)[1]
-        assert same(Quantizer()(matrix(48, 64), spec, spec, rowwise=False)[1], both)
+        assert same_operand(Quantizer()(matrix(48, 64), spec, spec, rowwise=False)[1], both)
 
 
-# --- delayed scaling: buffers ---------------------------------------------------------------------------------------
+# --- predicted scales: the rule -------------------------------------------------------------------------------------
 
 
 def test_stateless_doors_have_no_buffers() -> None:
     """Any number of casts with current scales leaves nothing behind."""
     door = Quantizer()
     for spec in SPECS.values():
-        if spec.scaling == "current":
+        if not spec.predicted:
             door(matrix(48, 64), spec, spec)
-    door.update()
-    assert dict(door.named_buffers()) == {}
+    assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
-def test_first_step_takes_the_current_scale() -> None:
+@pytest.mark.parametrize("spec", [DELAYED, GUARDED], ids=str)
+def test_first_step_takes_the_current_scale(spec: QuantizationSpec) -> None:
     """No history yet: amax 2 gives 448 / 2, not TransformerEngine's 1.0, which wastes 7 of 18 octaves."""
     door = Quantizer()
-    row, _ = door(amax_of(2.0), DELAYED, DELAYED)
-    assert was_cast_with(row, 224)
+    assert same_operand(cast(door, amax_of(2.0), spec), ottava.quantize(amax_of(2.0), spec))
     assert door.scale.item() == 0
-    assert door.amax_staged.item() == 2
+    assert door.staged.tolist() == [2, 0, 0]
 
 
-def test_scale_is_constant_between_updates() -> None:
+def test_without_bootstrap_the_first_step_is_unscaled() -> None:
+    """bootstrap=False is TransformerEngine's first step: scale 1, and the history from then on."""
+    spec, door = replace(DELAYED, bootstrap=False), Quantizer()
+    assert was_cast_with(cast(door, amax_of(2.0), spec), 1)
+    roll(door)
+    assert was_cast_with(cast(door, amax_of(2.0), spec), 224)
+
+
+def test_scale_is_constant_between_boundaries() -> None:
     """Micro-batches with amax 1, 8, 4 after a step with 2: all cast with 224, and the largest is staged."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    for value in (1.0, 8.0, 4.0):
-        row, _ = door(amax_of(value), DELAYED, DELAYED)
-        assert was_cast_with(row, 224)
-    assert door.amax_staged.item() == 8
-    door.update()
-    assert door.amax_history.tolist() == [8, 2, 0, 0]
-    assert door.scale.item() == 56
-    assert door.amax_staged.item() == 0
+    door = door_after(2.0)
+    assert all(was_cast_with(cast(door, amax_of(value)), 224) for value in (1.0, 8.0, 4.0))
+    assert door.staged.tolist() == [8, 0, 0]
+    roll(door)
+    assert (door.amax_history.tolist(), door.scale.item()) == ([8, 2, 0, 0], 56)
+    assert door.staged.tolist() == [0, 0, 0]
 
 
 def test_a_cast_keeps_the_scale_it_was_made_with() -> None:
-    """An update between forward and backward does not reach what was saved: scale_inv is a value, not a view."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    saved, _ = door(amax_of(2.0), DELAYED, DELAYED)
-    assert isinstance(saved, QuantizedTensor)
+    """A boundary between forward and backward does not reach what was saved: scale_inv is a value, not a view."""
+    door = door_after(2.0)
+    saved = cast(door, amax_of(2.0))
     before = saved.scale_inv.clone()
-    door(amax_of(64.0), DELAYED, DELAYED)
-    door.update()
+    cast(door, amax_of(64.0))
+    roll(door)
     assert torch.equal(saved.scale_inv, before)
 
 
@@ -163,158 +157,156 @@ def test_a_cast_keeps_the_scale_it_was_made_with() -> None:
 def test_window_forgets_after_its_length(algorithm: str, scales: list[float]) -> None:
     """amax 2, 4, 1, 1, 1, 1 with 4 entries: the 4 holds the scale at 112 for four steps."""
     spec = replace(DELAYED, amax_compute_algo=algorithm)
-    door = Quantizer()
-    got = []
-    for value in (2.0, 4.0, 1.0, 1.0, 1.0, 1.0):
-        door(amax_of(value), spec, spec)
-        door.update()
-        got.append(door.scale.item())
-    assert got == scales
+    seen = (2.0, 4.0, 1.0, 1.0, 1.0, 1.0)
+    assert [door_after(*seen[: n + 1], spec=spec).scale.item() for n in range(6)] == scales
+
+
+def test_a_users_algorithm_sees_the_window_newest_first() -> None:
+    """The mean of the entries that are filled: amax 2, 4 -> 3, so 448 / 3; zeros are entries not yet filled."""
+    windows: list[list[float]] = []
+
+    def mean(window: Tensor) -> Tensor:
+        windows.append(window.tolist())
+        return window[window > 0].mean()
+
+    door = door_after(2.0, 4.0, spec=replace(DELAYED, amax_compute_algo=mean))
+    assert windows == [[2, 0, 0, 0], [4, 2, 0, 0]]
+    assert door.scale.item() == torch.tensor(448 / 3, dtype=torch.float64).float().item()
+
+
+@pytest.mark.parametrize("answer", [math.inf, math.nan, 0.0, -1.0])
+def test_a_useless_answer_of_a_users_algorithm_keeps_the_scale(answer: float) -> None:
+    """TransformerEngine's rule: a scale follows only from an amax that is finite and positive."""
+    answers = iter([2.0, answer])
+    spec = replace(DELAYED, amax_compute_algo=lambda window: torch.tensor(next(answers)))
+    door = door_after(2.0, 4.0, spec=spec)
+    assert (door.scale.item(), door.amax_history.tolist()) == (224, [4, 2, 0, 0])
 
 
 @pytest.mark.parametrize("margin, fmt, scale", [(0, ottava.E4M3, 224), (2, ottava.E4M3, 56), (0, ottava.E5M2, 28672)])
-def test_scale_follows_format_and_margin(margin: int, fmt: ottava.formats.Format, scale: float) -> None:
+def test_scale_follows_format_and_margin(margin: int, fmt: Format, scale: float) -> None:
     """amax 2: 448 / 2; two octaves of headroom: a quarter; E5M2: 57344 / 2."""
-    spec = replace(DELAYED, margin=margin, format=fmt)
-    door = Quantizer()
-    door(amax_of(2.0), spec, spec)
-    door.update()
-    assert door.scale.item() == scale
+    assert door_after(2.0, spec=replace(DELAYED, margin=margin, format=fmt)).scale.item() == scale
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_nonfinite_amax_is_counted_and_never_enters(bad: float) -> None:
-    """One overflowed micro-batch of two: the step's amax is that of the other, and the scale stays usable."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    door(torch.tensor([[bad, 1.0]]), DELAYED, DELAYED)
-    assert (door.amax_staged.item(), door.nonfinite.item()) == (0, 1)
-    door(amax_of(4.0), DELAYED, DELAYED)
-    door.update()
-    assert door.amax_history.tolist() == [4, 2, 0, 0]
-    assert door.scale.item() == 112
-    door(torch.tensor([[bad, 1.0]]), DELAYED, DELAYED)
-    door.update()  # nothing finite was staged: as if the door had been idle
-    assert door.amax_history.tolist() == [4, 2, 0, 0]
-    assert (door.scale.item(), door.nonfinite.item()) == (112, 2)
+    """Two overflowed micro-batches of three: the step's amax is that of the third, and one more step is counted."""
+    door = door_after(2.0)
+    for x in (torch.tensor([[bad, 1.0]]), torch.tensor([[bad, 9.0]]), amax_of(4.0)):
+        cast(door, x)
+    assert door.staged.tolist() == [4, 1, 0]
+    roll(door)
+    assert (door.amax_history.tolist(), door.scale.item(), door.nonfinite_count.item()) == ([4, 2, 0, 0], 112, 1)
+    cast(door, torch.tensor([[bad, 1.0]]))
+    roll(door)  # nothing finite was staged: as if the door had been idle, but counted
+    assert (door.amax_history.tolist(), door.scale.item(), door.nonfinite_count.item()) == ([4, 2, 0, 0], 112, 2)
 
 
 def test_idle_and_all_zero_doors_do_not_roll() -> None:
     """An amax of 0 says nothing about the scale; TransformerEngine's unfused path rolls zeros in (#814)."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    before = {name: buffer.clone() for name, buffer in door.named_buffers()}
-    door.update()
-    door(torch.zeros(2, 2), DELAYED, DELAYED)
-    door(torch.zeros(0, 2), DELAYED, DELAYED)
-    door.update()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in door.named_buffers())
+    door = door_after(2.0)
+    before = everything(door)
+    roll(door)
+    cast(door, torch.zeros(2, 2))
+    cast(door, torch.zeros(0, 2))
+    roll(door)
+    assert unchanged(door, before)
+
+
+# --- predicted scales: evaluation and other specs -------------------------------------------------------------------
 
 
 def test_evaluation_leaves_no_trace() -> None:
     """record=False casts with the training scale and stages nothing, whatever it sees."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    before = {name: buffer.clone() for name, buffer in door.named_buffers()}
-    row, _ = door(torch.tensor([[1e4, float("nan")]]), DELAYED, DELAYED, record=False)
-    assert was_cast_with(row, 224)
-    door.update()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in door.named_buffers())
+    door = door_after(2.0)
+    before = everything(door)
+    assert was_cast_with(cast(door, torch.tensor([[1e4, math.nan]]), record=False), 224)
+    assert unchanged(door, before)
 
 
-@pytest.mark.parametrize("other", [replace(DELAYED, amax_history_len=2), replace(DELAYED, format=ottava.E5M2)], ids=str)
-def test_evaluation_under_another_delayed_spec_leaves_no_trace(other: QuantizationSpec) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DELAYED, amax_history_len=2),
+        replace(DELAYED, amax_history_len=9),
+        replace(DELAYED, format=ottava.E5M2),
+        replace(DELAYED, margin=1),
+        replace(GUARDED, guard_bits=9),
+    ],
+    ids=["shorter", "longer", "E5M2", "margin", "guarded"],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_under_another_spec_leaves_no_trace(mode: Callable[[], Any], other: QuantizationSpec) -> None:
     """It reads the history that is there (amax 2) and keeps it; a door without one takes the current scale."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    before = {name: buffer.clone() for name, buffer in door.named_buffers()}
-    row, _ = door(amax_of(64.0), other, other, record=False)
-    assert was_cast_with(row, other.format.max / 2)
+    door, fresh = door_after(2.0), Quantizer()
+    before = everything(door)
+    with mode():
+        got = cast(door, amax_of(1.0), other, record=False)
+        bootstrapped = cast(fresh, amax_of(64.0), other, record=False)
+    assert was_cast_with(got, other.format.max / 2 / 2**other.margin)
     assert door.spec == DELAYED
-    assert all(torch.equal(buffer, before[name]) for name, buffer in door.named_buffers())
-
-    fresh = Quantizer()
-    row, _ = fresh(amax_of(64.0), other, other, record=False)
-    assert same(row, ottava.quantize(amax_of(64.0), other))
+    assert unchanged(door, before)
+    assert same_operand(bootstrapped, ottava.quantize(amax_of(64.0), other))
     assert dict(fresh.named_buffers()) == {}
+    cast(fresh, amax_of(2.0))  # buffers born in inference mode could never be updated outside it
+    roll(fresh)
+    assert fresh.scale.item() == 224
 
 
-def test_first_use_in_inference_mode_does_not_spoil_training() -> None:
-    """Buffers born in inference mode could never be updated outside it."""
-    door = Quantizer()
-    with torch.inference_mode():
-        door(amax_of(2.0), DELAYED, DELAYED, record=False)
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    assert door.scale.item() == 224
-
-
-# --- delayed scaling: another spec ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt, scale", [(ottava.E5M2, 28672), (ottava.E4M3, 224)])
-def test_a_new_format_keeps_the_history_and_rescales(fmt: ottava.formats.Format, scale: float) -> None:
+@pytest.mark.parametrize("change, scale", [({"format": ottava.E5M2}, 28672), ({"margin": 1}, 112)], ids=str)
+def test_a_new_format_or_margin_keeps_the_history_and_rescales(change: dict[str, Any], scale: float) -> None:
     """The window holds amax, which knows no format. E5M2's scale on an E4M3 cast would clip all above amax / 128."""
-    old = ottava.E4M3 if fmt is ottava.E5M2 else ottava.E5M2
-    door = Quantizer()
-    door(amax_of(2.0), replace(DELAYED, format=old), replace(DELAYED, format=old))
-    door.update()
-    spec = replace(DELAYED, format=fmt)
-    row, _ = door(amax_of(2.0), spec, spec)
-    assert was_cast_with(row, scale)
+    door = door_after(2.0)
+    assert was_cast_with(cast(door, amax_of(2.0), replace(DELAYED, **change)), scale)
     assert door.amax_history.tolist() == [2, 0, 0, 0]
 
 
-def test_a_new_length_starts_over_from_the_current_scale() -> None:
-    """A window of another length is another state; the bootstrap makes the change harmless."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    spec = replace(DELAYED, amax_history_len=2)
-    row, _ = door(amax_of(8.0), spec, spec)
-    assert was_cast_with(row, 56)
-    assert door.amax_history.tolist() == [0, 0]
+@pytest.mark.parametrize("length, kept", [(2, [1, 4]), (6, [1, 4, 2, 0, 0, 0])])
+def test_a_new_length_keeps_the_newest_and_says_so(length: int, kept: list[float]) -> None:
+    """Window 1, 4, 2, newest first, of 4: two entries keep 1, 4; six hold all of it. The scale follows: 448 / 4."""
+    door = door_after(2.0, 4.0, 1.0)
+    with pytest.warns(UserWarning, match=rf"amax_history_len changed from 4 to {length}: the newest {min(length, 4)}"):
+        door.prepare(replace(DELAYED, amax_history_len=length))
+    assert (door.amax_history.tolist(), door.scale.item()) == (kept, 112)
 
 
-def test_preparing_the_same_spec_changes_nothing() -> None:
-    """`convert` with the same recipe again must not cost the history, nor a staged amax."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    door(amax_of(4.0), DELAYED, DELAYED)
-    before = {name: (buffer, buffer.clone()) for name, buffer in door.named_buffers()}
-    door.prepare(DELAYED)
-    for name, buffer in door.named_buffers():
-        assert buffer is before[name][0]
-        assert torch.equal(buffer, before[name][1])
+def test_a_new_algorithm_keeps_the_history() -> None:
+    """Window 1, 4: the largest gives 112, the most recent 448."""
+    door = door_after(4.0, 1.0)
+    door.prepare(replace(DELAYED, amax_compute_algo="most_recent"))
+    assert (door.scale.item(), door.amax_history.tolist()) == (448, [1, 4, 0, 0])
 
 
-def test_forget_is_a_fresh_door() -> None:
-    """No buffers, no spec; the next delayed cast bootstraps. Forgetting twice is the same."""
-    door = Quantizer()
-    door(amax_of(2.0), DELAYED, DELAYED)
-    door.update()
-    door.forget()
-    door.forget()
-    assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
-    row, _ = door(amax_of(8.0), DELAYED, DELAYED)
-    assert same(row, ottava.quantize(amax_of(8.0), DELAYED))
+@pytest.mark.parametrize("bootstrap, scale", [(True, 0), (False, 1)])
+def test_drop_and_reset_empty_a_door(bootstrap: bool, scale: float) -> None:
+    """reset keeps the buffers and the door goes on; drop takes them, and twice is the same."""
+    spec = replace(DELAYED, bootstrap=bootstrap)
+    door = door_after(2.0, spec=spec)
+    cast(door, torch.tensor([[math.inf, 3.0]]), spec)
+    buffers = dict(door.named_buffers())
+    door.reset()
+    assert {n: t.count_nonzero().item() for n, t in everything(door).items()} == {
+        **dict.fromkeys((*BUFFERS, "staged"), 0),
+        "scale": int(scale),
+    }
+    assert all(dict(door.named_buffers())[name] is buffer for name, buffer in buffers.items())
+    cast(door, amax_of(4.0), spec)
+    roll(door)
+    assert (door.amax_history.tolist(), door.scale.item()) == ([4, 0, 0, 0], 112)
+    for _ in range(2):
+        door.drop()
+        assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
-# --- delayed scaling: what the model's owner does to buffers --------------------------------------------------------
+# --- predicted scales: what a model's owner does to buffers ---------------------------------------------------------
 
 
-def trained_door() -> Quantizer:
-    """amax 3 in history: a scale of 448 / 3 = 149.33, which BF16 would round to 149."""
-    door = Quantizer()
-    door(amax_of(3.0), DELAYED, DELAYED)
-    door.update()
-    door(amax_of(1.7), DELAYED, DELAYED)
-    return door
+def saved(module: Quantizer) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return file
 
 
 @pytest.mark.parametrize(
@@ -328,53 +320,86 @@ def trained_door() -> Quantizer:
         lambda m: m.to_empty(device="cpu"),
         lambda m: m.share_memory(),
         copy.deepcopy,
+        copy.copy,
         lambda m: pickle.loads(pickle.dumps(m)),
         lambda m: torch.load(saved(m), weights_only=False),
     ],
-    ids=["to_bf16", "bfloat16", "half", "double", "to", "to_empty", "share_memory", "deepcopy", "pickle", "save"],
+    ids=["to_bf16", "bfloat16", "half", "double", "to", "to_empty", "share", "deepcopy", "copy", "pickle", "save"],
 )
-def test_state_survives_what_is_done_to_models(change: Callable[[Quantizer], Quantizer]) -> None:
-    """Scale and history stay fp32, the counter int64, all bit for bit: state follows the device, not the dtype."""
-    before = trained_door()
-    after = change(copy.deepcopy(before))
-    assert set(dict(after.named_buffers())) == BUFFERS
-    for name, buffer in before.named_buffers():
-        assert getattr(after, name).dtype == buffer.dtype, name
-        assert torch.equal(getattr(after, name), buffer), name
+@pytest.mark.parametrize("packed", [False, True], ids=["alone", "packed"])
+def test_state_survives_what_is_done_to_models(change: Callable[[Quantizer], Quantizer], packed: bool) -> None:
+    """amax 3: 448 / 3 = 149.33, which BF16 would round to 149. Scale and history stay fp32, counters int64."""
+    before = door_after(3.0) if packed else Quantizer()  # a boundary makes the buffers views of a larger tensor
+    cast(before, amax_of(1.7))
+    after = change(copy.deepcopy(before) if not packed else before)
+    for name in (*BUFFERS, "staged"):
+        assert getattr(after, name).dtype == getattr(before, name).dtype, name
+        assert torch.equal(getattr(after, name), getattr(before, name)), name
+    assert set(dict(after.named_buffers())) == set(BUFFERS)
     assert after.spec == DELAYED
-
-
-def saved(module: Quantizer) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return file
+    roll(after)
+    assert after.amax_history.tolist()[0] == torch.tensor(1.7).item()
 
 
 def test_state_made_on_meta_starts_empty() -> None:
     """to_empty() hands out uninitialized memory, which is good for weights that are then loaded; a scale must be 0."""
-    for _ in range(20):  # fresh memory is often 0 by chance
+    for bootstrap in (True, False) * 10:  # fresh memory is often 0 by chance
         door = Quantizer()
-        door.prepare(DELAYED, torch.device("meta"))
+        door.prepare(replace(DELAYED, bootstrap=bootstrap), torch.device("meta"))
         garbage = [torch.full((64,), 7.0) for _ in range(50)]
         del garbage
         door.to_empty(device="cpu")
-        assert {name: buffer.count_nonzero().item() for name, buffer in door.named_buffers()} == dict.fromkeys(
-            BUFFERS, 0
-        )
-        assert door.nonfinite.dtype == torch.int64
+        counts = {name: tensor.count_nonzero().item() for name, tensor in everything(door).items()}
+        assert counts == {**dict.fromkeys((*BUFFERS, "staged"), 0), "scale": int(not bootstrap)}
+        assert (door.scale.item(), door.nonfinite_count.dtype) == (0.0 if bootstrap else 1.0, torch.int64)
+
+
+# --- predicted scales: checkpoints of one door ----------------------------------------------------------------------
 
 
 def test_state_dict_round_trip_continues_bit_for_bit() -> None:
-    """History, scale, staged amax and count are all there is to a door."""
-    one, two = trained_door(), Quantizer()
-    two.prepare(DELAYED)
+    """History, scale and counters are all there is to a door at a boundary."""
+    one, two = door_after(3.0, 7.0), door_after(900.0)
+    assert set(one.state_dict()) == set(BUFFERS)
     two.load_state_dict(one.state_dict())
-    for value in (5.0, 0.3):
+    for value in (5.0, 0.3, 11.0, 1.0):
         for door in (one, two):
-            door(amax_of(value), DELAYED, DELAYED)
-            door.update()
-        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+            cast(door, amax_of(value))
+            roll(door)
+        assert unchanged(two, everything(one))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ({"scale": torch.tensor(math.nan)}, "scale holds negative or non-finite entries"),
+        ({"amax_history": torch.tensor([1.0, math.inf, 0.0, 0.0])}, "amax_history holds negative or non-finite"),
+        ({"amax_history": torch.tensor([1.0, -2.0, 0.0, 0.0])}, "amax_history holds negative or non-finite"),
+        ({"nonfinite_count": torch.tensor(-1)}, "nonfinite_count holds negative"),
+        ({"amax_history": torch.zeros(7)}, r"amax_history has shape \(7,\), needs \(4,\); convert with that"),
+        ({"scale": torch.zeros(1)}, r"scale has shape \(1,\), needs \(\)"),
+        ({"scale": 224.0}, r"scale has shape float, needs \(\)"),
+        ({"scale": None}, "Missing key.*scale"),
+        ({"amax_hist": torch.zeros(4)}, "Unexpected key.*amax_hist"),
+    ],
+    ids=["nan", "inf", "negative", "count", "length", "shape", "type", "partial", "foreign"],
+)
+def test_damaged_state_is_refused_and_changes_nothing(damage: dict[str, Any], message: str) -> None:
+    """One bad tensor of four: the sentence says which and why, and the door is as it was."""
+    door, state = door_after(2.0), {**door_after(9.0).state_dict(), **damage}
+    cast(door, amax_of(5.0))
+    before = everything(door)
+    with pytest.raises(RuntimeError, match=message):
+        door.load_state_dict({name: value for name, value in state.items() if value is not None})
+    assert unchanged(door, before) or "Unexpected" in message
+
+
+def test_a_history_loads_under_another_format_and_margin() -> None:
+    """amax 4 and 2: written for E5M2 the scale is 14336, which on E4M3 codes would clip all above 1 / 32."""
+    written = door_after(4.0, 2.0, spec=replace(DELAYED, format=ottava.E5M2))
+    door = door_after(9.0, spec=replace(DELAYED, margin=1))
+    door.load_state_dict(written.state_dict())
+    assert (written.scale.item(), door.scale.item(), door.amax_history.tolist()) == (14336, 56, [2, 4, 0, 0])
 
 
 # --- the three doors of a Linear ------------------------------------------------------------------------------------
@@ -382,14 +407,20 @@ def test_state_dict_round_trip_continues_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("recipe", ottava.RECIPES.values(), ids=lambda r: r.name)
 def test_state_dict_has_its_shape_before_the_first_forward(recipe: Recipe) -> None:
-    """Delayed: four buffers in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
-    doors = LinearQuantizers()
-    doors.prepare(recipe)
-    names = {f"{door}.{b}" for door in ("input", "weight", "grad_output") for b in BUFFERS}
-    assert set(doors.state_dict()) == (names if recipe.name == "delayed" else set())
+    """Predicted: four buffers in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
+    quantizers = LinearQuantizers()
+    quantizers.prepare(recipe)
+    predicted = recipe.name in ("delayed", "guarded")
+    shapes = {name: tuple(tensor.shape) for name, tensor in quantizers.state_dict().items()}
+    expected = {f"{role}.{b}": (16,) if b == "amax_history" else () for role in _roles() for b in BUFFERS}
+    assert shapes == (expected if predicted else {})
 
 
-def test_only_delayed_cells_get_state() -> None:
+def _roles() -> list[str]:
+    return [name for name, _ in LinearQuantizers().named_children()]
+
+
+def test_only_predicted_cells_get_state() -> None:
     """Delayed weights with current-scaled gradients: one door of the three keeps a history."""
     tensorwise, delayed = ottava.get_recipe("tensorwise"), ottava.get_recipe("delayed")
     recipe = replace(
@@ -397,28 +428,28 @@ def test_only_delayed_cells_get_state() -> None:
         fprop=replace(tensorwise.fprop, rhs=delayed.fprop.rhs),
         dgrad=replace(tensorwise.dgrad, rhs=delayed.dgrad.rhs),
     )
-    doors = LinearQuantizers()
-    doors.prepare(recipe)
-    assert {name.split(".")[0] for name in doors.state_dict()} == {"weight"}
+    quantizers = LinearQuantizers()
+    quantizers.prepare(recipe)
+    assert {name.split(".")[0] for name in quantizers.state_dict()} == {"weight"}
 
 
-def test_another_recipe_forgets_what_it_does_not_need() -> None:
+def test_another_recipe_drops_what_it_does_not_need() -> None:
     """delayed -> tensorwise -> delayed: no dead buffers in checkpoints, no stale scale when delayed comes back."""
-    doors = LinearQuantizers()
-    doors.prepare(ottava.get_recipe("delayed"))
-    spec = ottava.get_recipe("delayed").fprop.lhs
-    assert spec is not None
-    doors.input(amax_of(2.0), spec, spec)
-    doors.input.update()
-    doors.prepare(ottava.get_recipe("delayed"))
-    assert doors.input.scale.item() == 224  # the same recipe again keeps it
-    doors.prepare(ottava.get_recipe("tensorwise"))
-    assert list(doors.state_dict()) == []
-    doors.prepare(ottava.get_recipe("delayed"))
-    assert doors.input.scale.item() == 0
+    quantizers, recipe = LinearQuantizers(), ottava.get_recipe("delayed")
+    quantizers.prepare(recipe)
+    assert recipe.fprop.lhs is not None
+    cast(quantizers.input, amax_of(2.0), recipe.fprop.lhs)
+    roll(quantizers.input)
+    buffers = list(quantizers.buffers())
+    quantizers.prepare(recipe)  # the same again keeps the very tensors
+    assert all(a is b for a, b in zip(buffers, quantizers.buffers(), strict=True))
+    quantizers.prepare(ottava.get_recipe("tensorwise"))
+    assert list(quantizers.state_dict()) == []
+    quantizers.prepare(recipe)
+    assert quantizers.input.scale.item() == 0
 
 
 def test_a_door_says_what_it_scales() -> None:
-    """repr names the delayed spec; a stateless door has nothing to say."""
-    assert repr(trained_door()) == "Quantizer(E4M3[tensor, delayed])"
-    assert repr(Quantizer()) == "Quantizer()"
+    """repr names the predicted spec; a stateless door has nothing to say."""
+    assert repr(door_after(1.0)) == "Quantizer(E4M3[tensor, delayed])"
+    assert repr(WeightQuantizer()) == "WeightQuantizer()"

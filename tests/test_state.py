@@ -1,84 +1,54 @@
-"""Delayed scaling over the steps of a training run: one update a step, and nothing that leaks between models."""
+"""When predicted scales move: once per optimizer step, found without the user, and nothing that outlives a model."""
 
 from __future__ import annotations
 
-import copy
 import math
 import random
+import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.nn.linear import Linear
-from ottava.quantizer import Quantizer
-from ottava.recipe import Recipe
+from scaling_samples import (
+    batch,
+    differences,
+    door_of,
+    doors,
+    lengths,
+    loss_of,
+    network,
+    noise,
+    sgd,
+    snapshot,
+    state_of,
+    train,
+    windows,
+    with_cells,
+)
 
-
-def delayed(length: int, algorithm: str = "max") -> Recipe:
-    """The registered delayed recipe with another window."""
-    recipe = ottava.get_recipe("delayed")
-    gemms = {
-        gemm: replace(
-            cells,
-            lhs=replace(cells.lhs, amax_history_len=length, amax_compute_algo=algorithm),
-            rhs=replace(cells.rhs, amax_history_len=length, amax_compute_algo=algorithm),
-        )
-        for gemm, cells in (("fprop", recipe.fprop), ("dgrad", recipe.dgrad), ("wgrad", recipe.wgrad))
-    }
-    return replace(recipe, name=f"delayed, {length} {algorithm}", **gemms)
-
-
-def network(recipe: Recipe | str, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16()
-    ottava.convert(model, recipe)
-    return model
-
-
-def batch(amax: float) -> Tensor:
-    x = torch.full((4, 32), amax / 4, dtype=torch.bfloat16)
-    x[0, 0] = amax
-    return x
-
-
-def door_of(model: nn.Sequential, index: int = 0, name: str = "input") -> Quantizer:
-    door = model[index].get_submodule(f"quantizers.{name}")
-    assert isinstance(door, Quantizer)
-    return door
-
-
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+# --- the rule -------------------------------------------------------------------------------------------------------
 
 
 def test_worked_example() -> None:
-    """TransformerEngine's example (window 4, max, E4M3; amax 2, 4, 1, idle, 8), with updates at the step's end.
-
-    The first step bootstraps (448 / 2 where TransformerEngine takes 1.0). 4 * 224 = 896 and 8 * 112 = 896 saturate.
-    """
-    model = network(delayed(4))
-    state, door = ottava.ScalingState(model), door_of(model)
+    """Window 4, max, E4M3; amax 2, 4, 1, idle, 8. The first step takes 448 / 2; 4 * 224 = 8 * 112 = 896 saturate."""
+    model = network(with_cells("delayed", amax_history_len=4))
+    optimizer, door = sgd(model, lr=0.0), door_of(model)
     history = []
     for amax in (2.0, 4.0, 1.0, None, 8.0):
+        clipped = None
         if amax is not None:
             with ottava.debug.observe(model) as seen:
                 model(batch(amax)).sum().backward()
             row = seen.table()[0]
             assert (row["layer"], row["tensor"], row["amax"]) == ("0", "input", amax)
             clipped = row["overflow_pct"] > 0
-        state.update()
-        history.append((clipped if amax else None, door.amax_history.tolist(), door.scale.item()))
+        optimizer.step()
+        history.append((clipped, door.amax_history.tolist(), door.scale.item()))
     assert history == [
         (False, [2, 0, 0, 0], 224),
         (True, [4, 2, 0, 0], 112),
@@ -91,205 +61,357 @@ def test_worked_example() -> None:
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_windows_follow_a_deque(algorithm: str, length: int) -> None:
-    """200 steps of 0 to 3 micro-batches, some all zero, some infinite, against the rule in plain Python."""
-    recipe = delayed(length, algorithm)
-    spec = recipe.fprop.lhs
-    assert spec is not None
-    rng, door, window, nonfinite = random.Random(length), Quantizer(), deque[float](maxlen=length), 0
-    door.prepare(spec)
-    holder = nn.ModuleList([door])
-    scale = 0.0
-    for _ in range(200):
-        staged = 0.0
-        for _ in range(rng.randrange(4)):
-            amax = rng.choice([0.0, math.inf, *(2.0 ** rng.uniform(-9, 9) for _ in range(8))])
-            x = torch.tensor([[amax, 0.0]])
-            door(x, spec, spec)
-            staged = max(staged, float(x[0, 0])) if math.isfinite(amax) else staged
-            nonfinite += math.isinf(amax)
-        ottava.ScalingState(holder).update()
-        if staged:
-            window.appendleft(staged)
+    """60 steps of 0 to 3 micro-batches, some all zero, some infinite, against the rule in plain Python."""
+    model = network(with_cells("delayed", amax_history_len=length, amax_compute_algo=algorithm), layers=1)
+    optimizer, door = sgd(model, lr=0.0), door_of(model)
+    rng, window, nonfinite, scale = random.Random(length), deque[float](maxlen=length), 0, 0.0
+    for _ in range(60):
+        seen = [rng.choice([0.0, math.inf, *(2.0 ** rng.randrange(-9, 9) * 1.25 for _ in range(8))]) for _ in range(3)]
+        for amax in seen[: rng.randrange(4)]:
+            model(batch(amax)).sum().backward()
+        finite = [door.staged[0].item()] if door.staged[0] > 0 else []
+        nonfinite += int(door.staged[1].item())
+        optimizer.step()
+        if finite:
+            window.appendleft(finite[0])
             largest = max(window) if algorithm == "max" else window[0]
             scale = torch.tensor(448 / largest, dtype=torch.float64).float().item()
         assert door.amax_history.tolist()[: len(window)] == list(window)
-        assert door.scale.item() == scale
-        assert door.nonfinite.item() == nonfinite
+        assert (door.scale.item(), door.nonfinite_count.item()) == (scale, nonfinite)
+    assert nonfinite > 5
+
+
+def test_micro_batches_are_one_step() -> None:
+    """Gradient accumulation over amax 1, 8, 4: one entry, 8, and one scale for all of it."""
+    model = network()
+    optimizer = sgd(model)
+    train(model, [0], optimizer)
+    scale = door_of(model).scale.item()
+    for amax in (1.0, 8.0, 4.0):
+        assert door_of(model).scale.item() == scale
+        model(batch(amax)).sum().backward()
+    optimizer.step()
+    assert door_of(model).amax_history.tolist()[:3] == [8, noise(0).abs().max().item(), 0]
+    assert lengths(model) == [2] * 6
 
 
 def test_an_idle_layer_keeps_its_window() -> None:
     """A layer that a step skips (an expert without tokens, layer drop) neither rolls nor rescales."""
-    model = network(delayed(4))
-    state = ottava.ScalingState(model)
+    model = network()
+    optimizer = sgd(model, lr=0.0)
     model(batch(2.0)).sum().backward()
-    state.update()
+    optimizer.step()
     before = snapshot(model[2])
     model[0](batch(4.0)).sum().backward()
-    state.update()
-    assert_same(snapshot(model[2]), before)
-    assert door_of(model).amax_history.tolist() == [4, 2, 0, 0]
-
-
-def test_micro_batches_are_one_step() -> None:
-    """Gradient accumulation over amax 1, 8, 4: one entry, 8, in the window of input and of grad_output each."""
-    model = network(delayed(4))
-    state = ottava.ScalingState(model)
-    for amax in (1.0, 8.0, 4.0):
-        model(batch(amax)).sum().backward()
-    state.update()
-    assert door_of(model).amax_history.tolist() == [8, 0, 0, 0]
-    assert door_of(model, 0, "grad_output").amax_history.count_nonzero() == 1
+    optimizer.step()
+    assert differences(snapshot(model[2]), before) == []
+    assert door_of(model).amax_history.tolist()[:3] == [4, 2, 0]
 
 
 def test_weight_history_sees_the_weight() -> None:
     """The weight's window holds max|w| of each step, before the optimizer moved it."""
-    model = network(delayed(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    for _ in range(3):
+    model = network()
+    optimizer, seen = sgd(model, lr=1.0), []
+    for step in range(3):
         seen.insert(0, float(model[0].weight.detach().abs().max()))
-        model(batch(1.0)).sum().backward()
-        optimizer.step()
-        ottava.ScalingState(model).update()
-    assert door_of(model, 0, "weight").amax_history.tolist() == [*seen, 0]
+        train(model, [step], optimizer)
+    assert len(set(seen)) == 3
+    assert windows(model, "weight")[0] == seen
 
 
-@contextmanager
-def no_context() -> Iterator[None]:
-    yield
+# --- the boundary is found ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "contexts",
-    [
-        (torch.no_grad,),
-        (torch.inference_mode,),
-        (torch.no_grad, lambda: ottava.autocast(enabled=False)),
-        (torch.no_grad, lambda: ottava.autocast("tensorwise")),
-        (torch.no_grad, lambda: ottava.autocast(delayed(7))),
-        (torch.inference_mode, lambda: ottava.autocast(delayed(16, "most_recent"))),
-        (no_context, lambda: ottava.autocast(enabled=False)),
-    ],
-    ids=["no_grad", "inference_mode", "bf16", "tensorwise", "another_window", "another_algorithm", "bf16_with_grad"],
-)
-def test_evaluation_leaves_no_trace(contexts: tuple[type[AbstractContextManager[None]], ...]) -> None:
-    """A validation set 100 times larger than the training data, with a NaN, changes no buffer, staged ones included."""
-    model = network("delayed")
-    model(batch(2.0)).sum().backward()
-    ottava.ScalingState(model).update()
-    model(batch(3.0)).sum().backward()
-    before = snapshot(model)
-    for poison in (300.0, math.nan):
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            model(batch(poison))
-    assert_same(snapshot(model), before)
-
-
-def test_an_exception_in_forward_updates_nothing() -> None:
-    """Scales change in update() and nowhere else: not when a context unwinds."""
-    model = network("delayed")
-    model(batch(2.0)).sum().backward()
-    ottava.ScalingState(model).update()
-    before = snapshot(model)
-
-    def interrupt() -> None:
+def test_a_plain_loop_is_enough() -> None:
+    """Recipe from `convert` or from `autocast` around the forward: the same bits, and one entry a step."""
+    converted, asked = network("delayed"), network("tensorwise")
+    optimizers = [sgd(converted), sgd(asked)]
+    for step in range(4):
+        train(converted, [step], optimizers[0])
         with ottava.autocast("delayed"):
-            model[0](batch(3.0))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    after = snapshot(model)
-    staged = {name for name in before if name.endswith("amax_staged")}
-    assert_same(
-        {n: b for n, b in after.items() if n not in staged}, {n: b for n, b in before.items() if n not in staged}
-    )
-
-
-def train(models: list[nn.Sequential], steps: int, order: list[int]) -> list[dict[str, Tensor]]:
-    """Each model sees its own stream of data; `order` says whose turn it is within a step."""
-    streams = [torch.Generator().manual_seed(100 + i) for i in range(len(models))]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    for _ in range(steps):
-        for i in order:
-            x = torch.randn(8, 32, generator=streams[i]).bfloat16() * (i + 1) * 3
-            loss = models[i](x).float().square().mean()
-            optimizers[i].zero_grad()
-            loss.backward()
-            optimizers[i].step()
-            ottava.ScalingState(models[i]).update()
-    return [{**snapshot(model), **{n: p.detach().clone() for n, p in model.named_parameters()}} for model in models]
-
-
-def test_alternating_models_equal_each_alone() -> None:
-    """TransformerEngine #814: two models trained by turns got other histories than each by itself."""
-    together = train([network("delayed", 1), network("delayed", 2)], 6, [0, 1])
-    reversed_turns = train([network("delayed", 1), network("delayed", 2)], 6, [1, 0])
-    alone = [
-        train([network("delayed", 1), network("delayed", 2)], 6, [0])[0],
-        train([network("delayed", 1), network("delayed", 2)], 6, [1])[1],
-    ]
-    for got, by_turns, expected in zip(together, reversed_turns, alone, strict=True):
-        assert_same(got, expected)
-        assert_same(by_turns, expected)
-
-
-def test_interleaved_forwards_and_backwards_equal_each_alone() -> None:
-    """A's forward, B's forward, B's backward, A's backward: no order between models exists."""
-    alone = [network("delayed", seed) for seed in (1, 2)]
-    for model in alone:
-        model(batch(3.0)).sum().backward()
-    mixed = [network("delayed", seed) for seed in (1, 2)]
-    losses = [model(batch(3.0)).sum() for model in mixed]
-    for loss in reversed(losses):
+            loss = loss_of(asked, noise(step))
+        optimizers[1].zero_grad()
         loss.backward()
-    for one, other in zip(alone, mixed, strict=True):
-        ottava.ScalingState(one).update()
-        ottava.ScalingState(other).update()
-        assert_same(snapshot(one), snapshot(other))
+        optimizers[1].step()
+    assert lengths(converted) == [4] * 6
+    assert differences(snapshot(converted), snapshot(asked)) == []
 
 
-def test_a_copy_has_a_life_of_its_own() -> None:
-    """deepcopy (an EMA or reference model) starts from the history it was copied with, and shares none of it."""
-    model = network("delayed")
-    model(batch(2.0)).sum().backward()
-    ottava.ScalingState(model).update()
-    twin = copy.deepcopy(model)
-    before = snapshot(twin)
-    model(batch(9.0)).sum().backward()
-    ottava.ScalingState(model).update()
-    assert_same(snapshot(twin), before)
-    twin(batch(9.0)).sum().backward()
-    ottava.ScalingState(twin).update()
-    assert_same(snapshot(twin), snapshot(model))
-
-
-def test_resume_from_state_dict_is_bit_identical() -> None:
-    """Saved after step 3 of 6, loaded into a fresh model: the rest of the run has the same bits."""
-    model = network("delayed", 1)
-    train([model], 3, [0])
-    resumed = network("delayed", 2)
-    resumed.load_state_dict(model.state_dict())
-    assert_same(*(train([m], 3, [0])[0] for m in (model, resumed)))
-
-
-def test_stateless_recipes_need_no_update(recipe: Recipe) -> None:
-    """update() may stand in every training loop; it does something for delayed recipes only."""
-    model = network(recipe)
-    model(batch(2.0)).sum().backward()
-    ottava.ScalingState(model).update()
-    ottava.ScalingState(nn.Linear(2, 2)).update()
-    assert bool(snapshot(model)) == (recipe.name == "delayed")
-    assert all(isinstance(layer, Linear) for layer in (model[0], model[2]))
-
-
-def test_one_state_serves_layers_that_come_later() -> None:
-    """The state holds the model, not a list of doors: converting after making it is no mistake."""
+def test_an_optimizer_made_before_the_conversion_is_seen() -> None:
+    """`convert` keeps the Parameters, so what the optimizer holds is still the model's."""
     model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
-    state = ottava.ScalingState(model)
+    optimizer = sgd(model)
     ottava.convert(model, "delayed")
-    model(batch(2.0)).sum().backward()
-    state.update()
-    assert door_of(model).scale.item() == 224
+    train(model, range(3), optimizer)
+    assert lengths(model) == [3] * 3
+
+
+def test_an_explicit_update_makes_no_second_boundary() -> None:
+    """Called besides the hook, before or after it or twice, update() changes nothing."""
+    plain, explicit = network(), network()
+    optimizers = [sgd(plain), sgd(explicit)]
+    for step in range(4):
+        train(plain, [step], optimizers[0])
+        optimizers[1].zero_grad()
+        loss_of(explicit, noise(step)).backward()
+        if step == 2:
+            ottava.ScalingState(explicit).update()
+        optimizers[1].step()
+        for _ in range(step):
+            ottava.ScalingState(explicit).update()
+    assert differences(snapshot(plain), snapshot(explicit)) == []
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """As Muon and AdamW share a model: matrices here, vectors there."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    return [torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(vectors, lr=1e-2)]
+
+
+def halves(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    """One optimizer a layer."""
+    return [sgd(model[0]), sgd(model[2])]
+
+
+@pytest.mark.parametrize("split", [two_optimizers, halves])
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_optimizers_are_one_step_of_each_layer(
+    split: Callable[[Any], list[torch.optim.Optimizer]], order: int
+) -> None:
+    """Whoever steps first, each layer rolls when its own weight has been stepped."""
+    model = network()
+    optimizers = split(model)
+    for step in range(3):
+        loss_of(model, noise(step)).backward()
+        for optimizer in optimizers[::order]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert lengths(model) == [3] * 6
+
+
+def test_a_layer_that_accumulates_longer_rolls_later() -> None:
+    """The second layer is stepped every third time: one entry, the largest amax of three forwards."""
+    model = network()
+    optimizers = halves(model)
+    for step in range(3):
+        loss_of(model, noise(step)).backward()
+        optimizers[0].step()
+        assert [len(w) for w in windows(model)] == [step + 1, 0]
+    largest = door_of(model, 2).staged[0].item()
+    optimizers[1].step()
+    assert windows(model)[1] == [largest]
+
+
+def test_optimizer_in_backward_is_one_step() -> None:
+    """Every parameter has an optimizer that steps as soon as its gradient is there, in the middle of the backward."""
+    plain, fused = network(), network()
+    own = {p: torch.optim.SGD([p], lr=0.05) for p in fused.parameters()}
+
+    def step_now(p: Tensor) -> None:
+        own[p].step()
+        own[p].zero_grad()
+
+    for p in fused.parameters():
+        p.register_post_accumulate_grad_hook(step_now)
+    optimizer = sgd(plain)
+    for step in range(3):
+        train(plain, [step], optimizer)
+        loss_of(fused, noise(step)).backward()
+    assert differences(state_of(plain), state_of(fused)) == []
+
+
+def test_an_optimizer_of_another_model_is_no_boundary() -> None:
+    """Nor is a step without a forward in between."""
+    model, other = network(seed=1), network(seed=2)
+    loss_of(model, noise(0)).backward()
+    train(other, range(2))
+    assert lengths(model) == [0] * 6
+    optimizer = sgd(model)
+    for _ in range(3):
+        optimizer.step()
+    assert lengths(model) == [1] * 6
+
+
+def test_lbfgs_is_one_boundary_a_step() -> None:
+    """Its closure runs many forwards while weights change; scales hold still until step() returns. Nothing is said."""
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    scales: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, noise(0))
+        loss.backward()
+        scales.append(door_of(model).scale.item())
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (1, 2):
+            optimizer.step(closure)
+            assert lengths(model) == [steps] * 6
+    assert len(scales) > 4
+    assert len(set(scales)) == 2  # none yet, then that of the first step
+
+
+def test_skipped_steps_are_no_boundaries() -> None:
+    """torch.amp.GradScaler leaves out step() when a gradient overflowed: the amaxes go to the next one, inf counted."""
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, poison in enumerate((1.0, math.inf, 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, noise(step)) * poison).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [len(w) for w in windows(model)] == [2, 2]
+    assert windows(model)[0][0] == max(noise(step).abs().max().item() for step in (1, 2))
+    assert door_of(model, 2, "grad_output").nonfinite_count.item() == 1
+    assert all(door.scale.isfinite() for door in doors(model).values())
+
+
+class Sam(torch.optim.Optimizer):
+    """An optimizer around another, whose step runs the closure at a shifted point: two hooks fire for one step."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            shifts = [0.01 * p.grad for group in self.param_groups for p in group["params"]]
+            weights = [p for group in self.param_groups for p in group["params"]]
+            torch._foreach_add_(weights, shifts)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, shifts)
+        self.base.step()
+
+
+def test_wrapped_optimizers_step_once() -> None:
+    """The inner step() is the boundary; the outer one finds nothing left."""
+    model = network()
+    optimizer = Sam(sgd(model))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, noise(step)).backward()
+        optimizer.step(lambda step=step: loss_of(model, noise(step)).backward())
+    assert lengths(model) == [3] * 6
+
+
+def test_a_loop_without_an_optimizer_is_told_once_what_to_do() -> None:
+    """Weights move and no boundary comes: one warning with the fix, and the fix works."""
+    model = network()
+
+    def step_by_hand(step: int) -> None:
+        loss_of(model, noise(step)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+                p.grad = None
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for step in range(5):
+            step_by_hand(step)
+    assert [str(w.message).split("call")[1].split(" after")[0].strip() for w in said] == [
+        "ottava.ScalingState(model).update()"
+    ]
+    assert lengths(model) == [0] * 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            ottava.ScalingState(model).update()
+            step_by_hand(step)
+    assert lengths(model) == [3] * 6
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_where_nothing_is_wrong() -> None:
+    """300 layers in one forward, 40 micro-batches before the first step, evaluation before training."""
+    deep = nn.Sequential(*(nn.Linear(32, 32) for _ in range(300))).bfloat16()
+    ottava.convert(deep, "delayed")
+    train(deep, range(2))
+    model = network()
+    with torch.no_grad():
+        model(noise(0))
+        model[0].weight.mul_(0.5)
+    for step in range(40):
+        loss_of(model, noise(step)).backward()
+    sgd(model).step()
+    assert lengths(model) == [1] * 6
+
+
+def test_an_optimizer_that_holds_no_parameters_of_ours_can_be_attached() -> None:
+    """fp32 master copies outside the model: torch's hook sees strangers, `attach` says whose boundary it is."""
+    model = network()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    handle = ottava.ScalingState(model).attach(optimizer)
+    for step in range(3):
+        loss_of(model, noise(step)).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+    assert lengths(model) == [3] * 6
+    handle.remove()
+    optimizer.step()
+
+
+# --- frozen, tied, mixed --------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen Linear with a low-rank path beside it, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32)
+        self.lora_a, self.lora_b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """base(x) + b(a(x))."""
+        y: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
+        return y
+
+
+def test_frozen_layers_move_with_the_adapters() -> None:
+    """Only adapters are stepped; the frozen weights' scales stay constant, inputs and gradients have histories."""
+    model = nn.Sequential(Adapted(), nn.GELU(), Adapted()).bfloat16()
+    report = ottava.convert(model, "delayed")
+    assert report.converted == ("0.base", "2.base")
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora" in name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, range(4), optimizer)
+    assert [len(w) for w in windows(model)] == [4, 4]
+    assert [len(set(w)) for w in windows(model, "weight")] == [1, 1]
+    assert [len(w) for w in windows(model, "grad_output")] == [0, 4]  # nobody needs the dy of the first layer's input
+
+
+def test_tied_weights_have_a_history_for_each_use() -> None:
+    """Two layers with one Parameter: both roll when it is stepped, each with its own inputs."""
+    model = network()
+    model[2].weight = model[0].weight
+    train(model, range(3))
+    assert lengths(model) == [3] * 6
+    assert windows(model, "weight")[0] == windows(model, "weight")[1]
+    assert windows(model)[0] != windows(model)[1]
+
+
+def test_two_recipes_in_one_model() -> None:
+    """By override: delayed, guarded with its own window, and current scaling side by side, each by its own rule."""
+    guarded = with_cells("guarded", amax_history_len=2)
+    recipe = ottava.get_recipe("delayed").override("2", guarded).override("4", "tensorwise")
+    model = network(recipe, layers=3)
+    train(model, range(4))
+    assert [len(w) for w in windows(model)] == [4, 2]
+    assert {name.split(".")[0] for name in state_of(model)} == {"0", "2"}
+    expected = [448 / max(windows(model)[0]), 224 / max(windows(model)[1])]  # guarded keeps one octave free
+    assert [door_of(model, layer).scale for layer in (0, 2)] == [torch.tensor(e, dtype=torch.float32) for e in expected]

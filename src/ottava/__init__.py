@@ -12,7 +12,7 @@ from importlib.metadata import version
 from ottava import debug, nn
 from ottava.autocast import autocast
 from ottava.formats import E2M1, E4M3, E5M2, E8M0
-from ottava.nn import assert_fp8, convert, receipt
+from ottava.nn import assert_fp8, calibrate, convert, receipt
 from ottava.ops import gemm, quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
@@ -35,6 +35,7 @@ __all__ = [
     "ScalingState",
     "assert_fp8",
     "autocast",
+    "calibrate",
     "convert",
     "debug",
     "gemm",

@@ -17,10 +17,49 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import torch
+from torch.distributed import ProcessGroup
 
+from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
+
+Update = Literal["step", "autocast"]
+Part = Literal["all", "forward", "backward"]
+"""Whose boundary it is: the doors of input and weight, of grad_output, or all."""
+
+
+class Rolls(Protocol):
+    """The state of one model, as far as an autocast needs to know it; see `state.ScalingState`."""
+
+    def update(self, part: Part = "all") -> None:
+        """A boundary of all its doors, or of those of the forward or the backward."""
+
+
+class Session:
+    """What ran inside an autocast that is a boundary of its own: calibration, and TransformerEngine's timing.
+
+    A boundary is one of whole models, so that ranks on which a layer was idle agree with those on which it ran.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[int, Rolls] = {}
+        self._claimed = False
+
+    def touch(self, state: Rolls) -> None:
+        """Notes that a layer of this state ran."""
+        self._states[id(state)] = state
+
+    def claim_backward(self) -> bool:
+        """True for the first layer that asks: when its backward ends, the whole backward has."""
+        first, self._claimed = not self._claimed, True
+        return first
+
+    def close(self, part: Part) -> None:
+        """The boundary."""
+        for state in self._states.values():
+            state.update(part)
 
 
 @dataclass(frozen=True)
@@ -31,11 +70,19 @@ class Ambient:
     """For every layer; None leaves each layer its own."""
     enabled: bool = True
     """False: high precision everywhere."""
+    calibrating: bool = False
+    """High precision, but every door sees its tensor."""
+    group: ProcessGroup | None = None
+    """Over which amaxes are reduced."""
+    session: Session | None = None
+    """There when this autocast, or one around it, is a boundary of its own."""
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:
         """The recipe to run in the layer of that full name, whose own resolved recipe is `own`; no overrides left."""
-        if not self.enabled:
-            return _HIGH_PRECISION
+        return self.asked_of(layer, own) if self.enabled else _HIGH_PRECISION
+
+    def asked_of(self, layer: str, own: Recipe) -> Recipe:
+        """The same, whether enabled or not: what a calibration prepares for."""
         if self.recipe is None:
             return own
         if not self.recipe.overrides:
@@ -82,16 +129,30 @@ def _interned(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Iterator[None]:
-    """Runs ottava layers under another recipe, or in high precision.
+def autocast(
+    recipe: Recipe | str | None = None,
+    *,
+    enabled: bool = True,
+    calibrating: bool = False,
+    update: Update = "step",
+    group: ProcessGroup | None = None,
+) -> Iterator[None]:
+    """Runs ottava layers under another recipe, or in high precision, or calibrates them.
 
     Args:
         recipe: a Recipe or its name for every layer; None leaves each layer the one it was converted with.
         enabled: False runs every GEMM in high precision, to evaluate in BF16 without touching the model.
+        calibrating: runs in high precision, bit for bit as without, while the doors of predicted scales (delayed,
+            guarded) note every amax of the forward and of a backward inside the context. Leaving it without an
+            exception is one step of their histories.
+        update: "step" moves predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
+            scales when the outermost autocast is left, gradient scales when the backward ends.
+        group: over which amaxes are reduced; None finds it, see `ScalingState`.
     Raises:
-        ValueError: unknown recipe name.
+        ValueError: unknown recipe or update.
     Edge cases: layers that were not converted do not listen. A backward uses the recipe of its forward, also where
-        torch.utils.checkpoint recomputes it after the context has ended.
+        torch.utils.checkpoint recomputes it after the context has ended. Not for a torch.compile'd model:
+        calibrating and update="autocast"; those raise RuntimeError there.
 
     Example:
         >>> import ottava
@@ -103,11 +164,20 @@ def autocast(recipe: Recipe | str | None = None, *, enabled: bool = True) -> Ite
         >>> with torch.no_grad(), ottava.autocast(enabled=False):
         ...     y = model(x)                               # BF16 evaluation
     """
-    entered = Ambient(_interned(get_recipe(recipe)) if recipe is not None else None, enabled)
+    if update not in get_args(Update):
+        raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    outer = _AMBIENT.get()
+    own = Session() if calibrating or (update == "autocast" and outer.session is None) else None
+    asked = _interned(get_recipe(recipe)) if recipe is not None else None
+    entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, own or outer.session)
     token = _AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:
         yield
+        if own is not None and calibrating:
+            own.close("all")
+        elif own is not None and torch.is_grad_enabled():
+            own.close("forward")
     finally:
         _AMBIENT.reset(token)
         _COMPILED_VIEW.ambient = _AMBIENT.get()  # not what it was on entering: another thread may have left that since

@@ -12,6 +12,7 @@ gradient will need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
-from ottava.quantizer import LinearQuantizers
+from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GemmRecipe, Recipe
 
 
@@ -42,6 +43,7 @@ def linear(
     recipe: Recipe,
     *,
     log: CallLog | None = None,
+    after_backward: Callable[[], None] | None = None,
 ) -> Tensor:
     """y = x @ weight.T + bias under a recipe.
 
@@ -52,6 +54,7 @@ def linear(
         quantizers: the three doors of the layer.
         recipe: resolved for this layer (no overrides left).
         log: told what each GEMM ran and what is kept for backward.
+        after_backward: called when the backward of this layer has ended.
     Returns:
         (..., N).
     Raises:
@@ -61,7 +64,7 @@ def linear(
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
-    y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log)
+    y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log, after_backward)
     return y.squeeze(0) if x.dim() == 1 else y.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
 
 
@@ -76,13 +79,14 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         grad_enabled: bool,
         log: CallLog | None,
+        after_backward: Callable[[], None] | None,
     ) -> Tensor:
         # needs_input_grad is requires_grad, also where no gradient will ever be asked for
         needs_dx, needs_dw = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
         x_row, x_col = quantizers.input(x, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
         w_row, w_col = quantizers.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
-        ctx.quantizers, ctx.recipe, ctx.log = quantizers, recipe, log
+        ctx.quantizers, ctx.recipe, ctx.log, ctx.after_backward = quantizers, recipe, log, after_backward
         ctx.dtypes = (x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.specs = _save(ctx, x_col, w_col)
         if log is not None:
@@ -112,7 +116,15 @@ class _Linear(torch.autograd.Function):
             dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
         if needs_db:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None
+        if ctx.after_backward is not None:
+            ctx.after_backward()
+        return dx, dw, db, None, None, None, None, None
+
+
+def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
+    """When the gradient of y arrives, the door stages its amax. For calibration."""
+    if y.requires_grad:  # a hook, not a Function of its own: y may be written to in place afterwards (nn.ReLU)
+        y.register_hook(lambda dy: door.calibrate(dy, spec))
 
 
 def _gemm(

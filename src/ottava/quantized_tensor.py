@@ -8,6 +8,7 @@ takes 8). Casts and GEMMs on them live in `ops`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -19,15 +20,18 @@ from ottava.formats import E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
 from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
 
-Scaling = Literal["current", "delayed"]
+Scaling = Literal["current", "delayed", "guarded"]
 AmaxAlgorithm = Literal["max", "most_recent"]
+AmaxFunction = Callable[[Tensor], Tensor]
+"""Window of amaxes, newest first, (amax_history_len,) -> the amax to scale for, (); entries not yet filled are 0."""
 
 _CHOICES: tuple[tuple[str, Any], ...] = (
     ("scale_format", ScaleFormat),
     ("scaling", Scaling),
-    ("amax_compute_algo", AmaxAlgorithm),
     ("rounding", Rounding),
 )
+# they decide what the next scale is, not what a cast does with it: no part of `key`
+_HISTORY_FIELDS = ("amax_history_len", "amax_compute_algo", "bootstrap")
 _TYPES: tuple[tuple[str, type], ...] = (
     ("format", Format),
     ("granularity", Granularity),
@@ -57,13 +61,18 @@ class QuantizationSpec(RefusesUnknownFields):
     scale_format: ScaleFormat = "fp32"
     """How precise a scale is."""
     scaling: Scaling = "current"
-    """"current": from this tensor's own amax. "delayed": from the amax of earlier steps."""
+    """"current": from this tensor's own amax. "delayed": predicted from the amax of earlier steps. "guarded":
+    predicted, but the current scale wherever the prediction would clip or waste more than `guard_bits` octaves."""
     margin: int = 0
     """Octaves of headroom above amax."""
     amax_history_len: int = 16
     """Delayed: length of the window in optimizer steps. TE's default of 1024 holds on to old spikes (TE #1169)."""
-    amax_compute_algo: AmaxAlgorithm = "max"
-    """Delayed: largest amax of the window, or the last one."""
+    amax_compute_algo: AmaxAlgorithm | AmaxFunction = "max"
+    """Delayed: largest amax of the window, the last one, or a function of the window."""
+    bootstrap: bool = True
+    """Delayed: take the current scale while there is no history; False starts at scale 1, as TransformerEngine does."""
+    guard_bits: int = 3
+    """Guarded: octaves below the top of the format in which amax may land before the guard fires."""
     rounding: Rounding = "nearest_even"
     """"stochastic" for gradients in very small formats."""
     key: str = field(init=False, repr=False, compare=False)
@@ -77,30 +86,46 @@ class QuantizationSpec(RefusesUnknownFields):
         for name, kind in _CHOICES:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in get_args(AmaxAlgorithm):
+            known = (*get_args(AmaxAlgorithm), "or a function")
+            raise ValueError(f"QuantizationSpec: {unknown_name('amax_compute_algo', self.amax_compute_algo, known)}")
         if self.amax_history_len < 1:
             raise ValueError(f"QuantizationSpec: amax_history_len is {self.amax_history_len}; needs 1 or more steps")
-        if self.scaling == "delayed" and (self.granularity != PER_TENSOR or self.scale_format not in ("fp32", "pow2")):
+        if self.guard_bits < 1:
+            raise ValueError(f"QuantizationSpec: guard_bits is {self.guard_bits}; needs 1 or more octaves")
+        if self.predicted and (self.granularity != PER_TENSOR or self.scale_format not in ("fp32", "pow2")):
             raise ValueError(
-                "QuantizationSpec: delayed scaling predicts one fp32 or pow2 scale for a whole tensor; got granularity "
-                f"{self.granularity}, scales {self.scale_format}. Use scaling='current' for rows and blocks"
+                f"QuantizationSpec: {self.scaling} scaling predicts one fp32 or pow2 scale for a whole tensor; got "
+                f"granularity {self.granularity}, scales {self.scale_format}. Use scaling='current' for rows and blocks"
             )
         if self.scale_format == "e4m3" and self.granularity == PER_TENSOR:
             raise ValueError("QuantizationSpec: scale_format 'e4m3' is a scale per block; give a block granularity")
-        object.__setattr__(self, "key", json.dumps(self.to_dict(), sort_keys=True))
+        settings = {name: value for name, value in self.to_dict().items() if name not in _HISTORY_FIELDS}
+        object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the scale comes from a history of earlier steps, so that a door keeps state for it."""
+        return self.scaling != "current"
 
     def __str__(self) -> str:
         extras: list[str] = [self.scale_format] if self.scale_format != "fp32" else []
-        extras += ["delayed"] if self.scaling == "delayed" else []
+        extras += [self.scaling] if self.predicted else []
         extras += ["stochastic"] if self.rounding == "stochastic" else []
         return f"{self.format.name}[{', '.join([str(self.granularity), *extras])}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and YAML values; fields at their default are left out."""
+        """Plain JSON and YAML values; fields at their default are left out.
+
+        A function as amax_compute_algo is written as "module:name" for the record; `from_dict` does not import it.
+        """
         settings = [f for f in fields(self) if f.init]
         kept = {f.name: getattr(self, f.name) for f in settings if getattr(self, f.name) != f.default}
         kept["format"] = self.format.name
         if "granularity" in kept:
             kept["granularity"] = str(self.granularity)
+        if callable(self.amax_compute_algo):
+            kept["amax_compute_algo"] = f"{self.amax_compute_algo.__module__}:{self.amax_compute_algo.__qualname__}"
         return kept
 
     @classmethod
@@ -112,6 +137,11 @@ class QuantizationSpec(RefusesUnknownFields):
         values["format"] = get_format(values["format"])
         if isinstance(values.get("granularity"), str):
             values["granularity"] = Granularity.parse(values["granularity"])
+        if ":" in str(values.get("amax_compute_algo", "")):
+            raise ValueError(
+                f"QuantizationSpec: amax_compute_algo {values['amax_compute_algo']!r} is a function; build the recipe "
+                "in Python and pass the function itself"
+            )
         return cls(**values)
 
 

@@ -162,9 +162,9 @@ class Recipe(RefusesUnknownFields):
             ("weight", self.fprop.rhs, self.dgrad.rhs),
             ("grad_output", self.dgrad.lhs, self.wgrad.lhs),
         ):
-            if one and other and one.scaling == other.scaling == "delayed" and one != other:
+            if one and other and one.predicted and other.predicted and one != other:
                 raise ValueError(
-                    f"recipe {self.name!r}: {tensor} is delayed as {one} and as {other}; a tensor has one history: "
+                    f"recipe {self.name!r}: {tensor} is predicted as {one} and as {other}; a tensor has one history: "
                     f"give both cells one spec"
                 )
         for override in self.overrides:
@@ -294,6 +294,7 @@ _1X128_FP32, _128X128_FP32 = (replace(spec, scale_format="fp32") for spec in (_1
 _MX = QuantizationSpec(E4M3, BLOCK_1X32, scale_format="e8m0")
 _MX_FLOOR = replace(_MX, scale_format="e8m0_floor")
 _DELAYED_E4M3, _DELAYED_E5M2 = (replace(spec, scaling="delayed") for spec in (_TENSOR_E4M3, _TENSOR_E5M2))
+_GUARDED_E4M3, _GUARDED_E5M2 = (replace(spec, scaling="guarded", margin=1) for spec in (_TENSOR_E4M3, _TENSOR_E5M2))
 _NV = QuantizationSpec(E2M1, BLOCK_1X16, scale_format="e4m3")
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -316,6 +317,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             _table("mxfp8_floor", _MX_FLOOR, _MX_FLOOR, _MX_FLOOR),
             # TE DelayedScaling(HYBRID)
             _table("delayed", _DELAYED_E4M3, _DELAYED_E4M3, _DELAYED_E5M2),
+            # delayed, but exact wherever the predicted scale would clip or waste 3 octaves; 1 octave of headroom
+            _table("guarded", _GUARDED_E4M3, _GUARDED_E4M3, _GUARDED_E5M2),
             # TE NVFP4BlockScaling without its random Hadamard transform
             _table("nvfp4", _NV, replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")),
         )

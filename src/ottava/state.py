@@ -1,35 +1,408 @@
-"""Delayed scaling changes its scales here and nowhere else: once per optimizer step, for one model.
+"""Predicted scales change here and nowhere else: at a step boundary, for one model.
 
-Between two updates every scale is a constant, so recomputation, micro-batches, pipeline order and graph replay all see
-the same one, without TransformerEngine's stash and restore.
+Between two boundaries every scale is a constant, so recomputation, micro-batches, pipeline order and graph replay all
+see the same one, without TransformerEngine's stash and restore. The boundary is found without the user: torch calls a
+hook after every `optimizer.step()`, and a model's state moves on when the optimizer holds parameters of that model. The
+hook holds the state weakly, the state holds the model weakly, and the layers hold the state: nothing outlives a model.
+
+    one boundary = pack the staged amax of every door -> one all-reduce (MAX) -> roll every window, set every scale
+
+on the device, without reading anything back. The all-reduce always has a place for every door of the model: ranks that
+ran other layers, or step other parameters (ZeroRedundancyOptimizer), cannot disagree on its size.
 """
 
 from __future__ import annotations
 
-from torch import nn
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
 
-from ottava.quantizer import Quantizer
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from ottava.autocast import Part
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
+from ottava.scaling import compute_scale
+
+_FORWARDS_BEFORE_WARNING = 256
+_UNREAD_BOUNDARIES = 8
+
+
+class DoorAmax(NamedTuple):
+    """What a boundary moved into the window of one door."""
+
+    layer: str
+    """Full name of the layer."""
+    tensor: str
+    """input, weight or grad_output."""
+    spec: QuantizationSpec
+    """What the tensor is cast to."""
+    amax: float
+    """Largest finite magnitude since the boundary before, over all ranks; 0: idle."""
 
 
 class ScalingState:
-    """The delayed-scaling state of one model; a no-op for recipes that keep none.
+    """The predicted-scale state of one model and the moment at which it moves on; a no-op where there is none.
+
+    `convert` makes one, and that is enough for a plain loop with a torch optimizer. Make one yourself to name the
+    process group, or to call `update` from a loop without one.
+
+    Args:
+        model: its ottava layers join this state; they leave an earlier one.
+        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel around the model, or
+            the mesh that its parameters are sharded over; else this process stands alone.
 
     Example:
-        >>> import torch, ottava
+        >>> import ottava
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).bfloat16()
         >>> report = ottava.convert(model, "delayed")
-        >>> state = ottava.ScalingState(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()   # first step: current scales
-        >>> state.update()                                                    # after optimizer.step()
+        >>> optimizer.step()                                                  # the boundary
         >>> model[0].quantizers.input.scale                                   # 448 / amax 1
         tensor(448.)
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | None, group: dist.ProcessGroup | None = None) -> None:
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self.group = group
+        self.boundaries = 0
+        """Updates so far."""
+        self._found_group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self.moved_by_autocast = False
+        """Whether the last forward was under autocast(update="autocast"): then optimizer steps are no boundaries."""
+        self._listening = self._optimizer_seen = False
+        self._forwards = 0
+        self._weight_version: tuple[int, int] | None = None
+        self._members: list[weakref.ref[Any]] | None = None
+        self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
+        self._unread: deque[tuple[list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
+        if model is not None:
+            for layer in _layers(model):
+                earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
+                self._found_group = self._found_group or earlier.group or earlier._found_group
+                self.boundaries = max(self.boundaries, earlier.boundaries)
+                layer.scaling_state = self
 
-    def update(self) -> None:
-        """Rolls every window and sets every scale. Call it once per optimizer step, after `optimizer.step()`."""
-        for module in self.model.modules():
-            if isinstance(module, Quantizer):
-                module.update()
+    def update(self, part: Part = "all") -> None:
+        """Rolls the windows with what was staged since the last boundary and sets the scales of the next step.
+
+        Args:
+            part: "forward" (inputs and weights) or "backward" (gradients) only.
+
+        Doors that saw nothing do not roll; calling it twice changes nothing the second time. With a group, every rank
+        must call it; ranks on which a layer was idle take part with zeros.
+        """
+        doors = self.doors()
+        backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
+        self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
+
+    def attach(self, optimizer: Optimizer) -> RemovableHandle:
+        """Calls `update` after every step of this optimizer, whatever parameters it holds; for wrapped optimizers."""
+        state = weakref.ref(self)
+
+        def hook(*_: Any) -> None:
+            if (alive := state()) is not None:
+                alive.update()
+
+        return optimizer.register_step_post_hook(hook)
+
+    def reset(self) -> None:
+        """Empties every history in place; the layers stay live and bootstrap again."""
+        for door in self.doors():
+            door.reset()
+
+    def take_amax(self) -> list[DoorAmax]:
+        """What the last boundary moved into the windows, one entry per door with predicted scales; to be recorded.
+
+        Asked once per optimizer step, it tells that step's amaxes also where each of two optimizers was a boundary, or
+        `update` was called besides. What was told is not told again: a door that was idle since has 0. Reads the
+        numbers back from the device.
+
+        Example:
+            >>> import ottava
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).bfloat16()
+            >>> report = ottava.convert(model, "delayed")
+            >>> state = ottava.ScalingState(model)
+            >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+            >>> state.update()
+            >>> [(door.tensor, door.amax) for door in state.take_amax() if door.tensor != "weight"]
+            [('input', 1.0), ('grad_output', 1.0)]
+        """
+        newest: dict[int, float] = {}
+        while self._unread:
+            doors, lanes = self._unread.popleft()
+            for ref, value in zip(doors, lanes[0].tolist(), strict=True):
+                if value > 0 and (alive := ref()) is not None:
+                    newest[id(alive)] = value
+        return [
+            DoorAmax(layer.name, tensor, door.spec, newest.get(id(door), 0.0))
+            for layer in self._layers()
+            for tensor, door in layer.quantizers.named_children()
+            if door.spec is not None
+        ]
+
+    def doors(self) -> list[Quantizer]:
+        """Every door of the model in the order of its modules, stateless ones included."""
+        return _doors(self._layers())
+
+    def _layers(self) -> list[Any]:
+        model = self._model()
+        if self._members is None and model is not None:  # on first use: a copied state's layers are copied after it
+            self._members = [weakref.ref(layer) for layer in _layers(model) if layer.scaling_state is self]
+        return [layer for member in self._members or () if (layer := member()) is not None]
+
+    def saw_forward(
+        self, weight: Tensor, group: dist.ProcessGroup | None = None, *, moved_by_autocast: bool = False
+    ) -> None:
+        """Told by a layer of each training forward with predicted scales: finds the group, watches for a boundary."""
+        self.listen()
+        self.moved_by_autocast = moved_by_autocast
+        self._found_group = group or self._found_group
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None:
+            self._found_group = wrapper.process_group
+        if self.boundaries == 0 and not self._optimizer_seen and not weight.is_meta:
+            self._watch(weight)
+
+    def listen(self) -> None:
+        """From now on every optimizer step is looked at."""
+        if not self._listening:
+            self._listening = True
+            _STEPS.tell(self)
+
+    def _watch(self, weight: Tensor) -> None:
+        version = (id(weight), weight._version)
+        if self._weight_version is None:
+            self._weight_version = version
+        if self._weight_version[0] != version[0]:
+            return  # one layer stands for the model: its forwards are the model's
+        self._forwards += 1
+        stepped = self._weight_version[1] != version[1] and not dist.is_initialized()
+        if stepped or self._forwards > _FORWARDS_BEFORE_WARNING:
+            self._weight_version = version
+            # Python shows a warning of one text and place once
+            warnings.warn(
+                "delayed scaling: the weights have changed, or many forwards have passed, and no step boundary was "
+                "seen, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
+                "ottava.ScalingState(model).update() after each weight update",
+                stacklevel=4,
+            )
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Takes note that a boundary will come: the closure of an LBFGS changes weights before it does."""
+        self._optimizer_seen = self._optimizer_seen or self._holds_ours(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
+        if not self.moved_by_autocast and self._holds_ours(optimizer):
+            stepped = _stepped(optimizer)
+            self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
+
+    def _holds_ours(self, optimizer: Optimizer) -> bool:
+        model, stepped = self._model(), _stepped(optimizer)
+        return model is not None and any(id(p) in stepped for p in model.parameters())
+
+    def _roll(self, due: list[Quantizer]) -> None:
+        """One boundary for these doors, and for those that are due on another rank."""
+        self.boundaries += 1  # on every rank, also where nothing ran
+        doors = self.doors()
+        live = [door for door in doors if door.spec is not None]
+        group = self._group(live)
+        if group is None and not any(door.spec is not None for door in due):
+            return
+        device = live[0].scale.device if live else self._device()
+        lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
+        if group is not None:
+            dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
+        lanes = lanes * lanes[3]
+        self._unread.append(([weakref.ref(door) for door in doors], lanes))
+        with torch.no_grad():
+            roll_windows(doors, lanes)
+
+    def _due_lane(self, doors: list[Quantizer], due: list[Quantizer], device: torch.device) -> Tensor:
+        """(1, doors): 1 for a door that is due; kept, because making it waits for the device."""
+        wanted = {id(door) for door in due}
+        key = bytes(id(door) in wanted for door in doors), device
+        if key not in self._due_lanes:
+            self._due_lanes[key] = torch.tensor([list(key[0])], dtype=torch.float32, device=device)
+        return self._due_lanes[key]
+
+    def _device(self) -> torch.device:
+        model = self._model()
+        first = next(model.parameters(), None) if model is not None else None
+        return first.device if first is not None else torch.device("cpu")
+
+    def _group(self, live: list[Quantizer]) -> dist.ProcessGroup | None:
+        group = self.group or self._found_group or self._mesh_group()
+        if group is not None:
+            return group if dist.get_world_size(group) > 1 else None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and live:
+            warnings.warn(
+                "delayed scaling: several processes, but neither DistributedDataParallel nor sharded parameters were "
+                "found, so each process predicts scales from its own amaxes only. Name the group: "
+                "ottava.ScalingState(model, group=...)",
+                stacklevel=4,
+            )
+        return None
+
+    def _mesh_group(self) -> dist.ProcessGroup | None:
+        model = self._model()
+        mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None) if model else None
+        if mesh is None:
+            return None
+        found: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # deepcopy has noted the copy of the model before it reaches its layers, unless only a part is copied
+        model = self._model()
+        copy = type(self)(None, self.group)
+        memo[id(self)] = copy
+        twin = memo.get(id(model)) if model is not None else None
+        if twin is not None:
+            copy._model = weakref.ref(twin)
+        copy.boundaries = self.boundaries
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None,)  # processes and models are bound again where it is loaded
+
+    @property
+    def bound(self) -> bool:
+        """Whether its model is known and alive."""
+        return self._model() is not None
+
+
+class _Steps:
+    """torch's hooks around every optimizer step, and the living states they tell, in the order in which they came.
+
+    One pair for the process, registered with this module: torch iterates over its hooks while they run, so one that
+    came or went with a model would break a step of another model in the middle (garbage collection, threads).
+    """
+
+    def __init__(self) -> None:
+        self._states: tuple[weakref.ref[ScalingState], ...] = ()  # replaced, never changed: safe to iterate
+        self._lock = threading.Lock()
+        register_optimizer_step_pre_hook(self.before)
+        register_optimizer_step_post_hook(self.after)
+
+    def tell(self, state: ScalingState) -> None:
+        """Adds a state and forgets dead ones."""
+        with self._lock:
+            self._states = (*(ref for ref in self._states if ref() is not None), weakref.ref(state))
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before a step."""
+        for ref in self._states:
+            if (state := ref()) is not None:
+                state.before_step(optimizer)
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """After a step."""
+        for ref in self._states:
+            if (state := ref()) is not None:
+                state.after_step(optimizer)
+
+
+_STEPS = _Steps()
+
+
+class _Pack:
+    """The buffers of all doors of one spec in some tensors, of which the doors' own are views.
+
+    A boundary then costs some operations on vectors instead of some per door.
+    """
+
+    def __init__(self, doors: list[Quantizer], columns: list[int]) -> None:
+        self.ids, self.columns = [id(door) for door in doors], columns  # a reference to a door would keep both alive
+        device = doors[0].scale.device
+        self.index = torch.tensor(columns, device=device)  # made once: making it waits for the device
+        self.history = torch.stack([door.amax_history for door in doors])  # (T, L), newest first
+        self.scale = torch.stack([door.scale for door in doors])
+        self.nonfinite_count = torch.stack([door.nonfinite_count for door in doors])
+        self.guard_count = torch.stack([door.guard_count for door in doors])
+        self.staged = torch.stack([door.staged for door in doors])  # (T, 3)
+        for i, door in enumerate(doors):
+            door.amax_history, door.scale = self.history[i], self.scale[i]
+            door.nonfinite_count, door.guard_count = self.nonfinite_count[i], self.guard_count[i]
+            door.staged = self.staged[i]
+            door.pack = self
+
+    def holds(self, doors: list[Quantizer], columns: list[int]) -> bool:
+        """Whether it is still theirs: a door that was moved, copied or prepared anew has buffers of its own."""
+        same = self.columns == columns and self.ids == [id(door) for door in doors]
+        return same and all(door.pack is self for door in doors)
+
+
+def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
+    """One fused update: every touched window takes its amax in, every scale follows; staging is cleared.
+
+    The rule, per door that is due, with `last` its amax since the previous boundary:
+        last == 0   idle: neither window nor scale moves
+        else        window = [last, *window[:-1]];  scale = fmt.max * 2**-margin / max(window)
+    Source: TransformerEngine common/recipe/delayed_scaling.cu, except that a non-finite amax never arrives here.
+
+    lanes: (4, doors): amax, non-finite and guard, as `Quantizer.staged`, and 1 for a door that is due; where that is 0
+        all are.
+    """
+    groups: dict[tuple[QuantizationSpec, torch.device], list[int]] = {}
+    for index, door in enumerate(doors):
+        if door.spec is not None:
+            groups.setdefault((door.spec, door.scale.device), []).append(index)
+    for (spec, device), columns in groups.items():
+        members = [doors[i] for i in columns]
+        pack = members[0].pack
+        if not isinstance(pack, _Pack) or not pack.holds(members, columns):
+            pack = _Pack(members, columns)
+        last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
+        touched = last > 0
+        rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
+        pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
+        window = _window(spec, pack.history)
+        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        usable = touched & (window > 0) & window.isfinite()  # a user's algorithm may answer anything
+        pack.scale.copy_(torch.where(usable, scale, pack.scale))
+        pack.nonfinite_count.add_(nonfinite.to(torch.int64))
+        pack.guard_count.add_(guard.to(torch.int64))
+        pack.staged.mul_(1 - due[:, None])
+    for door in doors:
+        if isinstance(door, WeightQuantizer) and door.spec is not None:
+            door.cached = None  # the next forward casts anew, and its amax enters the next window
+
+
+def _window(spec: QuantizationSpec, history: Tensor) -> Tensor:
+    algorithm = spec.amax_compute_algo
+    if callable(algorithm):
+        return torch.stack([algorithm(row) for row in history.unbind()])
+    return history.amax(dim=1) if algorithm == "max" else history[:, 0].clone()
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "quantizers", None), LinearQuantizers)]
+
+
+def _doors(layers: Iterable[Any]) -> list[Quantizer]:
+    return [door for m in layers for door in m.quantizers.doors]
+
+
+def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:
+    """(3, doors) of what is staged; zeros for doors that keep no state, so that all ranks agree on the size."""
+    nothing = torch.zeros(3, device=device)
+    return torch.stack([door.staged.to(device) if door.spec is not None else nothing for door in doors], dim=1)
+
+
+def _stepped(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

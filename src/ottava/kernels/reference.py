@@ -41,7 +41,9 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
     Args:
         x: fp32, bf16 or fp16; any strides, also empty.
-        scale: one entry that multiplies (delayed scaling); where it is 0, the current scale is taken: no history yet.
+        scale: one entry that multiplies (predicted scaling). Where it is 0 there is no history yet, and where a
+            guarded spec finds that amax * scale misses the top `guard_bits` octaves of the format, the current scale is
+            taken instead.
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
@@ -61,8 +63,13 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
         factor, scale_inv = current
     else:
         given = scale.reshape(1, 1).expand_as(block_amax)
-        factor = torch.where(given > 0, given, current.scale)
-        scale_inv = torch.where(given > 0, given.reciprocal(), current.scale_inv)
+        taken = given > 0
+        if spec.scaling == "guarded":
+            top = block_amax * given
+            inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
+            taken = taken & (inside | (block_amax == 0))
+        factor = torch.where(taken, given, current.scale)
+        scale_inv = torch.where(taken, given.reciprocal(), current.scale_inv)
     y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 

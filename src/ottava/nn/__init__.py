@@ -1,14 +1,17 @@
 """Modules that run under a recipe, the conversion of models to them, and the receipt of what they ran."""
 
+from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
 from ottava.nn.linear import Linear
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 
 __all__ = [
+    "CalibrationReport",
     "ConversionReport",
     "Linear",
     "Receipt",
     "assert_fp8",
+    "calibrate",
     "convert",
     "default_filter",
     "keep_first_last_bf16",

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from ottava.errors import unknown_name
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe, get_recipe
+from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not."""
@@ -94,6 +95,10 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
         layer.__class__ = Linear  # a no-op for one that is ottava's already
         assert isinstance(layer, Linear)
         layer.adopt(recipe, name)
+    if converted:
+        state = ScalingState(model)
+        if any(door.spec is not None for door in state.doors()):
+            state.listen()
     report = ConversionReport(model, recipe, converted, skipped)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)

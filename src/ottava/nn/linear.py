@@ -7,16 +7,20 @@ know. Its own recipe comes from `convert` or the constructor; an `autocast` arou
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ottava.autocast import ambient
-from ottava.functional import linear
+from ottava.autocast import Ambient, ambient
+from ottava.functional import linear, observe_grad_output
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
+from ottava.state import ScalingState
 
 
 class LastCall:
@@ -66,6 +70,8 @@ class Linear(nn.Linear):
     """Full name in the converted model, which override patterns are matched against."""
     quantizers: LinearQuantizers
     last_call: LastCall | None
+    scaling_state: ScalingState
+    """When predicted scales move on; shared by the layers of a model."""
 
     def __init__(
         self,
@@ -85,17 +91,27 @@ class Linear(nn.Linear):
         if not isinstance(getattr(self, "quantizers", None), LinearQuantizers):
             self.quantizers = LinearQuantizers()
         self.recipe, self.name, self.last_call = recipe, name, None
+        if getattr(self, "scaling_state", None) is None:
+            self.scaling_state = ScalingState(None)
         self.resolved = recipe.for_layer(name)
         self.quantizers.prepare(self.resolved, self.weight.device)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
+        said = ambient()
+        after_backward = None
         if torch.compiler.is_compiling():
-            log, recipe = None, ambient().recipe_for(self.name, self.resolved)
+            if said.session is not None:
+                raise RuntimeError("ottava.autocast: calibrating and update='autocast' need the model, not compiled")
+            log, recipe = None, said.recipe_for(self.name, self.resolved)
             self._note_compiled()
         else:
-            log = self._begin_call(input)
+            log = self._begin_call(input, said)
             recipe = log.recipe
+            if said.calibrating:
+                return self._calibrate(input, said)
+            if torch.is_grad_enabled():
+                after_backward = self._announce(recipe, input, said)
         if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
             return nn.functional.linear(input, self.weight, self.bias)
         device = input.device.type
@@ -103,19 +119,59 @@ class Linear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(device))
         elif input.dtype == torch.float32 and log is not None:
             _warn_fp32(recipe.name)
-        return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log)
+        return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log, after_backward=after_backward)
 
-    def _begin_call(self, input: Tensor) -> LastCall:
+    def _begin_call(self, input: Tensor, said: Ambient) -> LastCall:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
-        if self.last_call is not None and torch._C._current_graph_task_id() != -1:
+        if self.last_call is not None and _recomputing():
             return self.last_call
-        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), tuple(input.shape))
+        self.last_call = LastCall(said.recipe_for(self.name, self.resolved), tuple(input.shape))
         return self.last_call
 
     @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
         self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
+
+    def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
+        """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
+        if all(spec is None for _, spec in self.quantizers.predicted(recipe)):
+            return None
+        state = self._bound_state()
+        if _recomputing() and (said.session is not None or state.moved_by_autocast):
+            raise RuntimeError(
+                f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
+                "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
+            )
+        state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
+        if said.session is None:
+            return None
+        said.session.touch(state)
+        has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
+        return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
+
+    def _bound_state(self) -> ScalingState:
+        if not self.scaling_state.bound:  # a layer made by hand, or unpickled
+            wrapper = DistributedDataParallel._get_active_ddp_module()
+            # its model is what DDP wraps, so that all ranks have one state of the same layers; else the layer itself
+            ScalingState(self if wrapper is None else wrapper.module)
+        return self.scaling_state
+
+    def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
+        """torch's own linear; each door notes the amax of the tensor that it would cast."""
+        y = nn.functional.linear(input, self.weight, self.bias)
+        device, quantizers = input.device.type, self.quantizers
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        specs = dict(quantizers.predicted(said.asked_of(self.name, self.resolved)))
+        for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
+            if (spec := specs[door]) is not None:
+                door.calibrate(tensor, spec)
+        if (spec := specs[quantizers.grad_output]) is not None:
+            observe_grad_output(y, quantizers.grad_output, spec)
+        if said.session is not None:
+            said.session.touch(self._bound_state())
+        return y
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
@@ -126,6 +182,10 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None}  # a copy has run nothing
+
+
+def _recomputing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _warn_fp32(recipe: str) -> None:

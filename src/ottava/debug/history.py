@@ -1,0 +1,269 @@
+"""Which amax history would have been best: recorded amaxes, replayed under other settings (TransformerEngine #1169).
+
+A predicted scale is a function of earlier amaxes and nothing else, so one recorded run answers for every window length,
+algorithm and margin, exactly, without training again:
+
+    window_k = max(amax_(k-L) .. amax_(k-1))       of the steps in which the tensor was cast; most_recent: amax_(k-1)
+    scale_k  = compute_scale(window_k, margin)     the rule of `state.roll_windows`; no window yet: that of amax_k
+    clipped    amax_k * scale_k beyond what still rounds to fmt.max (as `statistics` counts overflow)
+    lost bits  log2(fmt.max / amax_k / scale_k), where positive: octaves at the bottom of the format that stay unused
+
+What a setting would have done to the training itself, and so to later amaxes, no replay can tell. How a run is
+recorded: `recording`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.debug.recording import Recording, Setting
+from ottava.formats import Format
+from ottava.scaling import ScaleFormat, compute_scale
+
+DEFAULT_SETTINGS = tuple(
+    Setting(length, "max" if length > 1 else "most_recent", margin)
+    for length in (1, 4, 16, 64, 256, 1024)
+    for margin in (0, 1, 2, 3)
+)
+"""Windows of one step (where both algorithms are one) to TransformerEngine's default of 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a setting would have done to one tensor, or to all."""
+
+    casts: int
+    """Steps in which the tensor was cast; for all tensors, their sum."""
+    clipped: int
+    """Casts that clipped."""
+    worst_clip_octaves: float
+    """log2 of how far beyond the format's largest number; 0 where nothing clipped."""
+    lost_bits_mean: float
+    """Over all casts."""
+    lost_bits_p99: float
+    """99 of 100 casts lost no more."""
+    guard_fires: int
+    """Casts in which `guarded` would have taken the current scale instead."""
+
+
+@dataclass(frozen=True)
+class SettingOutcome:
+    """What one setting would have done."""
+
+    setting: Setting
+    total: Outcome
+    """Over all tensors."""
+    clipped_steps: int
+    """Steps in which at least one tensor clipped."""
+    unbeaten: bool
+    """No other setting clips less and loses no more, or loses less and clips no more."""
+    tensors: tuple[Outcome, ...]
+    """In the order of the recording's."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The settings, ranked: fewest clipped casts first, then least lost bits on average, then the shortest window."""
+
+    recording: Recording
+    outcomes: tuple[SettingOutcome, ...]
+    """Best first; the run's own setting is among them where it is known."""
+
+    @property
+    def own(self) -> SettingOutcome | None:
+        """That of the run's own setting."""
+        return next((o for o in self.outcomes if o.setting == self.recording.setting), None)
+
+    def advice(self) -> str:
+        """One sentence with numbers: the first of the ranking beside the run's own setting."""
+        best, own = self.outcomes[0], self.own
+        casts = f"of {best.total.casts:,} casts ({len(self.recording.steps):,} steps)"
+        if own is None:
+            why = "differ from tensor to tensor" if any(t.setting for t in self.recording.tensors) else "are not known"
+            return f"{best.setting} would have {_did(best, casts)} on average; the run's own settings {why}."
+        guarded = f"guarded, it would take the current scale in {own.total.guard_fires:,}"
+        if own is best:
+            return f"No setting here beats the run's own: {own.setting} {_did(own, casts)} on average; {guarded}."
+        beside = f"the run's own {own.setting} {_did(own)}; {guarded}"
+        return f"{best.setting} would have {_did(best, casts)} on average; {beside}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        tensors = [{"layer": t.layer, "tensor": t.tensor, "format": t.format.name} for t in self.recording.tensors]
+        return {
+            "steps": len(self.recording.steps),
+            "own_setting": asdict(self.recording.setting) if self.recording.setting else None,
+            "advice": self.advice(),
+            "outcomes": [
+                {
+                    **asdict(o.setting),
+                    **asdict(o.total),
+                    "clipped_steps": o.clipped_steps,
+                    "unbeaten": o.unbeaten,
+                    "tensors": [{**name, **asdict(one)} for name, one in zip(tensors, o.tensors, strict=True)],
+                }
+                for o in self.outcomes
+            ],
+        }
+
+    def __str__(self) -> str:
+        head = "  setting                  clipped  in steps  worst clip   lost bits  99 of 100   guard fires"
+        lines = [head, *(_row(o, own=o is self.own) for o in self.outcomes)]
+        return "\n".join([*lines, "* no other setting clips less and loses less", "", self.advice()])
+
+
+def _did(outcome: SettingOutcome, casts: str = "") -> str:
+    return f"clipped {outcome.total.clipped:,} {casts}".rstrip() + f" and lost {outcome.total.lost_bits_mean:.1f} bits"
+
+
+def _row(outcome: SettingOutcome, *, own: bool) -> str:
+    total, mark = outcome.total, "*" if outcome.unbeaten else " "
+    worst = f"{total.worst_clip_octaves:.2f} oct" if total.clipped else "-"
+    return (
+        f"{mark} {outcome.setting!s:22}  {total.clipped:8,}  {outcome.clipped_steps:8,}  {worst:>10}  "
+        f"{total.lost_bits_mean:10.2f}  {total.lost_bits_p99:9.2f}  {total.guard_fires:12,}"
+        + ("  <- the run's own" if own else "")
+    )
+
+
+def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS) -> Replay:
+    """What every setting, and the run's own, would have done with the recorded amaxes.
+
+    Args:
+        recording: see `read_series`, or `Recording.of` for numbers from elsewhere.
+    Raises:
+        ValueError: no tensor was cast in any step, or no setting.
+    Edge cases: idle steps are no casts and move no window; a tensor's first cast takes the current scale.
+
+    Example:
+        >>> spike = Recording.of({"fc1.input": ("E4M3", [1.0] * 8 + [64.0] + [1.0] * 8)})
+        >>> for outcome in replay(spike, [Setting(4), Setting(1, "most_recent")]).outcomes:
+        ...     print(outcome.setting, outcome.total.clipped, round(outcome.total.lost_bits_mean, 2))
+        most_recent, margin 0 1 0.35
+        L=4, max, margin 0 1 1.41
+    """
+    if not bool((recording.amax > 0).any()):
+        raise ValueError("replay: no tensor was cast in any recorded step; record some steps of training first")
+    casts = _casts(recording)
+    wanted = dict.fromkeys(settings)
+    if recording.setting is not None:
+        wanted.setdefault(recording.setting)
+    found = [_evaluate(setting, casts) for setting in wanted]
+    if not found:
+        raise ValueError("replay: no setting to replay; give at least one, or leave the default")
+    keys = [(o.total.clipped, o.total.lost_bits_mean) for o in found]
+    marked = [
+        SettingOutcome(o.setting, o.total, o.clipped_steps, not any(_beats(other, key) for other in keys), o.tensors)
+        for o, key in zip(found, keys, strict=True)
+    ]
+    ranked = sorted(marked, key=lambda o: (o.total.clipped, o.total.lost_bits_mean, o.setting.amax_history_len))
+    return Replay(recording, tuple(ranked))
+
+
+def predict_scales(recording: Recording, setting: Setting) -> Tensor:
+    """The scale that each recorded cast would have been multiplied with: fp32 (S, T), 0 where the tensor was idle.
+
+    Example:
+        >>> predict_scales(Recording.of({"fc1.input": ("E4M3", [1.0, 0.0, 2.0, 1.0])}), Setting(16)).t()
+        tensor([[448.,   0., 448., 224.]])
+    """
+    scales = torch.zeros(len(recording.tensors), len(recording.steps))
+    for kind in _casts(recording):
+        used = torch.where(kind.amax > 0, _predict(setting, kind)[0], 0.0)
+        scales[kind.rows] = torch.zeros_like(used).scatter(1, kind.step, used)
+    return scales.t()
+
+
+def _beats(other: tuple[int, float], key: tuple[int, float]) -> bool:
+    return other != key and other[0] <= key[0] and other[1] <= key[1]
+
+
+@dataclass(frozen=True)
+class _Casts:
+    """The casts of the tensors of one kind, idle steps left out: rows are padded with zeros at their end."""
+
+    format: Format
+    scale_format: ScaleFormat
+    guard_bits: int
+    rows: list[int]
+    """Of these tensors."""
+    amax: Tensor
+    """fp32 (rows, S)."""
+    step: Tensor
+    """int64 (rows, S): the row of the recording it is from."""
+
+    def scale(self, amax: Tensor, margin: int) -> Tensor:
+        """fp32, shape of amax."""
+        return compute_scale(amax, self.format, scale_format=self.scale_format, margin=margin).scale
+
+
+def _casts(recording: Recording) -> list[_Casts]:
+    kinds: dict[tuple[Format, ScaleFormat, int], list[int]] = {}
+    for row, tensor in enumerate(recording.tensors):
+        kinds.setdefault((tensor.format, tensor.scale_format, tensor.guard_bits), []).append(row)
+    casts = []
+    for kind, rows in kinds.items():
+        amax = recording.amax[:, rows].t().contiguous()
+        step = (amax == 0).to(torch.uint8).argsort(dim=1, stable=True)
+        casts.append(_Casts(*kind, rows, amax.gather(1, step), step))
+    return casts
+
+
+def _evaluate(setting: Setting, casts: list[_Casts]) -> SettingOutcome:
+    tensors: dict[int, Outcome] = {}
+    all_lost: list[Tensor] = []
+    clips_of_step = torch.zeros(casts[0].amax.shape[1], dtype=torch.int64)
+    for kind in casts:
+        used, clipped, fires = _predict(setting, kind)
+        clips_of_step += kind.step[clipped].bincount(minlength=len(clips_of_step))
+        top = torch.where(clipped, kind.amax * used, kind.format.max).amax(dim=1)
+        octaves = (top.double() / kind.format.max).log2()
+        lost = (kind.scale(kind.amax, 0).double() / used).log2().clamp_(min=0)
+        columns = (clipped.sum(dim=1).tolist(), octaves.tolist(), fires.sum(dim=1).tolist())
+        for i, (row, casts_of_row) in enumerate(zip(kind.rows, (kind.amax > 0).sum(dim=1).tolist(), strict=True)):
+            all_lost.append(lost[i, :casts_of_row])
+            tensors[row] = _outcome(all_lost[-1], *(column[i] for column in columns))
+    ordered = tuple(tensors[row] for row in sorted(tensors))
+    worst = max(one.worst_clip_octaves for one in ordered)
+    sums = sum(one.clipped for one in ordered), worst, sum(one.guard_fires for one in ordered)
+    total = _outcome(torch.cat(all_lost), *sums)
+    return SettingOutcome(setting, total, int((clips_of_step > 0).sum()), unbeaten=False, tensors=ordered)
+
+
+def _predict(setting: Setting, kind: _Casts) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, S) each: the scale used; whether the cast clipped; whether the guard would have fired."""
+    fmt, amax = kind.format, kind.amax
+    window = _window(amax, setting.reach)
+    predicted = kind.scale(window, setting.margin)
+    current = kind.scale(amax, setting.margin)
+    used = torch.where(window > 0, predicted, current)
+    # products in fp32, as in the cast and in the guard; up to half a step above the largest number rounds to it
+    clipped = amax * used > fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)
+    top = amax * predicted
+    inside = (top <= fmt.max) & (top >= fmt.max * 2.0**-kind.guard_bits)
+    fires = (amax > 0) & (window > 0) & ~inside & (current.reciprocal() != predicted.reciprocal())
+    return used, clipped, fires
+
+
+def _window(amax: Tensor, reach: int) -> Tensor:
+    """Largest of the `reach` entries before each one; 0 before the first. In log2(reach) passes: widths double."""
+    widest, width = amax, 1
+    while width < min(reach, amax.shape[1]):
+        more = min(width, reach - width)
+        widest = torch.cat([widest[:, :more], torch.maximum(widest[:, more:], widest[:, :-more])], dim=1)
+        width += more
+    return torch.cat([torch.zeros_like(amax[:, :1]), widest[:, :-1]], dim=1)
+
+
+def _outcome(lost: Tensor, clipped: int, worst: float, fires: int) -> Outcome:
+    casts = lost.numel()
+    if not casts:
+        return Outcome(0, 0, 0.0, 0.0, 0.0, 0)
+    p99 = lost.kthvalue(math.ceil(0.99 * casts)).values
+    return Outcome(casts, clipped, worst, float(lost.mean()), float(p99), fires)

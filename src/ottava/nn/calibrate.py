@@ -1,0 +1,180 @@
+"""Fills the amax histories of a BF16 model before its first FP8 step.
+
+A run that changes from BF16 to delayed scaling, or resumes a checkpoint that has no histories, has nothing to predict
+scales from. Calibration runs some batches in high precision, forward and backward, and only looks. (TransformerEngine's
+`calibrating=True` does nothing in its Linear and LayerNormLinear, and nowhere sees a gradient.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.autocast import autocast
+from ottava.nn.linear import Linear
+from ottava.quantizer import Quantizer
+from ottava.recipe import Recipe, get_recipe
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> scalar to run backward from."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedTensor:
+    """What calibration found for one tensor."""
+
+    layer: str
+    """Full name of the layer."""
+    tensor: str
+    """input, weight or grad_output."""
+    format: str
+    """Number format of the cast."""
+    steps: int
+    """Entries of its history."""
+    amax: float
+    """Largest entry of the window."""
+    scale: float
+    """What the first cast will multiply with; 0: no history, the current scale."""
+    nonfinite: int
+    """Batches with an amax of inf or nan, which were left out."""
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """One row per tensor with a predicted scale."""
+
+    rows: tuple[CalibratedTensor, ...]
+    """In the order of the model."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        width = max([len(row.layer) for row in self.rows], default=5)
+        lines = [f"{'layer':{width}}  tensor       format  steps          amax         scale  nonfinite"]
+        lines += [
+            f"{r.layer:{width}}  {r.tensor:11}  {r.format:6}  {r.steps:5}  {r.amax:12.6g}  {r.scale:12.6g}"
+            + f"  {r.nonfinite:9}"
+            for r in self.rows
+        ]
+        return "\n".join(lines)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    recipe: Recipe | str | None = None,
+    *,
+    loss: Loss | None = None,
+    keep_gradients: bool = False,
+) -> CalibrationReport:
+    """Fills the histories of a converted model from some batches, in high precision, forward and backward.
+
+    Args:
+        model: converted under a recipe with predicted scales (delayed, guarded), or give one as `recipe`.
+        batches: each is one step of the histories: a tensor, or a tuple or mapping of the model's arguments.
+        loss: (model, batch) -> scalar. Give yours: the scales of gradients are only as good as the loss they come from.
+            None runs backward from the output's `.loss` if it has one, else from the sum of the output.
+        keep_gradients: leave the gradients where they are; else parameters' gradients, module buffers and random
+            state are put back as they were.
+    Returns:
+        CalibrationReport: what each tensor's scale became.
+    Raises:
+        ValueError: nothing in the model has predicted scales, or there is no batch.
+    Edge cases: parameters are never changed; the numbers are bit for bit those of the high-precision model.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "delayed")
+        >>> found = ottava.calibrate(model, [torch.ones(4, 64, dtype=torch.bfloat16)])
+        >>> [(row.tensor, row.amax, row.scale) for row in found.rows if row.tensor != "weight"]
+        [('input', 1.0, 448.0), ('grad_output', 1.0, 57344.0)]
+    """
+    wanted = get_recipe(recipe) if recipe is not None else None
+    _check(model, wanted)
+    kept = None if keep_gradients else _keep(model)
+    steps = 0
+    for batch in batches:
+        with autocast(wanted, calibrating=True, enabled=False):
+            (loss or _default_loss)(model, batch).backward()
+        steps += 1
+    if kept is not None:
+        _restore(model, *kept)
+    if not steps:
+        raise ValueError("calibrate: got no batch; needs at least one, and one per entry of the history is better")
+    return CalibrationReport(tuple(_rows(model)))
+
+
+def _check(model: nn.Module, wanted: Recipe | None) -> None:
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    recipes = [wanted.for_layer(m.name) if wanted else m.resolved for m in layers]
+    predicted = (spec for m, r in zip(layers, recipes, strict=True) for _, spec in m.quantizers.predicted(r))
+    if not any(spec is not None for spec in predicted):
+        names = sorted({r.name for r in recipes}) or "no converted layer"
+        raise ValueError(
+            f"calibrate: found {names}; only predicted scales have a history: use recipe 'delayed' or 'guarded'. "
+            "Current scaling needs no calibration"
+        )
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):
+        output = model(batch)
+    elif isinstance(batch, dict):
+        output = model(**batch)
+    else:
+        output = model(*batch)
+    own: Tensor | None = getattr(output, "loss", None)
+    if own is not None:
+        return own
+    result: Tensor = getattr(output, "logits", output)
+    return result.sum()
+
+
+def _keep(model: nn.Module) -> tuple[list[Tensor | None], list[Tensor], Tensor]:
+    gradients = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    return gradients, [b.clone() for b in _own_buffers(model)], torch.get_rng_state()
+
+
+def _restore(model: nn.Module, gradients: list[Tensor | None], buffers: list[Tensor], rng: Tensor) -> None:
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+    with torch.no_grad():
+        for buffer, before in zip(_own_buffers(model), buffers, strict=True):
+            buffer.copy_(before)
+    torch.set_rng_state(rng)
+
+
+def _own_buffers(model: nn.Module) -> list[Tensor]:
+    """The model's buffers without those that calibration is there to fill."""
+    return [b for m in model.modules() if not isinstance(m, Quantizer) for b in m.buffers(recurse=False)]
+
+
+def _rows(model: nn.Module) -> list[CalibratedTensor]:
+    rows = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear):
+            continue
+        for tensor, door in layer.quantizers.named_children():
+            if isinstance(door, Quantizer) and door.spec is not None:
+                history = door.amax_history
+                rows.append(
+                    CalibratedTensor(
+                        layer=name,
+                        tensor=tensor,
+                        format=door.spec.format.name,
+                        steps=int((history > 0).sum()),
+                        amax=float(history.max()),
+                        scale=float(door.scale),
+                        nonfinite=int(door.nonfinite_count),
+                    )
+                )
+    return rows

@@ -1,0 +1,382 @@
+"""What training does between two boundaries, and none of it moves a scale: recomputation, pipelines, errors, evaluation.
+
+The witness is always a plain run of the same model on the same data: all parameters, gradients, buffers and staged
+amaxes are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from scaling_samples import (
+    BUFFERS,
+    WIDTH,
+    differences,
+    door_of,
+    doors,
+    lengths,
+    loss_of,
+    network,
+    noise,
+    sgd,
+    snapshot,
+    state_of,
+    train,
+    windows,
+    with_cells,
+)
+
+# --- recomputation --------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Three residual blocks of two Linears, run as `how` says."""
+
+    def __init__(self, how: Callable[[list[nn.Module], Tensor], Tensor], recipe: str = "delayed") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)]
+        self.blocks, self.how = nn.ModuleList(parts), how
+        ottava.convert(self.bfloat16(), recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, WIDTH) -> (M, WIDTH)."""
+        return self.how(list(self.blocks), x.requires_grad_())  # reentrant checkpointing wants an input with gradient
+
+
+def plainly(blocks: list[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = x + block(x)
+    return x
+
+
+def each(blocks: list[nn.Module], x: Tensor, reentrant: bool) -> Tensor:
+    for block in blocks:
+        x = x + checkpoint(block, x, use_reentrant=reentrant)
+    return x
+
+
+def nested(blocks: list[nn.Module], x: Tensor, outer: bool, inner: bool) -> Tensor:
+    def rest(x: Tensor) -> Tensor:
+        return each(blocks[1:], x, inner)
+
+    x = x + blocks[0](x)
+    y: Tensor = checkpoint(rest, x, use_reentrant=outer)
+    return y
+
+
+WAYS: dict[str, Callable[[list[nn.Module], Tensor], Tensor]] = {
+    "reentrant": partial(each, reentrant=True),
+    "non-reentrant": partial(each, reentrant=False),
+    "nested": partial(nested, outer=False, inner=False),
+    "nested reentrant": partial(nested, outer=True, inner=True),
+    "reentrant in non-reentrant": partial(nested, outer=False, inner=True),
+    "non-reentrant in reentrant": partial(nested, outer=True, inner=False),
+}
+
+
+def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, recipe: str | None = None) -> list[float]:
+    """One step of two micro-batches; both forwards come before the backwards, outside of the autocast."""
+    with ottava.autocast(recipe) if recipe else ExitStack():
+        losses = [loss_of(model, noise(10 * step + i)) for i in range(2)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointing_changes_no_bit(way: str, recipe: str) -> None:
+    """TE #415, #1190, #1254, #1723, #3394: recomputation meets the scales of its forward, and stages them once."""
+    plain, recomputed = Blocks(plainly, recipe), Blocks(WAYS[way], recipe)
+    optimizers = [sgd(plain), sgd(recomputed)]
+    for step in range(3):
+        losses = [accumulate(m, o, step) for m, o in zip((plain, recomputed), optimizers, strict=True)]
+        assert losses[0] == losses[1]
+        assert differences(snapshot(plain), snapshot(recomputed)) == []
+    assert lengths(plain) == [3] * 18
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
+def test_recomputation_after_the_autocast_uses_its_recipe(way: str) -> None:
+    """Backward runs outside of the context that gave the recipe; the layers were converted with another."""
+    plain, recomputed = Blocks(plainly, "tensorwise"), Blocks(WAYS[way], "tensorwise")
+    optimizers = [sgd(plain), sgd(recomputed)]
+    for step in range(3):
+        losses = [accumulate(m, o, step, "delayed") for m, o in zip((plain, recomputed), optimizers, strict=True)]
+        assert losses[0] == losses[1]
+        assert differences(snapshot(plain), snapshot(recomputed)) == []
+    assert lengths(recomputed) == [3] * 18
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def pipeline(schedule: str) -> list[dict[str, Tensor]]:
+    """Two stages of a pipeline on one process, four micro-batches a step, three steps; `schedule` like "F0 F1 B0"."""
+    stages = [network(seed=seed) for seed in (1, 2)]
+    optimizers = [sgd(stage) for stage in stages]
+    for step in range(3):
+        sent: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        for action in schedule.split():
+            if action.startswith("F"):
+                y = stages[0](noise(10 * step + int(action[1:])))
+                received = y.detach().requires_grad_()
+                sent[action[1:]] = y, received, loss_of(stages[1], received)
+            else:
+                y, received, loss = sent.pop(action[1:])
+                loss.backward()
+                y.backward(received.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [snapshot(stage) for stage in stages]
+
+
+@pytest.mark.parametrize("schedule", ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 F3 B0 B1 B2 B3"], ids=["1F1B", "GPipe"])
+def test_pipeline_order_changes_no_bit(schedule: str) -> None:
+    """Scales are constants between steps, so the order of micro-batches through a stage is nobody's business."""
+    for got, expected in zip(pipeline(schedule), pipeline("F0 B0 F1 B1 F2 B2 F3 B3"), strict=True):
+        assert differences(got, expected) == []
+
+
+def test_second_backward_repeats_the_first() -> None:
+    """retain_graph: twice the gradient exactly, and the same amaxes again (TE loses what it saved)."""
+    model = network()
+    train(model, range(2))
+    model.zero_grad()
+    loss = loss_of(model, noise(2))
+    loss.backward(retain_graph=True)
+    once = snapshot(model)
+    loss.backward()
+    twice = snapshot(model)
+    assert all(name.endswith(".grad") for name in differences(once, twice))
+    assert all(torch.equal(twice[name], 2 * once[name]) for name in once if name.endswith(".grad"))
+
+
+# --- exceptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_is_no_boundary_and_training_goes_on(where: str) -> None:
+    """Buffers as before; the next step's entry is the largest of what the broken pass saw and its own."""
+    model = network()
+    optimizer = sgd(model)
+    train(model, range(2), optimizer)
+    optimizer.zero_grad()
+    before = state_of(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = (
+        model[2].register_forward_pre_hook(interrupt)
+        if where == "forward"
+        else model[0].register_full_backward_hook(interrupt)
+    )
+    with pytest.raises(KeyboardInterrupt), ottava.autocast("delayed"):
+        loss_of(model, 8 * noise(2)).backward()
+    handle.remove()
+    assert differences(state_of(model), before) == []
+    train(model, [3], optimizer)
+    assert lengths(model) == [3] * 6
+    assert windows(model)[0][0] == 8 * noise(2).abs().max().item()
+    assert all(door.staged.count_nonzero() == 0 for door in doors(model).values())
+    train(model, [4], optimizer)
+    assert windows(model)[0][0] == noise(4).abs().max().item()
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_context() -> Iterator[None]:
+    yield
+
+
+EVALUATIONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ...]] = {
+    "no_grad": (torch.no_grad,),
+    "inference_mode": (torch.inference_mode,),
+    "bf16": (torch.no_grad, lambda: ottava.autocast(enabled=False)),
+    "bf16 with gradients": (no_context, lambda: ottava.autocast(enabled=False)),
+    "tensorwise": (torch.no_grad, lambda: ottava.autocast("tensorwise")),
+    "another window": (torch.no_grad, lambda: ottava.autocast(with_cells("delayed", amax_history_len=7))),
+    "another format": (torch.inference_mode, lambda: ottava.autocast(with_cells("delayed", format=ottava.E4M3))),
+    "guarded": (torch.no_grad, lambda: ottava.autocast("guarded")),
+    "te timing": (torch.no_grad, lambda: ottava.autocast(update="autocast")),
+}
+
+
+def evaluate(model: nn.Module, contexts: tuple[Callable[[], AbstractContextManager[Any]], ...]) -> None:
+    """A validation set 100 times larger than the training data, with a NaN."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        for poison in (100.0, math.nan):
+            model(noise(77) * poison)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
+@pytest.mark.parametrize("contexts", EVALUATIONS.values(), ids=EVALUATIONS.keys())
+def test_evaluation_in_between_leaves_no_trace(
+    contexts: tuple[Callable[[], AbstractContextManager[Any]], ...], recipe: str
+) -> None:
+    """Before training, between forward and backward, between micro-batches and between steps: not one bit differs."""
+    plain, evaluated = network(recipe), network(recipe)
+    optimizers = [sgd(plain), sgd(evaluated)]
+    evaluate(evaluated, contexts)
+    for step in range(3):
+        results = []
+        for model, optimizer in zip((plain, evaluated), optimizers, strict=True):
+            for i in range(2):
+                loss = loss_of(model, noise(10 * step + i))
+                if model is evaluated:
+                    evaluate(model, contexts)
+                loss.backward()
+                if model is evaluated:
+                    evaluate(model, contexts)
+            optimizer.step()
+            results.append((loss.item(), snapshot(model)))
+        assert results[0][0] == results[1][0]
+        assert differences(results[0][1], results[1][1]) == []
+
+
+# --- another recipe in the middle of a run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("way", ["convert", "autocast"])
+def test_a_new_window_keeps_the_newest_and_says_so(way: str, length: int) -> None:
+    """Four entries in windows of 16; with 2 the newest two stay. The next step goes on from the new scale."""
+    model, recipe = network(), with_cells("delayed", amax_history_len=length)
+    optimizer = sgd(model)
+    train(model, range(4), optimizer)
+    before = windows(model)
+    with pytest.warns(UserWarning, match=f"amax_history_len changed from 16 to {length}") as said:
+        if way == "convert":
+            ottava.convert(model, recipe)
+            assert windows(model) == [w[:length] for w in before]
+        with ottava.autocast(recipe):
+            train(model, [4], optimizer)
+    assert len({(w.lineno, str(w.message)) for w in said}) == 1  # so Python's default filter shows one
+    assert [w[1:] for w in windows(model)] == [w[: length - 1] for w in before]
+    with warnings.catch_warnings(), ottava.autocast(recipe):
+        warnings.simplefilter("error")
+        train(model, [5], optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+def test_delayed_to_guarded_keeps_everything() -> None:
+    """Same windows, another reading of them; the second entry of the pair moves the scale by its margin."""
+    model = network()
+    train(model, range(3))
+    before = windows(model)
+    ottava.convert(model, "guarded")
+    assert windows(model) == before
+    largest = torch.tensor(max(before[0]))
+    assert torch.equal(door_of(model).scale, torch.tensor(224.0) / largest)
+    train(model, [3])
+    assert lengths(model) == [4] * 6
+
+
+def test_current_scaling_for_a_while_freezes_the_history() -> None:
+    """autocast("tensorwise") for some steps: idle doors keep their windows; afterwards they go on."""
+    model = network()
+    optimizer = sgd(model)
+    train(model, range(2), optimizer)
+    before = state_of(model)
+    with ottava.autocast("tensorwise"):
+        train(model, range(2, 4), optimizer)
+    assert differences(state_of(model), before) == []
+    train(model, [4], optimizer)
+    assert lengths(model) == [3] * 6
+
+
+# --- compiled, and without waiting for the device -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "guarded"])
+def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
+    """Compiled once; state included, with an evaluation in between and the boundary found as ever."""
+    eager, compiled = network(recipe), network(recipe)
+    torch._dynamo.reset()
+    call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    optimizers = [sgd(eager), sgd(compiled)]
+    for step in range(4):
+        for f, optimizer in zip((eager, call), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                f(noise(50 + step) * 100)
+            loss_of(f, noise(step)).backward()
+            optimizer.step()
+        assert differences(snapshot(eager), snapshot(compiled)) == []
+        if step == 0:
+            torch._dynamo.config.error_on_recompile = True
+    torch._dynamo.config.error_on_recompile = False
+    assert lengths(compiled) == [4] * 6
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: reading a number back, or making a tensor from Python numbers."""
+
+    WAITS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "lift_fresh", "_to_copy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.WAITS and not (name == "_to_copy" and (kwargs or {}).get("device") is None):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_boundary_reads_nothing_back() -> None:
+    """Neither a number nor a copy between host and device, once the buffers have been packed by the first one."""
+    model = network(ottava.get_recipe("delayed").override("2", "guarded"))
+    optimizer, state = sgd(model), ottava.ScalingState(model)
+    train(model, range(2), optimizer)
+    loss_of(model, noise(2)).backward()
+    with Reads() as counted:
+        state.update()
+    assert counted.seen == []
+    assert lengths(model) == [3] * 6
+
+
+def test_a_boundary_runs_where_nothing_can_be_read() -> None:
+    """On the meta device, which has no numbers: whoever asks for one gets an exception."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    ottava.convert(model, ottava.get_recipe("delayed").override("1", "guarded"))
+    state = ottava.ScalingState(model)
+    for _ in range(2):
+        state.update()
+    assert {buffer.device.type for door in doors(model).values() for buffer in door.buffers()} == {"meta"}
+    assert set(BUFFERS) <= set(vars(type(door_of(model)))["__annotations__"])
+
+
+def test_forward_and_backward_read_nothing_back_but_the_weights_checksum() -> None:
+    """The checksum is for CPUs only; without the weight cache (someone watches its door) no number is read."""
+    model = network()
+    train(model, range(2))
+    for name, door in doors(model).items():
+        if name.endswith("weight"):
+            door.register_forward_hook(lambda *_: None)
+    with Reads() as counted:
+        loss = loss_of(model, noise(2))
+        loss.backward()
+    assert counted.seen == []
