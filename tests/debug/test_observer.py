@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ottava
 from ottava.debug.statistics import STATISTICS, Tally, measure
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantizer import Quantizer
+from ottava.quantizer import Quantizer, WeightQuantizer
 from ottava.recipe import Recipe
 
 TENSORS = ("input", "weight", "grad_output")
@@ -261,4 +261,4 @@ def test_only_doors_are_hooked() -> None:
     """The model's own modules keep their hooks to themselves: nothing outside of a Quantizer is touched."""
     model = network()
     with ottava.debug.observe(model):
-        assert {type(m) for m in model.modules() if m._forward_hooks} == {Quantizer}
+        assert {type(m) for m in model.modules() if m._forward_hooks} == {Quantizer, WeightQuantizer}

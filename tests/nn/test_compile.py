@@ -232,6 +232,6 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
         expected.sum().backward()
         got.sum().backward()
         for door in ("input", "weight", "grad_output"):
-            staged = [m[0].get_submodule(f"quantizers.{door}").amax_staged for m in (model, eager)]
+            staged = [m[0].get_submodule(f"quantizers.{door}").staged for m in (model, eager)]
             assert torch.equal(*staged)  # type: ignore[arg-type]
         assert torch.equal(compiled(model)(x), eager(x))  # now they are there

@@ -112,9 +112,10 @@ def test_checkpoints_of_stateless_recipes_are_torchs(recipe: Recipe) -> None:
     """Key for key, before and after training; strict loading works both ways."""
     layer, other = make(recipe), nn.Linear(64, 40, dtype=torch.bfloat16)
     step(layer, data(8, 64))
-    if recipe.name == "delayed":
-        with pytest.raises(RuntimeError, match="Missing key"):
-            layer.load_state_dict(other.state_dict())
+    if recipe.name in ("delayed", "guarded"):
+        layer.load_state_dict(other.state_dict())  # a checkpoint without histories leaves them as they are
+        assert torch.equal(layer.weight, other.weight)
+        assert layer.quantizers.input.amax_history.shape == (16,)
         return
     assert list(layer.state_dict()) == list(other.state_dict())
     layer.load_state_dict(other.state_dict())
@@ -200,7 +201,7 @@ def test_a_change_of_dtype_equals_being_made_in_it(recipe: Recipe, dtype: torch.
         assert_equal(step(layer, x), step(other, x))
         ottava.ScalingState(layer).update()
         ottava.ScalingState(other).update()
-    assert {b.dtype for n, b in layer.named_buffers() if not n.endswith("nonfinite")} <= {torch.float32}
+    assert {b.dtype for n, b in layer.named_buffers() if not n.endswith("_count")} <= {torch.float32}
 
 
 def test_made_on_meta_and_filled_later(recipe: Recipe) -> None:
@@ -209,7 +210,7 @@ def test_made_on_meta_and_filled_later(recipe: Recipe) -> None:
     layer = Linear(64, 40, device="meta", dtype=torch.bfloat16, recipe=recipe)
     assert {t.device.type for t in layer.state_dict().values()} == {"meta"}
     layer.to_empty(device="cpu")
-    layer.load_state_dict(plain(source).state_dict(), strict=recipe.name != "delayed")
+    layer.load_state_dict(plain(source).state_dict(), strict=True)
     assert_equal(step(layer, data(8, 64)), step(source, data(8, 64)))
 
     with torch.device("meta"):

@@ -50,7 +50,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if column_major(x):  # cast along memory, not across it
+    if column_major(x) and spec.rounding == "nearest_even":  # cast along memory; random numbers keep the order of x
         data, scale_inv, block_amax = _quantize(x.t(), spec, spec.granularity.transposed, scale)
         return Cast(data.t(), scale_inv.t().contiguous(), block_amax.t().contiguous())
     return _quantize(x, spec, spec.granularity, scale)
