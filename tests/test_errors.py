@@ -27,7 +27,9 @@ def test_the_nearest_name_is_named() -> None:
 @pytest.mark.parametrize("got", ["ROWWISE", "Rowwise", "rOwWiSs"])
 def test_case_does_not_hide_the_nearest_name(got: str) -> None:
     """The name asked for is shown as it was written, the known one as it is known."""
-    assert unknown_name("recipe", got, ("bf16", "rowwise")).startswith(f"unknown recipe {got!r}; did you mean 'rowwise'")
+    assert unknown_name("recipe", got, ("bf16", "rowwise")).startswith(
+        f"unknown recipe {got!r}; did you mean 'rowwise'"
+    )
 
 
 @pytest.mark.parametrize("got", ["zzz", 5, None])
