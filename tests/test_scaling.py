@@ -69,6 +69,24 @@ def test_amax_is_that_of_a_naive_loop(granularity: Granularity, matrix: Tensor) 
     assert torch.equal(result, naive_amax(matrix, granularity))
 
 
+def test_amax_takes_fp64_as_well(granularity: Granularity) -> None:
+    """Statistics are sometimes asked about fp64 tensors; the result is fp32 all the same."""
+    x = torch.randn(37, 131, dtype=torch.float64).to(torch.float32)
+    assert torch.equal(amax(x.double(), granularity), naive_amax(x, granularity))
+
+
+def test_multiplying_by_blocks_is_multiplying_by_the_expanded_factors(granularity: Granularity, matrix: Tensor) -> None:
+    """In place, along memory whatever the layout, without making a factor for every element where blocks are whole."""
+    x = matrix.to(torch.float32, copy=True)
+    grid = granularity.grid_shape((x.shape[0], x.shape[1]))
+    factors = torch.randn(grid)
+    expected = x * granularity.expand(factors, (x.shape[0], x.shape[1]))
+    assert granularity.multiply_(x, factors) is x
+    assert torch.equal(x, expected)
+    assert granularity.transposed.transposed == granularity
+    assert granularity.transposed.grid_shape((x.shape[1], x.shape[0])) == (grid[1], grid[0])
+
+
 def test_expanded_scales_sit_on_their_blocks(granularity: Granularity, matrix: Tensor) -> None:
     """The entry that an element sees is the one of the block of its row and column."""
     rows, cols = matrix.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.kernels import reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import encode
-from ottava.scaling import PER_ROW, PER_TENSOR, amax, compute_scale
+from ottava.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
 
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -110,13 +111,16 @@ def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dty
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_gives_the_same_bits(spec: QuantizationSpec, fmt: Format, matrix: Tensor) -> None:
-    """Codes, scales and amax of a laptop and of a GPU, for every format that a recipe could name."""
-    spec = replace(spec, format=fmt)
-    here, there = reference.quantize(matrix, spec), reference.quantize(matrix.cuda(), spec)
-    for ours, theirs in zip(here, there, strict=True):
-        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
-        assert torch.equal(ours.contiguous().view(raw), theirs.cpu().contiguous().view(raw))
+def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
+    """Codes, scales and amax of a laptop and of a GPU, for every format, dtype and layout."""
+    x = torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))
+    views = (x, x.t(), x[::3, 1::2], x[:1], x[:0])
+    for fmt, dtype, view in itertools.product(FORMATS.values(), (torch.float32, torch.bfloat16, torch.float16), views):
+        given = view.to(dtype)
+        here, there = (reference.quantize(given.to(device), replace(spec, format=fmt)) for device in ("cpu", "cuda"))
+        for ours, theirs in zip(here, there, strict=True):
+            raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
+            assert torch.equal(ours.contiguous().view(raw), theirs.cpu().contiguous().view(raw))
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------
@@ -140,6 +144,18 @@ def test_gemm_is_fp32_accumulation_rounded_once(
     in_fp32 = reference.gemm(a, b, torch.float32, bias)
     assert ((in_fp32.double() - exact).abs() <= accumulation).all()
     assert torch.equal(y, in_fp32.to(dtype))
+
+
+@pytest.mark.parametrize("lhs", ["tensor", "row", "1x128", "*x16", "3x5"])
+@pytest.mark.parametrize("rhs", ["tensor", "1x32", "16x16", "128x128", "*x7"])
+@pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
+def test_blocks_of_any_two_sizes_multiply(lhs: str, rhs: str, scale_format: str, float64_gemm: Float64Gemm) -> None:
+    """Where blocks of a end inside blocks of b, sums end too: K = 300, blocks of 5 and 7, 128 and 32, 16 and all."""
+    specs = [QuantizationSpec(E4M3, Granularity.parse(text), scale_format) for text in (lhs, rhs)]  # type: ignore[arg-type]
+    a, b = operands((specs[0], specs[1]), (20, 40, 300))
+    exact, accumulation = float64_gemm(a, b, None)
+    y = reference.gemm(a, b, torch.float32, None)
+    assert ((y.double() - exact).abs() <= 3 * accumulation).all()  # blocks of 1 column: two more roundings a product
 
 
 def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:

@@ -83,13 +83,25 @@ def test_plain_lines_are_never_wrapped_or_coloured() -> None:
 
 def test_the_live_table_has_a_row_for_each_run_and_needs_no_colour() -> None:
     screen = console()
-    screen.print(live_table(VIEWS, 83.0))
+    screen.print(live_table(VIEWS, 83.0, width=120))
     text = written(screen)
     rows = [line.split() for line in text.splitlines()]
     assert ["tensorwise", "0", "50/100", "2.031", "+0.003", "20,480"] in [row[:6] for row in rows]
     assert any("nvfp4" in row and "diverged" in row for row in rows)
     assert "50 %  1 min 23 s left" in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_live_table_fits_its_console(width: int) -> None:
+    """Nothing cut, nothing wrapped, from the 80 columns of a plain terminal on."""
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(live_table([*VIEWS, view("rowwise_with_gw_hp", step=100, tokens_per_second=1e6)], 83.0, width=width))
+    assert "…" not in written(screen)
+    rows = [line for line in written(screen).splitlines() if "rowwise_with_gw_hp" in line]
+    assert len(rows) == 1
+    assert "1,000,000" in rows[0]
+    assert "▁" in rows[0]
 
 
 def test_no_color_is_honoured_in_a_terminal() -> None:
@@ -104,7 +116,7 @@ def test_no_color_is_honoured_in_a_terminal() -> None:
 
 def test_a_table_of_runs_that_have_not_begun_is_empty_but_there() -> None:
     screen = console()
-    screen.print(live_table([view(step=0, loss=None, tokens_per_second=None, curve=[])], None))
+    screen.print(live_table([view(step=0, loss=None, tokens_per_second=None, curve=[])], None, width=120))
     assert "0/100" in written(screen)
     assert " 0 %" in written(screen)
 

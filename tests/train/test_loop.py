@@ -48,12 +48,12 @@ def saved_curve(run: Path) -> list[StepRecord]:
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
 def test_training_learns(recipe: str, tmp_path: Path) -> None:
-    """It starts at ln 256 = 5.55 nats; letter frequencies alone give about 3.3."""
+    """It starts about 0.5 above ln 256 = 5.55 nats; letter frequencies alone give about 3.3."""
     trainer = Trainer(tiny(f"recipe={recipe}", "steps=60", "optimizer.learning_rate=1e-2"), tmp_path / "run")
     records = trainer.advance()
-    assert records[0].loss == pytest.approx(math.log(256), abs=0.2)
+    assert records[0].loss == pytest.approx(math.log(256) + 0.5, abs=0.3)
     assert records[-1].val_loss is not None
-    assert records[-1].val_loss < 3.6
+    assert records[-1].val_loss < 3.4
 
 
 def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:

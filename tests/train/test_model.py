@@ -47,7 +47,7 @@ def test_shorter_sequence_gives_the_prefix_of_the_logits() -> None:
     model = build()
     ids = torch.randint(0, 256, (2, 24))
     with torch.no_grad():
-        torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9], rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9], rtol=0, atol=1e-5)  # ~100 roundings near 1
 
 
 def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
@@ -88,22 +88,22 @@ def test_attention_equals_the_formula_written_out() -> None:
     torch.testing.assert_close(attention(x, cos, sin), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_untrained_model_guesses_evenly() -> None:
-    """At the start every byte has probability 1/256: ln 256 = 5.545 nats."""
+def test_untrained_model_guesses_nearly_evenly() -> None:
+    """ln 256 = 5.545 nats for an even guess; logits of variance 1 (unit rows of the head, normed stream) cost 1/2."""
     model = build(ModelConfig(), 64)
     ids = torch.randint(0, 256, (4, 65))
-    assert loss(model, ids[:, :-1], ids[:, 1:]).item() == pytest.approx(math.log(256), abs=0.1)
+    assert loss(model, ids[:, :-1], ids[:, 1:]).item() == pytest.approx(math.log(256) + 0.5, abs=0.1)
 
 
-def test_residual_projections_start_smaller() -> None:
-    """0.02 for matrices, 0.02 / sqrt(2 * 5 layers) = 0.0063 for those that write to the stream."""
+def test_matrices_start_at_one_over_root_width_and_those_that_write_to_the_stream_smaller() -> None:
+    """1 / sqrt(128) = 0.088; over sqrt(2 * 5 layers): 0.028."""
     model = build(ModelConfig(), 8)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert torch.equal(parameter, torch.ones_like(parameter))
             continue
         writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-        expected = 0.02 / math.sqrt(10) if writes else 0.02
+        expected = 0.0884 / math.sqrt(10) if writes else 0.0884
         assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
 
 

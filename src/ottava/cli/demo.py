@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,8 +49,6 @@ def demo(
     Exit code 0, or 1 if a recipe diverged or ended clearly above BF16: farther than two BF16 runs that differ by seed
     alone come apart 95 times in 100, judged from the BF16 seeds (Student's t). With one seed only divergence counts.
     """
-    import logging
-
     from rich.console import Console
 
     from ottava.cli.interrupt import stop_on_interrupt
@@ -55,12 +56,10 @@ def demo(
     from ottava.train.demo_folder import DEFAULT_FOLDER, DemoFolder
     from ottava.train.display import open_display
 
-    # The table says what the checkpoints' log lines would, five runs at a time.
-    logging.getLogger("ottava.train").setLevel(logging.WARNING)
     console = Console(stderr=as_json)
     given = _given(recipes, steps, seeds, data, settings)
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, given, resume=resume, fresh=fresh)
-    with stop_on_interrupt() as stopping:
+    with stop_on_interrupt() as stopping, _only_warnings():
         trained = Demo(folder)
         _introduce(console, folder, trained)
         with open_display(console) as display:
@@ -77,6 +76,18 @@ def demo(
     else:
         _conclude(console, folder, result)
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Without the trainers' log lines about checkpoints: five runs at a time, they would bury the table."""
+    logger = logging.getLogger("ottava.train")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _given(
@@ -100,19 +111,22 @@ def _given(
 
 def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
     """What is about to run."""
+    from rich.markup import escape
+
     from ottava.train.summary import listed
 
     settings = folder.settings
     for line in folder.news:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     size = f"{demo.parameters / 1e6:.2f} M parameters, {settings.steps} steps on {demo.runs[0].trainer.corpus.source}"
     seeds = f"BF16 with {settings.seeds} seed{'s' if settings.seeds > 1 else ''}"
-    console.print(f"[bold]ottava demo[/]  {size}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]ottava demo[/]  {escape(size)}", highlight=False, soft_wrap=True)
     console.print(f"             {listed([seeds, *settings.recipes])}, in turn\n", highlight=False, soft_wrap=True)
 
 
 def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
     """Results, verdicts, and where to look further."""
+    console.print("\nValidation loss in nats per byte", highlight=False)
     console.print(_results_table(result))
     for verdict in result.news:
         mark, style = {
@@ -123,9 +137,9 @@ def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
         }.get(verdict.outcome, ("??", "yellow"))
         console.print(f"[{style}]{mark:>4}[/]  {verdict.sentence}", highlight=False, soft_wrap=True)
     if result.emulated:
-        line = "FP8 operands are exact here, the GEMMs on them emulated: tokens/s says nothing about a GPU"
+        line = "quantized operands are exact here, GEMMs on them emulated: tokens/s says nothing about a GPU"
         console.print(f"      [dim]{line}[/]", highlight=False, soft_wrap=True)
-    console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _results_table(result: DemoResult) -> Table:
@@ -135,9 +149,9 @@ def _results_table(result: DemoResult) -> Table:
     from ottava.train.display import signed
     from ottava.train.report import loss_text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", no_wrap=True)
-    for heading in ("seed", "validation loss", "Δ to BF16", "in BF16", "tokens/s", "× BF16"):
+    for heading in ("seed", "loss", "Δ to BF16", "loss in BF16", "tokens/s", "× BF16"):
         table.add_column(heading, justify="right", no_wrap=True)
     deltas = {verdict.recipe: verdict.delta for verdict in result.verdicts}
     for run in result.runs:

@@ -92,7 +92,7 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """Linear warm-up, then half a cosine."""
 
-    warmup_fraction: Fraction = 0.05
+    warmup_fraction: Fraction = 0.1
     """Share of the steps in which the learning rate rises from 0."""
     final_fraction: Fraction = 0.1
     """Learning rate of the last step, as a share of the highest."""

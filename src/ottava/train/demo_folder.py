@@ -34,7 +34,7 @@ from ottava.train.verdict import MAX_SEEDS
 DEMO_VERSION = 1
 RESULTS = ("report.html", "loss.svg", "summary.json")
 DEFAULT_RECIPES = ("tensorwise", "blockwise")
-DEFAULT_STEPS = 240
+DEFAULT_STEPS = 200
 DEFAULT_SEEDS = 3
 DEFAULT_FOLDER = Path("runs/demo")
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 22
+_OTHER_WIDTH = 52  # of the table without its first and last column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class LiveDisplay:
     """A table that redraws itself in place, a row for each run, over a progress bar."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> Self:
@@ -114,10 +116,10 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
-        self._live.update(live_table(runs, seconds_left), refresh=True)
+        self._live.update(live_table(runs, seconds_left, width=self._console.width), refresh=True)
 
     def say(self, message: str) -> None:
-        self._live.console.print(Text(message))
+        self._console.print(Text(message))
 
 
 def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:
@@ -135,18 +137,20 @@ def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:
     return "  ".join(parts)
 
 
-def live_table(runs: Sequence[RunView], seconds_left: float | None) -> RenderableType:
-    """The table and the progress bar, for any console."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+def live_table(runs: Sequence[RunView], seconds_left: float | None, *, width: int) -> RenderableType:
+    """The table and the progress bar, for a console of that width; the curves get what the numbers leave."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", min_width=11, no_wrap=True)
     for heading in ("seed", "step", "loss", "Δ to BF16", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("training loss", width=_CURVE_WIDTH, no_wrap=True)
+    room = width - _OTHER_WIDTH - max(11, *(len(run.recipe) for run in runs))
+    whole_curve = max(1, min(_CURVE_WIDTH, room))
+    table.add_column("curve", width=whole_curve, no_wrap=True)
     losses = [loss for run in runs for loss in run.curve if math.isfinite(loss)]
     low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
     for run in runs:
         is_reference = run.recipe == runs[0].recipe
-        curve_width = math.ceil(_CURVE_WIDTH * run.step / run.steps)  # so that the curve grows with the run
+        curve_width = math.ceil(whole_curve * run.step / run.steps)  # so that the curve grows with the run
         style = "red" if run.diverged else "dim" if is_reference and run.seed else ""
         table.add_row(
             Text(run.recipe, style=style or ("" if is_reference else "bold")),

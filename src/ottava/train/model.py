@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ottava.train.config import ModelConfig
 
 VOCABULARY = 256
-INIT_STD = 0.02
 
 
 class Attention(nn.Module):
@@ -97,11 +96,13 @@ class ByteTransformer(nn.Module):
         cos, sin = rotary_table(sequence_length, config.d_model // config.heads, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        residual_std = INIT_STD / (2 * config.layers) ** 0.5  # GPT-2: keeps the stream's variance as layers add to it
+        # 1 / sqrt(width), not the usual 0.02, which is that for a width of 2,500: at 128 it learns slower (240 steps
+        # end at 2.03 instead of 1.78 nats per byte). GPT-2's factor keeps the stream's variance as layers add to it.
+        std = config.d_model**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=residual_std if residual else INIT_STD)
+                nn.init.normal_(parameter, std=std / (2 * config.layers) ** 0.5 if residual else std)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256)"""

@@ -165,7 +165,10 @@ class DemoResult:
         if self.noise.spread is None:
             return "FP8 beside BF16, with no measure of the noise"
         if all(verdict.outcome == "inside" for verdict in verdicts):
-            who = {1: verdicts[0].recipe, 2: "Both FP8 recipes"}.get(len(verdicts), f"All {len(verdicts)} FP8 recipes")
+            kind = "low-precision" if any("fp4" in verdict.recipe for verdict in verdicts) else "FP8"
+            who = {1: verdicts[0].recipe, 2: f"Both {kind} recipes"}.get(
+                len(verdicts), f"All {len(verdicts)} {kind} recipes"
+            )
             return f"{who} {'ends' if len(verdicts) == 1 else 'end'} inside the noise of BF16"
         return "No recipe ends clearly worse than BF16"
 
