@@ -265,10 +265,14 @@ class WeightQuantizer(Quantizer):
         seen, row, col = False, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
-        unseen = record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec))
-        if unseen or (rowwise and row is None) or (columnwise and col is None):
-            both = super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-            row, col = both[0] if row is None else row, both[1] if col is None else col
+        if record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec)):
+            row = col = None  # made in evaluation: no history has seen this weight yet
+        if isinstance(row, QuantizedTensor) and row_spec == col_spec and row.spec.granularity.transposes:
+            col = row.t()
+        wants_row, wants_col = rowwise and row is None, columnwise and col is None
+        if wants_row or wants_col:
+            both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
+            row, col = both[0] if wants_row else row, both[1] if wants_col else col
             self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 

@@ -100,22 +100,21 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         said = ambient()
-        recipe = self._active_recipe(said)
         compiling = torch.compiler.is_compiling()
+        recipe = self._active_recipe(said)
+        if compiling and (said.calibrating or said.session is not None or self._unprepared(recipe)):
+            return self._uncompiled(input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
         call = LastCall(recipe, tuple(input.shape), compiling)
         self.last_call = call
         if said.calibrating:
             return self._calibrate(input, said)
         if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
             return nn.functional.linear(input, self.weight, self.bias)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
         elif input.dtype == torch.float32 and not compiling:
             _warn_fp32(recipe.name)
         record = torch.is_grad_enabled()
-        if compiling and said.session is not None:
-            raise RuntimeError("autocast(update='autocast') needs the model itself, not its torch.compile'd form")
         after_backward = None if compiling or not record else self._announce(recipe, input, said)
         return linear(
             input,
@@ -127,6 +126,14 @@ class Linear(nn.Linear):
             record=record,
             after_backward=after_backward,
         )
+
+    def _unprepared(self, recipe: Recipe) -> bool:
+        predicted = self.quantizers.predicted(recipe)
+        return torch.is_grad_enabled() and any(spec is not None and door.spec != spec for door, spec in predicted)
+
+    @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
+    def _uncompiled(self, input: Tensor) -> Tensor:
+        return self.forward(input)
 
     def _active_recipe(self, said: Ambient) -> Recipe:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
@@ -161,12 +168,10 @@ class Linear(nn.Linear):
 
     def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError("autocast(calibrating=True) needs the model itself, not its torch.compile'd form")
         y = nn.functional.linear(input, self.weight, self.bias)
-        device, quantizers = input.device.type, self.quantizers
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        quantizers = self.quantizers
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
         specs = dict(quantizers.predicted(said.asked_of(self.name, self.resolved)))
         for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
             if (spec := specs[door]) is not None:
@@ -186,6 +191,12 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None}  # a copy has run nothing
+
+
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    device = input.device.type
+    # torch.autocast knows no meta device
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _recomputing() -> bool:
