@@ -42,6 +42,7 @@ MAY_IMPORT_DEBUG = ("ottava", "ottava.train", "ottava.cli")
 
 MUTABLE_ON_PURPOSE = {
     "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
+    "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
@@ -63,7 +64,7 @@ REGISTRY_WORDS = tuple("".join(word) for word in (("pypi", ".org"), ("python", "
 PUBLIC_NAMES = frozenset(
     {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
     | {"GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
-    | {"nn", "convert", "receipt", "assert_fp8", "debug"}
+    | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "debug"}
 )
 """What `import ottava` offers."""
 

@@ -319,7 +319,7 @@ def test_two_models_in_one_autocast_are_two_boundaries_of_their_own() -> None:
 
 
 def test_what_this_timing_cannot_do_is_refused() -> None:
-    """Recomputation would meet another scale than its forward did; compiled code has no moment to call back."""
+    """Recomputation would meet another scale than its forward did."""
     recipe, _ = setting(4)
     model = network(recipe)
     with ottava.autocast(update="autocast"):

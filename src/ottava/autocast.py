@@ -151,8 +151,8 @@ def autocast(
     Raises:
         ValueError: unknown recipe or update.
     Edge cases: layers that were not converted do not listen. A backward uses the recipe of its forward, also where
-        torch.utils.checkpoint recomputes it after the context has ended. Not for a torch.compile'd model:
-        calibrating and update="autocast"; those raise RuntimeError there.
+        torch.utils.checkpoint recomputes it after the context has ended. In a torch.compile'd model calibrating and
+        update="autocast" run the layers uncompiled, which fullgraph=True refuses.
 
     Example:
         >>> import ottava

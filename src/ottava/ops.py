@@ -245,7 +245,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Inside the operations dtypes are explicit: torch.autocast must not turn the fp32 accumulation into BF16."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -104,11 +104,11 @@ class Quantizer(nn.Module):
         """Makes the buffers of a predicted spec; an earlier spec's history is kept as far as it fits."""
         old, self.pack = self.spec, None
         if old is None:
-            self.register_buffer("amax_history", torch.zeros(spec.amax_history_len, device=device))
-            self.register_buffer("scale", torch.full((), 0.0 if spec.bootstrap else 1.0, device=device))
+            self.register_buffer("amax_history", torch.zeros(spec.amax_history_len, dtype=torch.float32, device=device))
+            self.register_buffer("scale", _first_scale(spec, device))
             for name in ("nonfinite_count", "guard_count"):
                 self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
-            self.staged = torch.zeros(3, device=device)
+            self.staged = torch.zeros(3, dtype=torch.float32, device=device)
             self.spec = spec
             return
         self.spec = spec
@@ -141,7 +141,7 @@ class Quantizer(nn.Module):
         """What the history says under a spec, which need not be the door's own: evaluation only reads."""
         empty = 0.0 if spec.bootstrap else 1.0
         if self.spec is None:
-            return torch.full((), empty, device=device)
+            return _first_scale(spec, device)
         history = _resized(self.amax_history, spec.amax_history_len)
         algorithm = spec.amax_compute_algo
         window = algorithm(history) if callable(algorithm) else history.max() if algorithm == "max" else history[0]
@@ -210,6 +210,11 @@ class Quantizer(nn.Module):
         return str(self.spec) if self.spec else ""
 
 
+def _first_scale(spec: QuantizationSpec, device: torch.device | None) -> Tensor:
+    """fp32 (), whatever torch's default dtype: 0 takes the current scale, 1 is TransformerEngine's start."""
+    return torch.full((), 0.0 if spec.bootstrap else 1.0, dtype=torch.float32, device=device)
+
+
 def _invalid(loaded: dict[str, Any], spec: QuantizationSpec) -> str | None:
     """Why tensors from a checkpoint are not the state of such a door; None if they are."""
     shapes = {"amax_history": (spec.amax_history_len,)}
@@ -265,10 +270,14 @@ class WeightQuantizer(Quantizer):
         seen, row, col = False, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
-        unseen = record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec))
-        if unseen or (rowwise and row is None) or (columnwise and col is None):
-            both = super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-            row, col = both[0] if row is None else row, both[1] if col is None else col
+        if record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec)):
+            row = col = None  # made in evaluation: no history has seen this weight yet
+        if isinstance(row, QuantizedTensor) and row_spec == col_spec and row.spec.granularity.transposes:
+            col = row.t()
+        wants_row, wants_col = rowwise and row is None, columnwise and col is None
+        if wants_row or wants_col:
+            both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
+            row, col = both[0] if wants_row else row, both[1] if wants_col else col
             self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 

@@ -62,7 +62,8 @@ class ScalingState:
     Args:
         model: its ottava layers join this state; they leave an earlier one.
         group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel around the model, or
-            the mesh that its parameters are sharded over; else this process stands alone.
+            the mesh that its parameters are sharded over; else this process stands alone. Compiled code cannot see
+            what is around it: for a torch.compile'd model give the group, or the DistributedDataParallel as `model`.
 
     Example:
         >>> import ottava
@@ -82,7 +83,8 @@ class ScalingState:
         """Updates so far."""
         self._found_group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self.moved_by_autocast = False
-        """Whether the last forward was under autocast(update="autocast"): then optimizer steps are no boundaries."""
+        """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
+        self._excused: set[int] = set()
         self._listening = self._optimizer_seen = False
         self._forwards = 0
         self._weight_version: tuple[int, int] | None = None
@@ -170,6 +172,7 @@ class ScalingState:
         """Told by a layer of each training forward with predicted scales: finds the group, watches for a boundary."""
         self.listen()
         self.moved_by_autocast = moved_by_autocast
+        self._excused.clear()
         self._found_group = group or self._found_group
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None:
@@ -207,9 +210,14 @@ class ScalingState:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
-        if not self.moved_by_autocast and self._holds_ours(optimizer):
-            stepped = _stepped(optimizer)
-            self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
+        if not self._holds_ours(optimizer):
+            return
+        if self.moved_by_autocast and id(optimizer) not in self._excused:  # a second step means forwards since that
+            self._excused.add(id(optimizer))  # nobody told us of: compiled ones
+            return
+        self.moved_by_autocast = False
+        stepped = _stepped(optimizer)
+        self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
         model, stepped = self._model(), _stepped(optimizer)
@@ -400,7 +408,7 @@ def _doors(layers: Iterable[Any]) -> list[Quantizer]:
 
 def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:
     """(3, doors) of what is staged; zeros for doors that keep no state, so that all ranks agree on the size."""
-    nothing = torch.zeros(3, device=device)
+    nothing = torch.zeros(3, dtype=torch.float32, device=device)
     return torch.stack([door.staged.to(device) if door.spec is not None else nothing for door in doors], dim=1)
 
 

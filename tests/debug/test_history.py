@@ -31,12 +31,10 @@ def scale_for(amax: np.float32, largest: float, margin: int, pow2: bool) -> np.f
 
 
 def clips(value: np.float32, name: str) -> bool:
-    """Rounds to a number that the format does not have: torch casts to the next larger float and back."""
-    largest = np.float32(torch.finfo(CODES[name]).max)
-    step = largest - np.float32(torch.nextafter(torch.tensor(largest), torch.tensor(0.0)).item())
-    del step
-    below = torch.tensor([float(largest) / 2, float(value) / 2]).to(CODES[name]).float()
-    return bool(below[1] > below[0])  # halved, both are well inside, and the grid of the octave below is as fine
+    """Whether it would round to a number above the largest; halved, torch's cast can say, for that number exists."""
+    halves = torch.tensor([torch.finfo(CODES[name]).max / 2, float(value) / 2])
+    top, rounded = halves.to(CODES[name]).float()
+    return bool(rounded > top)
 
 
 def loop(
@@ -149,7 +147,7 @@ def test_numbers_by_hand() -> None:
 
 
 def test_amax_within_rounding_of_the_top_does_not_clip() -> None:
-    """1.03 * 448 = 461.4 rounds to 448 as 461.4 would in any cast; 1.04 * 448 = 465.9 rounds to 480, which is clipped."""
+    """1.03 * 448 = 461.4 rounds to 448 in any case; 1.04 * 448 = 465.9 would round to 480, which is clipped."""
     for amax, clipped in ((1.03, 0), (1.04, 1)):
         recording = Recording.of({"fc.input": ("E4M3", [1.0, amax])})
         (outcome,) = replay(recording, [Setting(1)]).outcomes
@@ -183,9 +181,9 @@ class TwoLayers(nn.Module):
 
 @pytest.mark.parametrize("scaling", ["delayed", "guarded"])
 @pytest.mark.parametrize(
-    "setting", [Setting(4, "max", 1), Setting(3, "most_recent", 0), Setting(16, "max", 0)], ids=str
+    "setting, scale_format",
+    [(Setting(4, "max", 1), "fp32"), (Setting(3, "most_recent", 0), "fp32"), (Setting(16, "max", 0), "pow2")],
 )
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_replay_under_the_own_setting_repeats_the_run_bit_for_bit(
     scaling: str, setting: Setting, scale_format: str
 ) -> None:
@@ -193,7 +191,7 @@ def test_replay_under_the_own_setting_repeats_the_run_bit_for_bit(
     change = {"amax_history_len": setting.amax_history_len, "amax_compute_algo": setting.amax_compute_algo}
     model = TwoLayers().bfloat16()
     ottava.convert(model, recipe_with(scaling, margin=setting.margin, scale_format=scale_format, **change))
-    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=1e-6)
     used: dict[tuple[str, str], float] = {}
     for layer, module in model.named_modules():
         if isinstance(module, LinearQuantizers):
@@ -203,17 +201,21 @@ def test_replay_under_the_own_setting_repeats_the_run_bit_for_bit(
                     lambda door, args, output, key=key: used.update({key: used_scale_inv(output)})
                 )
     rows, seen = [], []
-    for step in range(14):
+    for step in range(12):
         used.clear()
         x = torch.randn(8, 64, dtype=torch.bfloat16) * 2.0 ** torch.randint(-4, 5, ()).item()
         model(x, step).square().sum().backward()
         optimizer.step()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight *= torch.exp2(torch.randn(()))
         optimizer.zero_grad()
         rows.append(state.take_amax())
         seen.append([used.get((door.layer, door.tensor), 0.0) for door in rows[-1]])
+    assert all(math.isfinite(value) for row in seen for value in row)
     recording = Recording(
         tuple(RecordedTensor.of(door.layer, door.tensor, door.spec) for door in rows[0]),
-        tuple(range(14)),
+        tuple(range(12)),
         torch.tensor([[door.amax for door in row] for row in rows]),
     )
     assert recording.setting == setting
@@ -276,8 +278,11 @@ def test_the_runs_own_setting_is_replayed_and_named() -> None:
         "L=7, max, margin 0 clipped 1 and lost 0.0 bits; guarded, it would take the current scale in 1."
     )
     assert str(found).splitlines()[2].endswith("<- the run's own")
-    best = replay(recording, [Setting(1, "most_recent", 0)])
-    assert best.advice().startswith("No setting here beats the run's own: L=7") or best.outcomes[0] is not best.own
+    steady = Recording(recording.tensors, (1, 2), torch.ones(2, 1))
+    assert replay(steady, [Setting(1, "most_recent", 1)]).advice() == (
+        "No setting here beats the run's own: L=7, max, margin 0 clipped 0 of 2 casts (2 steps) and lost 0.0 bits on "
+        "average; guarded, it would take the current scale in 0."
+    )
 
 
 def test_advice_says_so_where_there_is_no_single_setting() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
 
 import ottava
 from ottava.debug.recording import AmaxLog, RecordedTensor, Recording, RecordingError, Setting, read_series
@@ -171,3 +174,100 @@ def test_missing_recording_says_how_to_get_one(tmp_path: Path) -> None:
 def test_setting_refuses_what_no_spec_offers(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"amax_history_len|did you mean 'max'"):
         Setting(**bad)  # type: ignore[arg-type]
+
+
+# --- what the scaling state hands over --------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).bfloat16()
+    ottava.convert(model, "delayed")
+    return model
+
+
+def run(model: nn.Sequential, size: float, *, layers: int = 2) -> None:
+    model[:layers](torch.full((4, 64), size, dtype=torch.bfloat16)).sum().backward()
+
+
+def inputs(state: ottava.ScalingState) -> dict[str, float]:
+    return {door.layer: door.amax for door in state.take_amax() if door.tensor == "input"}
+
+
+def test_amaxes_of_a_step_are_those_that_entered_the_windows() -> None:
+    model = two_layers()
+    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for size in (3.0, 2.0):
+        run(model, size)
+        run(model, size / 2)  # a second micro-batch
+        optimizer.step()
+        taken = state.take_amax()
+        assert [(door.layer, door.tensor) for door in taken] == [
+            (layer, tensor) for layer in "01" for tensor in ("input", "weight", "grad_output")
+        ]
+        for door in taken:
+            quantizer = model[int(door.layer)].quantizers.get_submodule(door.tensor)
+            assert door.amax == quantizer.amax_history[0].item()
+            assert door.spec == quantizer.spec
+    assert inputs(state) == {"0": 0.0, "1": 0.0}  # told once
+
+
+def test_step_with_several_boundaries_is_told_whole() -> None:
+    """An update besides the one that the optimizer's step brought; an optimizer for each layer."""
+    model = two_layers()
+    state = ottava.ScalingState(model)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    run(model, 3.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    state.update()
+    found = inputs(state)
+    assert found["0"] == 3.0
+    assert found["1"] == model[1].quantizers.input.amax_history[0].item() > 0
+
+
+def test_idle_door_has_0_and_calibration_is_not_mixed_into_the_next_step() -> None:
+    model = two_layers()
+    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    ottava.calibrate(model, [torch.full((4, 64), 100.0, dtype=torch.bfloat16)])
+    state.take_amax()
+    run(model, 3.0, layers=1)
+    optimizer.step()
+    assert inputs(state) == {"0": 3.0, "1": 0.0}
+
+
+def test_recipe_that_predicts_nothing_hands_over_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    ottava.convert(model, "tensorwise")
+    state, optimizer = ottava.ScalingState(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert state.take_amax() == []
+
+
+def one_rank(rank: int, folder: Path) -> dict[str, float]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        model = two_layers()
+        state = ottava.ScalingState(model, dist.group.WORLD)
+        run(model, 2.0 + rank, layers=1 + rank)  # rank 0 never runs the second layer
+        state.update()
+        return inputs(state)
+    finally:
+        dist.destroy_process_group()
+
+
+def other_rank(_: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    (folder / "found.json").write_text(json.dumps(one_rank(1, folder)))
+
+
+@pytest.mark.slow
+def test_amaxes_are_those_over_all_ranks(tmp_path: Path) -> None:
+    other = mp.spawn(other_rank, (tmp_path,), nprocs=1, join=False)
+    found = one_rank(0, tmp_path)
+    while not other.join():
+        pass
+    assert found == json.loads((tmp_path / "found.json").read_text())
+    assert found["0"] == 3.0
+    assert found["1"] > 0

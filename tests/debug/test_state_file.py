@@ -387,6 +387,7 @@ def test_file_that_would_run_a_command_is_refused_and_runs_nothing(
     assert marker.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_storage_bytes_inside_a_pickle_are_not_trusted_either(tmp_path: Path) -> None:
     """torch's own rebuilding function unpickles the bytes it is given without a restriction."""
     marker = tmp_path / "ran"

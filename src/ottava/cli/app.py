@@ -25,6 +25,8 @@ import typer
 
 from ottava.cli.demo import demo
 from ottava.cli.formats import formats
+from ottava.cli.inspect import inspect
+from ottava.cli.plan import plan
 from ottava.cli.train import train
 
 BUG, INTERRUPTED = 70, 130
@@ -40,6 +42,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(train)
+app.command()(plan)
+app.command()(inspect)
 app.command()(formats)
 
 

@@ -104,7 +104,7 @@ class ScalingStateFile:
         return [f"{row.layer} {row.tensor}: {text}" for row in self.rows for text in row.problems]
 
     def __str__(self) -> str:
-        width = max([len(row.layer) for row in self.rows], default=5)
+        width = max(len(text) for text in ("layer", *(row.layer for row in self.rows)))
         lines = [f"{self.path}: scaling state of {self.source}, {len(self.rows)} tensors", *self.recipes, ""]
         lines.append(
             f"{'layer':{width}}  tensor         history      newest     largest       scale  non-finite  guard  "
@@ -383,4 +383,4 @@ def _recipe_in_words(recipe: StandIn, settings: Mapping[str, Any]) -> str:
     words = [f"{k}={v!r}" for k, v in settings.items() if isinstance(v, bool | int | float | str)]
     maxima = _maxima(settings.get("fp8_format"))
     words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
-    return f"{recipe.qualified_name}({', '.join(words)})"
+    return f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})"

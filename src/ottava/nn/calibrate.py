@@ -7,7 +7,8 @@ scales from. Calibration runs some batches in high precision, forward and backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,14 +99,12 @@ def calibrate(
     """
     wanted = get_recipe(recipe) if recipe is not None else None
     _check(model, wanted)
-    kept = None if keep_gradients else _keep(model)
     steps = 0
-    for batch in batches:
-        with autocast(wanted, calibrating=True, enabled=False):
-            (loss or _default_loss)(model, batch).backward()
-        steps += 1
-    if kept is not None:
-        _restore(model, *kept)
+    with nullcontext() if keep_gradients else _put_back(model):
+        for batch in batches:
+            with autocast(wanted, calibrating=True, enabled=False):
+                (loss or _default_loss)(model, batch).backward()
+            steps += 1
     if not steps:
         raise ValueError("calibrate: got no batch; needs at least one, and one per entry of the history is better")
     return CalibrationReport(tuple(_rows(model)))
@@ -137,20 +136,23 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
     return result.sum()
 
 
-def _keep(model: nn.Module) -> tuple[list[Tensor | None], list[Tensor], Tensor]:
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and random state of CPU and GPUs are afterwards what they were, whatever happened."""
     gradients = [p.grad for p in model.parameters()]
+    buffers = [b.clone() for b in _own_buffers(model)]
+    gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
     for p in model.parameters():
         p.grad = None
-    return gradients, [b.clone() for b in _own_buffers(model)], torch.get_rng_state()
-
-
-def _restore(model: nn.Module, gradients: list[Tensor | None], buffers: list[Tensor], rng: Tensor) -> None:
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        p.grad = gradient
-    with torch.no_grad():
-        for buffer, before in zip(_own_buffers(model), buffers, strict=True):
-            buffer.copy_(before)
-    torch.set_rng_state(rng)
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        with torch.no_grad():
+            for buffer, before in zip(_own_buffers(model), buffers, strict=True):
+                buffer.copy_(before)
 
 
 def _own_buffers(model: nn.Module) -> list[Tensor]:

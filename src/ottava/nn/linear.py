@@ -101,9 +101,9 @@ class Linear(nn.Linear):
         said = ambient()
         after_backward = None
         if torch.compiler.is_compiling():
-            if said.session is not None:
-                raise RuntimeError("ottava.autocast: calibrating and update='autocast' need the model, not compiled")
             log, recipe = None, said.recipe_for(self.name, self.resolved)
+            if said.session is not None or self._unprepared(recipe):
+                return self._uncompiled(input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             log = self._begin_call(input, said)
@@ -114,12 +114,19 @@ class Linear(nn.Linear):
                 after_backward = self._announce(recipe, input, said)
         if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
             return nn.functional.linear(input, self.weight, self.bias)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
         elif input.dtype == torch.float32 and log is not None:
             _warn_fp32(recipe.name)
         return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log, after_backward=after_backward)
+
+    def _unprepared(self, recipe: Recipe) -> bool:
+        predicted = self.quantizers.predicted(recipe)
+        return torch.is_grad_enabled() and any(spec is not None and door.spec != spec for door, spec in predicted)
+
+    @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
+    def _uncompiled(self, input: Tensor) -> Tensor:
+        return self.forward(input)
 
     def _begin_call(self, input: Tensor, said: Ambient) -> LastCall:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
@@ -160,9 +167,9 @@ class Linear(nn.Linear):
     def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
         y = nn.functional.linear(input, self.weight, self.bias)
-        device, quantizers = input.device.type, self.quantizers
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        quantizers = self.quantizers
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
         specs = dict(quantizers.predicted(said.asked_of(self.name, self.resolved)))
         for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
             if (spec := specs[door]) is not None:
@@ -182,6 +189,12 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None}  # a copy has run nothing
+
+
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    device = input.device.type
+    # torch.autocast knows no meta device
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _recomputing() -> bool:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.autocast import autocast
+from ottava.debug.recording import AmaxLog
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
 from ottava.state import ScalingState
@@ -102,10 +103,12 @@ class Trainer:
             self._random = _random_states(self.device)
         self.conversion = convert(self.model, config.build_recipe())
         self._scaling = ScalingState(self.model)
+        self._scaling.listen()
         self._optimizer = _adamw(self.model, config.optimizer)
         checkpoint = self._restore() if resume else None
         self.step = checkpoint.step if checkpoint else 0
         self.history = self.folder.cut_history(self.step)
+        self._amaxes = AmaxLog(self.folder.path, step=self.step)
         self.diverged = False
         facts = {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
@@ -193,9 +196,9 @@ class Trainer:
         loss_value, grad_norm = _finite(value), _finite(norm)
         self.diverged = math.isnan(loss_value) or math.isnan(grad_norm)
         if not self.diverged:
-            self._optimizer.step()
-            self._scaling.update()
+            self._optimizer.step()  # also the boundary at which predicted scales move
             self.step = step
+            self._amaxes.append(step, self._scaling.take_amax())
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
         if self.done:  # before the evaluation, whose forwards would be what a later receipt shows

@@ -1,0 +1,70 @@
+"""`ottava plan` on a recorded run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+import ottava
+from ottava.cli.plan import plan
+from ottava.debug.recording import AmaxLog, RecordingError
+
+
+def run(*arguments: str | Path) -> int:
+    """The command as the app runs it; an error of ours comes out as it is."""
+    app = typer.Typer()
+    app.command()(plan)
+    return app(args=list(map(str, arguments)), standalone_mode=False)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """40 steps of two tensors; the input grows by an octave at step 20."""
+    spec = ottava.RECIPES["delayed"].fprop.lhs
+    log = AmaxLog(tmp_path)
+    for step in range(1, 41):
+        log.append(step, [("fc1", "input", spec, 1.0 if step < 20 else 2.0), ("fc1", "weight", spec, 0.5)])
+    return tmp_path
+
+
+def test_prints_the_ranking_and_the_advice(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's own L=16, max, margin 0 clips once, at the jump; with a margin of 1 79 casts lose a bit instead."""
+    assert run("--history", recorded) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{recorded}: 40 steps, 2 tensors of 1 layers"
+    assert sum("margin" in line for line in lines[3:-3]) == 24
+    assert next(line for line in lines if "<- the run's own" in line).startswith("* L=16, max, margin 0")
+    assert lines[-1] == (
+        "most_recent, margin 1 would have clipped 0 of 80 casts (40 steps) and lost 1.0 bits on average; the run's own "
+        "L=16, max, margin 0 clipped 1 and lost 0.0 bits; guarded, it would take the current scale in 1."
+    )
+
+
+def test_json_is_one_object_with_the_same_numbers(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--history", recorded, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["schema_version"], values["run_dir"], values["steps"]) == (1, str(recorded), 40)
+    assert values["own_setting"] == {"amax_history_len": 16, "amax_compute_algo": "max", "margin": 0}
+    (own,) = [o for o in values["outcomes"] if values["own_setting"].items() <= o.items()]
+    assert (own["casts"], own["clipped"], own["clipped_steps"], own["guard_fires"]) == (80, 1, 1, 1)
+    assert [(one["tensor"], one["clipped"]) for one in own["tensors"]] == [("input", 1), ("weight", 0)]
+
+
+def test_run_without_a_recording_is_a_bad_input_file(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="does not exist") as caught:
+        run("--history", tmp_path)
+    assert caught.value.exit_code == 4
+
+
+def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
+    AmaxLog(tmp_path).append(1, [("fc1", "input", ottava.RECIPES["delayed"].fprop.lhs, 0.0)])
+    with pytest.raises(RecordingError, match="no tensor was cast in its 1 recorded steps"):
+        run("--history", tmp_path)
+
+
+def test_history_is_asked_for() -> None:
+    with pytest.raises(Exception, match="history"):
+        run()
