@@ -7,6 +7,7 @@ small wrong source, where it must complain: a rule that cannot fail guards nothi
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -80,7 +81,7 @@ class Module:
     name: str
     source: str
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
@@ -228,6 +229,7 @@ def classes(modules: Mapping[str, Module] = MODULES) -> Iterator[ast.ClassDef]:
         yield from (node for node in definitions(module.tree) if isinstance(node, ast.ClassDef))
 
 
+@functools.cache
 def makers_of_frozen() -> frozenset[str]:
     """Frozen classes of the package (dataclass, NamedTuple, pydantic) and functions annotated to return one."""
     frozen: set[str] = set()
@@ -279,10 +281,15 @@ def nothing_mutable_on_import(module: Module) -> list[str]:
     return complaints
 
 
+@functools.cache
+def protocol_methods() -> frozenset[str]:
+    """Names that a Protocol of the package explains for all classes that follow it."""
+    protocols = [node for node in classes() if "Protocol" in map(ast.unparse, node.bases)]
+    return frozenset(item.name for node in protocols for item in node.body if isinstance(item, ast.FunctionDef))
+
+
 def public_things_are_explained(module: Module) -> list[str]:
     """Every module, and every public function, class, method has a docstring; a Protocol speaks for its own."""
-    protocols = [node for node in classes() if "Protocol" in map(ast.unparse, node.bases)]
-    spoken = {item.name for node in protocols for item in node.body if isinstance(item, ast.FunctionDef)}
     complaints = [] if ast.get_docstring(module.tree) else [f"{module.name}: no module docstring"]
 
     def visit(body: list[ast.stmt], where: str) -> None:
@@ -291,7 +298,7 @@ def public_things_are_explained(module: Module) -> list[str]:
                 "_"
             ):
                 decorators = {ast.unparse(mark).split(".")[-1] for mark in node.decorator_list}
-                method_of_protocol = where != module.name and node.name in spoken
+                method_of_protocol = where != module.name and node.name in protocol_methods()
                 explained = ast.get_docstring(node) or method_of_protocol or decorators & {"setter", "overload"}
                 if not explained:
                     complaints.append(f"{where}.{node.name}: no docstring")
