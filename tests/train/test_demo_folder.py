@@ -145,7 +145,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
 def test_settings_survive_json_and_name_the_command_that_repeats_them() -> None:
     settings = DemoSettings(recipes=("rowwise",), data="/a b", overrides=("optimizer.betas=[0.9, 0.99]",))
     assert DemoSettings.from_dict(json.loads(json.dumps(asdict(settings)))) == settings
-    expected = "--recipes rowwise --steps 200 --seeds 3 --data '/a b' --set 'optimizer.betas=[0.9, 0.99]'"
+    expected = "--recipes rowwise --steps 240 --seeds 3 --data '/a b' --set 'optimizer.betas=[0.9, 0.99]'"
     assert settings.command() == f"ottava demo {expected}"
 
 
@@ -153,7 +153,7 @@ def test_runs_are_bf16_with_every_seed_then_each_recipe_with_the_first() -> None
     settings = DemoSettings(recipes=("rowwise", "mxfp8"), seeds=2, overrides=("model.layers=3",))
     assert settings.runs() == [("bf16", 0), ("bf16", 1), ("rowwise", 0), ("mxfp8", 0)]
     config = settings.config("rowwise", 1)
-    assert (config.recipe, config.seed, config.steps, config.model.layers) == ("rowwise", 1, 200, 3)
+    assert (config.recipe, config.seed, config.steps, config.model.layers) == ("rowwise", 1, 240, 3)
 
 
 def test_a_recipe_with_a_slash_has_one_folder() -> None:
