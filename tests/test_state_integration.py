@@ -311,6 +311,7 @@ def test_current_scaling_for_a_while_freezes_the_history() -> None:
 def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
     """Compiled once; state included, with an evaluation in between and the boundary found as ever."""
     eager, compiled = network(recipe), network(recipe)
+    ottava.ScalingState(compiled)  # made by hand: it hears of no compiled forward, and listens all the same
     torch._dynamo.reset()
     graphs = 0
     call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
@@ -327,6 +328,24 @@ def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # training and evaluation, once each
     assert lengths(compiled) == [4] * 6
+
+
+@pytest.mark.parametrize("update", ["step", "autocast"])
+def test_a_compiled_model_moves_its_scales_under_an_autocast(update: Any) -> None:
+    """Converted with another recipe: the first forward makes the buffers, uncompiled. TE's timing never is compiled."""
+    eager, compiled = network("tensorwise"), network("tensorwise")
+    torch._dynamo.reset()
+    call = torch.compile(compiled, backend="aot_eager")
+    for model, f in ((eager, eager), (compiled, call)):
+        optimizer = sgd(model)
+        for step in range(4):
+            with ottava.autocast("delayed" if step < 3 else None, update=update):
+                loss = loss_of(f, noise(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert lengths(compiled) == [3] * 6
+    assert differences(snapshot(eager), snapshot(compiled)) == []
 
 
 class Reads(TorchDispatchMode):

@@ -152,6 +152,16 @@ def test_a_larger_state_takes_over() -> None:
     assert {layer.scaling_state for layer in model if hasattr(layer, "scaling_state")} == {state}
 
 
+def test_a_state_made_before_the_conversion_serves_it() -> None:
+    """The order of two lines is nobody's mistake."""
+    model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+    state = ottava.ScalingState(model)
+    ottava.convert(model, "delayed")
+    loss_of(model, noise(0)).backward()
+    state.update()
+    assert lengths(model) == [1] * 3
+
+
 def test_nothing_outlives_a_model() -> None:
     """Model, state and buffers are freed without garbage collection once the last name is gone."""
     model = network()

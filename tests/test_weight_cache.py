@@ -210,6 +210,15 @@ def test_every_change_of_a_weight_is_noticed(change: Callable[[nn.Parameter], No
     assert not same_operand(after, before)
 
 
+def test_looking_at_a_weight_leaves_its_storage_resizable() -> None:
+    """FSDP2 frees an unsharded weight by resizing its storage, which tensor.numpy() would forbid for good."""
+    weight, spec = torch.randn(WIDTH, WIDTH).bfloat16(), fixed_operand("tensorwise")
+    WeightQuantizer()(weight, spec, spec)
+    weight.untyped_storage().resize_(0)
+    empty, _ = WeightQuantizer()(torch.zeros(0, WIDTH), spec, spec)
+    assert tuple(empty.shape) == (0, WIDTH)
+
+
 def test_a_new_scale_is_a_new_cast() -> None:
     """The weight is frozen; what changes is the scale: by a boundary, a loaded checkpoint, a reset."""
     spec, door = with_cells("delayed", amax_history_len=2).fprop.rhs, network().get_submodule("0.quantizers.weight")

@@ -8,6 +8,7 @@ models (TransformerEngine #814). When the state moves on is decided in `state`.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import zlib
 from collections.abc import Callable
@@ -296,8 +297,10 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 def _checksum(x: Tensor) -> int:
-    # not a sum, which rows that change places leave as it is
-    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    # Not a sum, which rows that change places leave as it is. Not through numpy(), after which torch cannot resize the
+    # storage any more, as FSDP2 does to free it.
+    bits = x.detach().contiguous()
+    return zlib.crc32((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
 
 
 class LinearQuantizers(nn.Module):

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from ottava.autocast import Part
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
+from ottava.recipe import Recipe
 from ottava.scaling import compute_scale
 
 _FORWARDS_BEFORE_WARNING = 256
@@ -85,10 +86,11 @@ class ScalingState:
         self.moved_by_autocast = False
         """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
+        self._wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
         self._listening = self._optimizer_seen = False
         self._forwards = 0
         self._weight_version: tuple[int, int] | None = None
-        self._members: list[weakref.ref[Any]] | None = None
+        self._members: list[weakref.ref[Any]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
         self._unread: deque[tuple[list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
         if model is not None:
@@ -97,6 +99,8 @@ class ScalingState:
                 self._found_group = self._found_group or earlier.group or earlier._found_group
                 self.boundaries = max(self.boundaries, earlier.boundaries)
                 layer.scaling_state = self
+            if any(door.spec is not None for door in self.doors()):
+                self.listen()
 
     def update(self, part: Part = "all") -> None:
         """Rolls the windows with what was staged since the last boundary and sets the scales of the next step.
@@ -162,23 +166,40 @@ class ScalingState:
 
     def _layers(self) -> list[Any]:
         model = self._model()
-        if self._members is None and model is not None:  # on first use: a copied state's layers are copied after it
-            self._members = [weakref.ref(layer) for layer in _layers(model) if layer.scaling_state is self]
-        return [layer for member in self._members or () if (layer := member()) is not None]
+        if not self._members and model is not None:  # on first use: a copied state's layers are copied after it
+            layers = _layers(model)
+            mine = [layer for layer in layers if layer.scaling_state is self]
+            self._members = [weakref.ref(layer) for layer in mine or layers]  # none: it was made before the conversion
+        return [layer for member in self._members if (layer := member()) is not None]
 
     def saw_forward(
         self, weight: Tensor, group: dist.ProcessGroup | None = None, *, moved_by_autocast: bool = False
     ) -> None:
-        """Told by a layer of each training forward with predicted scales: finds the group, watches for a boundary."""
+        """Told by a layer of each training forward with predicted scales."""
         self.listen()
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
-        self._found_group = group or self._found_group
-        wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None:
-            self._found_group = wrapper.process_group
+        self.find_group(group)
         if self.boundaries == 0 and not self._optimizer_seen and not weight.is_meta:
             self._watch(weight)
+
+    def find_group(self, named: dist.ProcessGroup | None = None) -> None:
+        """Told by a layer of each forward: takes the group that an autocast names, or that of the wrapper around it."""
+        self._found_group = named or self._found_group
+        active = DistributedDataParallel._get_active_ddp_module()
+        known = active is None or active is self._wrapper()
+        if not known and (wrapper := ddp_around(self._layers())) is not None:
+            self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
+
+    def prepare(self, recipe_of: Callable[[str, Recipe], Recipe]) -> None:
+        """With several processes: makes the buffers of all layers as soon as one needs some, since another rank may run
+        others; recipe_of: (full name, own resolved recipe) -> what the autocast of the moment asks of a layer."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        for layer in self._layers():
+            for door, spec in layer.quantizers.predicted(recipe_of(layer.name, layer.resolved)):
+                if spec is not None and door.spec is None:
+                    door.prepare(spec, layer.weight.device)
 
     def listen(self) -> None:
         """From now on every optimizer step is looked at."""
@@ -396,6 +417,16 @@ def _window(spec: QuantizationSpec, history: Tensor) -> Tensor:
     if callable(algorithm):
         return torch.stack([algorithm(row) for row in history.unbind()])
     return history.amax(dim=1) if algorithm == "max" else history[:, 0].clone()
+
+
+def ddp_around(layers: Iterable[nn.Module]) -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running, if one of these layers is in it.
+
+    torch notes it for the process, not for the thread: in another thread it is the wrapper of another model.
+    """
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    inside = {id(module) for module in wrapper.modules()} if wrapper is not None else set()
+    return wrapper if any(id(layer) in inside for layer in layers) else None
 
 
 def _layers(model: nn.Module) -> list[Any]:

@@ -96,9 +96,7 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
         assert isinstance(layer, Linear)
         layer.adopt(recipe, name)
     if converted:
-        state = ScalingState(model)
-        if any(door.spec is not None for door in state.doors()):
-            state.listen()
+        ScalingState(model)
     report = ConversionReport(model, recipe, converted, skipped)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)

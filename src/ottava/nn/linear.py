@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ottava.autocast import Ambient, ambient
 from ottava.functional import linear, observe_grad_output
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
-from ottava.state import ScalingState
+from ottava.state import ScalingState, ddp_around
 
 
 class LastCall:
@@ -145,6 +144,8 @@ class Linear(nn.Linear):
         if all(spec is None for _, spec in self.quantizers.predicted(recipe)):
             return None
         state = self._bound_state()
+        if self._unprepared(recipe):
+            state.prepare(said.asked_of)
         if _recomputing() and (said.session is not None or state.moved_by_autocast):
             raise RuntimeError(
                 f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
@@ -159,7 +160,7 @@ class Linear(nn.Linear):
 
     def _bound_state(self) -> ScalingState:
         if not self.scaling_state.bound:  # a layer made by hand, or unpickled
-            wrapper = DistributedDataParallel._get_active_ddp_module()
+            wrapper = ddp_around([self])
             # its model is what DDP wraps, so that all ranks have one state of the same layers; else the layer itself
             ScalingState(self if wrapper is None else wrapper.module)
         return self.scaling_state
@@ -170,14 +171,18 @@ class Linear(nn.Linear):
         quantizers = self.quantizers
         if (dtype := _autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        specs = dict(quantizers.predicted(said.asked_of(self.name, self.resolved)))
+        recipe, state = said.asked_of(self.name, self.resolved), self._bound_state()
+        state.find_group(said.group)
+        if self._unprepared(recipe):
+            state.prepare(said.asked_of)
+        specs = dict(quantizers.predicted(recipe))
         for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
             if (spec := specs[door]) is not None:
                 door.calibrate(tensor, spec)
         if (spec := specs[quantizers.grad_output]) is not None:
             observe_grad_output(y, quantizers.grad_output, spec)
         if said.session is not None:
-            said.session.touch(self._bound_state())
+            said.session.touch(state)
         return y
 
     def __repr__(self) -> str:

@@ -1,0 +1,112 @@
+"""Scaling state in two and in three processes: the same histories everywhere, no hang, whatever a rank leaves out.
+
+One start of the processes runs all scenarios of a world size; each is a test of its own here. Gloo, CPU only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import state_scenarios
+import state_scenarios_sharded
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from state_scenarios import World
+
+from scaling_samples import differences, network
+
+SCENARIOS = (*state_scenarios.SCENARIOS, *state_scenarios_sharded.SCENARIOS)
+SIZES = (2, 3)
+_LIMIT = 240
+
+
+def run_all(rank: int, size: int, folder: str) -> None:
+    """What each process does: all scenarios in turn, until one fails, since the ranks then no longer agree."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    results: dict[str, str] = {}
+    for scenario in SCENARIOS:
+        torch.manual_seed(0)
+        try:
+            scenario(World(rank, size, folder))
+            results[scenario.__name__] = ""
+        except Exception:
+            results[scenario.__name__] = traceback.format_exc()
+        Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        if results[scenario.__name__]:
+            break
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(size: int, folder: Path) -> list[dict[str, str]]:
+    """The results of each rank."""
+    folder.mkdir()
+    context = mp.spawn(run_all, args=(size, str(folder)), nprocs=size, join=False)
+    deadline = time.monotonic() + _LIMIT
+    try:
+        while not context.join(timeout=5) and time.monotonic() < deadline:
+            pass
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.terminate()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the world sizes share: the two write a checkpoint there, which the three read."""
+    path = tmp_path_factory.mktemp("state")
+    (path / "dcp").mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[int, list[dict[str, str]]]:
+    """All scenarios of all world sizes, run once."""
+    return {size: start(size, folder / f"{size}") for size in SIZES}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size} processes")
+def test_holds_on_every_rank(
+    results: dict[int, list[dict[str, str]]], size: int, scenario: Callable[[World], None]
+) -> None:
+    """See the scenario's own docstring."""
+    ranks, name = results[size], scenario.__name__
+    if not any(name in rank for rank in ranks):
+        pytest.skip("an earlier scenario failed")
+    failures = {rank: answers.get(name, "did not answer") for rank, answers in enumerate(ranks)}
+    assert set(failures.values()) == {""}, "\n".join(f"rank {rank}: {text}" for rank, text in failures.items())
+
+
+def test_one_process_reads_what_two_have_written(results: dict[int, list[dict[str, str]]], folder: Path) -> None:
+    """The distributed checkpoint of the scenario, loaded without any process group into a plain model."""
+    assert results[2][0]["distributed_checkpoint"] == ""
+    model = network(layers=3, seed=3)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "dcp" / "checkpoint", no_dist=True)
+    model.load_state_dict(state["model"])
+    assert differences(dict(model.state_dict()), torch.load(folder / "dcp" / "expected.pt")) == []
+
+
+def test_every_scenario_is_listed() -> None:
+    """A scenario that is written and not run proves nothing."""
+    written = {
+        thing
+        for module in (state_scenarios, state_scenarios_sharded)
+        for thing in vars(module).values()
+        if callable(thing) and getattr(thing, "__annotations__", {}).keys() == {"world", "return"}
+    }
+    assert written == set(SCENARIOS)
