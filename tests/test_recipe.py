@@ -57,6 +57,11 @@ TABLES = {
         *("E5M2[tensor, delayed]", "E4M3[tensor, delayed]"),
         *("E5M2[tensor, delayed]", "E4M3[tensor, delayed]"),
     ),
+    "guarded": (
+        *("E4M3[tensor, guarded]", "E4M3[tensor, guarded]"),
+        *("E5M2[tensor, guarded]", "E4M3[tensor, guarded]"),
+        *("E5M2[tensor, guarded]", "E4M3[tensor, guarded]"),
+    ),
     "nvfp4": (
         *("E2M1[1x16, e4m3]", "E2M1[16x16, e4m3]"),
         *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3]"),
@@ -313,9 +318,9 @@ def test_overrides_by_hand_are_checked_as_well() -> None:
 def test_a_tensor_has_one_delayed_history() -> None:
     """x delayed as E4M3 in fprop and as E5M2 in wgrad would roll one window twice; equal specs are fine."""
     e4m3, e5m2 = QuantizationSpec(E4M3, scaling="delayed"), QuantizationSpec(E5M2, scaling="delayed")
-    with pytest.raises(ValueError, match=r"input is delayed as .* a tensor has one history"):
+    with pytest.raises(ValueError, match=r"input is predicted as .* a tensor has one history"):
         Recipe("x", fprop=GemmRecipe(e4m3, e4m3), wgrad=GemmRecipe(e4m3, e5m2))
-    with pytest.raises(ValueError, match="weight is delayed as"):
+    with pytest.raises(ValueError, match="weight is predicted as"):
         RECIPES["delayed"].override("a", dgrad=GemmRecipe(e4m3, replace(e4m3, margin=1)))
     assert Recipe("x", fprop=GemmRecipe(e4m3, e4m3), wgrad=GemmRecipe(e5m2, e4m3)).quantized
 

@@ -97,7 +97,7 @@ class ByteTransformer(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         # 1 / sqrt(width), not the usual 0.02, which is that for a width of 2,500: at 128 it learns slower (240 steps
-        # end at 2.03 instead of 1.78 nats per byte). GPT-2's factor keeps the stream's variance as layers add to it.
+        # end at 1.99 instead of 1.78 nats per byte). GPT-2's factor keeps the stream's variance as layers add to it.
         std = config.d_model**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
