@@ -27,9 +27,8 @@ def main(layers: int = 334, rounds: int = 30) -> None:
         state.update()
         times.append(1e6 * (time.perf_counter() - start))
     low, median, high = statistics.quantiles(times[1:], n=4)
-    print(
-        f"{3 * layers} tensors: {median:.0f} us an update (quartiles {low:.0f} to {high:.0f}), torch {torch.__version__}"
-    )
+    spread = f"{low:.0f} to {high:.0f}"
+    print(f"{3 * layers} tensors: {median:.0f} us an update (quartiles {spread}), torch {torch.__version__}")
 
 
 if __name__ == "__main__":

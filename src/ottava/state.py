@@ -390,7 +390,7 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
     groups: dict[tuple[QuantizationSpec, torch.device], list[int]] = {}
     for index, door in enumerate(doors):
         if door.spec is not None:
-            groups.setdefault((door.spec, door.scale.device), []).append(index)
+            groups.setdefault((door.spec, door.staged.device), []).append(index)
     for (spec, device), columns in groups.items():
         members = [doors[i] for i in columns]
         pack = members[0].pack
@@ -434,7 +434,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _doors(layers: Iterable[Any]) -> list[Quantizer]:
-    return [door for m in layers for door in m.quantizers.doors]
+    return [door for m in layers for door in m._modules["quantizers"].doors]
 
 
 def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:
