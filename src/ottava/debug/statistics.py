@@ -1,96 +1,33 @@
-"""What a cast did to a tensor, from sums that merge exactly over calls, micro-batches and ranks.
+"""Every number that is told about a cast, derived from a `Tally`. Adding one is adding an entry to `STATISTICS`.
 
-A `Tally` holds sufficient statistics; a `Statistic` turns one into a number. Adding a statistic is adding one entry to
-`STATISTICS`. With x the tensor before the cast, q the dequantized one and e = x - q:
+With x the tensor before the cast, q the dequantized one and e = x - q:
 
     See = sum e**2    Sxx = sum x**2    Sxe = sum x*e    a = Sxe / Sxx    b = See / Sxx
     mse = See / n     sqnr_db = -10 log10 b     cosine = (1 - a) / sqrt(1 - 2a + b)
 
-so that the cosine is never the quotient of two nearly equal sums, which leaves 4 digits in fp32. Non-finite elements
-are counted and left out of every sum.
+so that the cosine is never the quotient of two nearly equal sums, which leaves 4 digits in fp32. Cosine, MSE and SQNR
+of a tensor weigh elements by their energy, and look perfect where a few huge rows hide that all others were flushed:
+look at `row_sqnr_p50_db`, `mean_relative_error` and `underflow_pct`, which weigh rows and elements alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.debug.tally import ROW_SQNR_DB, Bins, Number, Tally
 
-
-@dataclass(frozen=True)
-class Tally:
-    """Sufficient statistics of one tensor; `+` merges two."""
-
-    n: float = 0.0
-    """Finite elements."""
-    n_nonfinite: float = 0.0
-    """Infinities and NaNs before the cast."""
-    n_nonzero: float = 0.0
-    """Finite elements that are not 0."""
-    n_underflow: float = 0.0
-    """Of these, cast to 0."""
-    n_overflow: float = 0.0
-    """Beyond the largest number of the format by more than its rounding range: clipped."""
-    sxx: float = 0.0
-    """Sum of x**2."""
-    see: float = 0.0
-    """Sum of e**2."""
-    sxe: float = 0.0
-    """Sum of x * e."""
-    amax: float = 0.0
-    """Largest finite magnitude."""
-
-    def __add__(self, other: Tally) -> Tally:
-        merged = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Tally(**{**merged, "amax": max(self.amax, other.amax)})
-
-
-def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
-    """The tally of one cast. x (R, C) before it; sums in fp64. Reads numbers back from the device: not for a hot path.
-
-    Example:
-        >>> import ottava
-        >>> x = torch.tensor([[1.0, 1e-9, 0.0, 448.0]])
-        >>> tally = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
-        >>> tally.n_nonzero, tally.n_underflow, tally.amax
-        (3.0, 1.0, 448.0)
-    """
-    fmt = x_q.spec.format
-    finite = x.isfinite()
-    x64 = torch.where(finite, x, 0).to(torch.float64)
-    q64 = torch.where(finite, x_q.dequantize(torch.float32), 0).to(torch.float64)
-    scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, (x.shape[0], x.shape[1])).to(torch.float64)
-    step = math.ldexp(fmt.eps, fmt.emax)
-    clip = fmt.max + step / 2  # up to half a step above the largest number rounds to it; the tie only if it is even
-    clipped = torch.gt if fmt.max / step % 2 == 0 else torch.ge
-    error = x64 - q64
-    nonzero = x64 != 0
-    sums = torch.stack(
-        [
-            finite.sum(dtype=torch.float64),
-            (~finite).sum(dtype=torch.float64),
-            nonzero.sum(dtype=torch.float64),
-            (nonzero & (q64 == 0)).sum(dtype=torch.float64),
-            # where even the scale of a block underflowed, an element is lost, not clipped
-            (clipped(x64.abs(), clip * scale_inv) & (q64 != 0)).sum(dtype=torch.float64),
-            x64.square().sum(),
-            error.square().sum(),
-            (x64 * error).sum(),
-            x64.abs().max() if x64.numel() else x64.new_zeros(()),
-        ]
-    )
-    return Tally(*sums.tolist())
+Worse = Literal["high", "low", ""]
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number from a tally."""
+    """One number from a tally, or a column of them from a table of tallies."""
 
     name: str
     """Key in tables and files."""
@@ -98,44 +35,197 @@ class Statistic:
     """Of the number."""
     meaning: str
     """One sentence."""
-    finish: Callable[[Tally], float]
+    worse: Worse
+    """Which way is trouble: "high", "low", or "" where neither is."""
+    finish: Callable[[Tally], Number]
     """The number; NaN where the tally says nothing about it."""
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _ratio(part: Number, whole: Number) -> Number:
+    part, whole = np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return _plain(np.where(whole != 0, part / np.where(whole != 0, whole, 1.0), math.nan))
 
 
-def _sqnr_db(t: Tally) -> float:
-    if not t.sxx:
-        return math.nan
-    return math.inf if t.see == 0 else -10 * math.log10(t.see / t.sxx)
+def _plain(value: Any) -> Number:
+    return float(value) if np.ndim(value) == 0 else value
 
 
-def _cosine(t: Tally) -> float:
-    if not t.sxx:
-        return math.nan
-    a, b = t.sxe / t.sxx, t.see / t.sxx
-    norm = 1 - 2 * a + b  # |q|**2 / |x|**2
-    return (1 - a) / math.sqrt(norm) if norm > 0 else math.nan
+def _where(condition: Any, value: Any) -> Number:
+    return _plain(np.where(condition, value, math.nan))
 
 
-STATISTICS: Mapping[str, Statistic] = MappingProxyType(
-    {
-        s.name: s
-        for s in (
-            Statistic("amax", "of x", "largest magnitude before the cast", lambda t: t.amax),
-            Statistic(
-                "underflow_pct",
-                "%",
-                "non-zero elements that the cast turned into 0",
-                lambda t: 100 * _ratio(t.n_underflow, t.n_nonzero),
-            ),
-            Statistic("overflow_pct", "%", "elements that the cast clipped", lambda t: 100 * _ratio(t.n_overflow, t.n)),
-            Statistic("sqnr_db", "dB", "signal power over the power of the cast's error", _sqnr_db),
-            Statistic("cosine", "", "cosine between the tensor and its cast", _cosine),
-            Statistic("mse", "of x squared", "mean squared error of the cast", lambda t: _ratio(t.see, t.n)),
-            Statistic("nonfinite", "elements", "infinities and NaNs before the cast", lambda t: t.n_nonfinite),
-        )
-    }
+def _percent(part: Number, whole: Number) -> Number:
+    return 100 * _ratio(part, whole)
+
+
+def _decibels(noise_over_signal: Number) -> Number:
+    with np.errstate(divide="ignore"):
+        return _plain(-10 * np.log10(noise_over_signal))  # no noise: inf
+
+
+def _cosine_and_gain(t: Tally) -> tuple[Number, Number]:
+    a, b = _ratio(t.sxe, t.sxx), _ratio(t.see, t.sxx)
+    norm = np.maximum(1 - 2 * a + b, 0.0)  # |q|**2 / |x|**2
+    return _ratio(1 - a, np.sqrt(norm)), _ratio(1 - a, norm)
+
+
+def _rms(t: Tally) -> Number:
+    return np.sqrt(_ratio(t.sxx, t.n))
+
+
+def _std(t: Tally) -> Number:
+    mean = _ratio(t.sx, t.n)
+    return _plain(np.sqrt(np.maximum(_ratio(t.sxx, t.n) - mean * mean, 0.0)))
+
+
+def _amin(t: Tally) -> Number:
+    return _where(np.isfinite(t.amin), t.amin)
+
+
+def _dynamic_range(t: Tally) -> Number:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _plain(np.log2(_ratio(t.amax, _amin(t))))
+
+
+def _scale_spread(t: Tally) -> Number:
+    mean = _ratio(t.scale_log2, t.n_scales)
+    return _plain(np.sqrt(np.maximum(_ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
+
+
+def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
+    """The value below which `share` of a histogram's entries lie, linear within a bin; NaN where it is empty.
+
+    Args:
+        histogram: (bins,) or (rows, bins).
+        share: 0 to 1.
+        width, first: of a bin, and the lower edge of the first one.
+
+    Example:
+        >>> percentile(np.array([0.0, 4.0, 4.0]), 0.75)
+        2.5
+    """
+    histogram = np.asarray(histogram, dtype=np.float64)
+    total = histogram.sum(-1)
+    cumulative = histogram.cumsum(-1)
+    wanted = total * share
+    index = (cumulative < wanted[..., None]).sum(-1)
+    index = np.minimum(index, histogram.shape[-1] - 1)
+    inside = np.take_along_axis(histogram, index[..., None], -1)[..., 0]
+    before = np.take_along_axis(cumulative, index[..., None], -1)[..., 0] - inside
+    part = np.where(inside > 0, (wanted - before) / np.where(inside > 0, inside, 1), 0.0)
+    return _where(total > 0, first + width * (index + part))
+
+
+def _row_sqnr(share: float) -> Callable[[Tally], Number]:
+    return lambda t: percentile(t.row_sqnr, share, width=ROW_SQNR_DB)
+
+
+def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
+    bins = int(limit_db / ROW_SQNR_DB)
+    return lambda t: _percent(_plain(np.asarray(t.row_sqnr)[..., :bins].sum(-1)), t.n_rows)
+
+
+_ENTRIES = (
+    Statistic("amax", "of x", "largest magnitude before the cast", "", lambda t: t.amax),
+    Statistic("amin", "of x", "smallest magnitude that is not 0", "", _amin),
+    Statistic(
+        "underflow_pct",
+        "%",
+        "non-zero elements that the cast turned into 0",
+        "high",
+        lambda t: _percent(t.n_underflow, t.n_nonzero),
+    ),
+    Statistic(
+        "underflow_pct_numel",
+        "%",
+        "the same over all elements, zeros too, as TransformerEngine counts",
+        "high",
+        lambda t: _percent(t.n_underflow, t.n),
+    ),
+    Statistic(
+        "subnormal_pct",
+        "%",
+        "non-zero elements cast to a subnormal number, with fewer bits than the format has",
+        "high",
+        lambda t: _percent(t.n_subnormal, t.n_nonzero),
+    ),
+    Statistic("overflow_pct", "%", "elements that the cast clipped", "high", lambda t: _percent(t.n_overflow, t.n)),
+    Statistic(
+        "row_sqnr_p50_db",
+        "dB",
+        "signal over error power of the median row: the first number to look at",
+        "low",
+        _row_sqnr(0.5),
+    ),
+    Statistic("row_sqnr_p10_db", "dB", "one row in ten is worse", "low", _row_sqnr(0.1)),
+    Statistic("row_sqnr_p1_db", "dB", "one row in a hundred is worse", "low", _row_sqnr(0.01)),
+    Statistic("rows_below_15db_pct", "%", "rows that are mostly noise", "high", _rows_below(15)),
+    Statistic(
+        "sqnr_db",
+        "dB",
+        "signal power over the power of the cast's error, for the whole tensor",
+        "low",
+        lambda t: _decibels(_ratio(t.see, t.sxx)),
+    ),
+    Statistic(
+        "mean_relative_error",
+        "",
+        "|e| / |x|, mean of the non-zero elements; 1 for a flushed one",
+        "high",
+        lambda t: _ratio(t.srel, t.n_nonzero),
+    ),
+    Statistic("cosine", "", "cosine between the tensor and its cast", "low", lambda t: _plain(_cosine_and_gain(t)[0])),
+    Statistic(
+        "gain",
+        "",
+        "what the cast must be multiplied with to fit x best: above 1, it shrinks",
+        "",
+        lambda t: _plain(_cosine_and_gain(t)[1]),
+    ),
+    Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: _ratio(t.see, t.n)),
+    Statistic("max_error", "of x", "largest error of an element", "high", lambda t: t.max_error),
+    Statistic("rms", "of x", "root of the mean square", "", lambda t: _plain(_rms(t))),
+    Statistic("mean", "of x", "mean", "", lambda t: _ratio(t.sx, t.n)),
+    Statistic("std", "of x", "standard deviation", "", _std),
+    Statistic("dynamic_range_bits", "octaves", "log2(amax / amin)", "high", _dynamic_range),
+    Statistic(
+        "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: _ratio(t.n * t.sx4, t.sxx**2)
+    ),
+    Statistic("outlier_ratio", "", "amax over rms", "high", lambda t: _ratio(t.amax, _rms(t))),
+    Statistic(
+        "block_spread_p50",
+        "octaves",
+        "how far the amax of the median 1x128 block lies below the tensor's: bits one scale for all wastes",
+        "high",
+        lambda t: percentile(t.block_spread, 0.5),
+    ),
+    Statistic(
+        "block_spread_p99",
+        "octaves",
+        "one block in a hundred lies further below",
+        "high",
+        lambda t: percentile(t.block_spread, 0.99),
+    ),
+    Statistic("scale_max", "1/x", "largest scale", "", lambda t: _where(np.asarray(t.scale_max) > 0, t.scale_max)),
+    Statistic("scale_min", "1/x", "smallest scale", "", lambda t: _where(np.isfinite(t.scale_min), t.scale_min)),
+    Statistic("scale_log2_std", "octaves", "how far the scales of blocks lie apart", "", _scale_spread),
+    Statistic(
+        "scale_error_max",
+        "octaves",
+        "log2(predicted scale / current scale), largest: above 0 the cast clips",
+        "high",
+        lambda t: _where(np.isfinite(t.scale_error_max), t.scale_error_max),
+    ),
+    Statistic(
+        "scale_error_min",
+        "octaves",
+        "the smallest: so many low bits were lost",
+        "low",
+        lambda t: _where(np.isfinite(t.scale_error_min), t.scale_error_min),
+    ),
+    Statistic("scale_error_mean", "octaves", "the mean", "", lambda t: _ratio(t.scale_error, t.n_predicted)),
+    Statistic("nonfinite", "elements", "infinities and NaNs before the cast", "high", lambda t: t.n_nonfinite),
 )
+
+STATISTICS: Mapping[str, Statistic] = MappingProxyType({s.name: s for s in _ENTRIES})

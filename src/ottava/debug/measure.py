@@ -1,0 +1,282 @@
+"""Fills a `Tally` from a tensor and what it was cast to: one walk over bands of rows, on any device.
+
+Elements are brought near 1 by a power of two before they are squared, so that neither gradients of 1e-20 nor
+activations of 1e30 leave fp32; a row is summed in fp32, rows are summed in fp64. Counts are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.debug.tally import (
+    EXPONENT_BINS,
+    EXTREME_FIELDS,
+    GRANULARITIES,
+    RELATIVE_BINS,
+    ROW_SQNR_BINS,
+    ROW_SQNR_DB,
+    SPREAD_BINS,
+    SUM_FIELDS,
+    Tally,
+    unpack,
+)
+from ottava.formats import Format
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.rounding import decode, floor_log2, power_of_two
+from ottava.scaling import BLOCK_1X128, Granularity, compute_scale
+from ottava.scaling import amax as block_amaxes
+
+BAND_ROWS = 128
+"""Rows measured together: blocks of 128x128 fit, and so do the temporaries of a band in a cache."""
+_MAGNITUDE_BITS, _QUARTER_OCTAVE = 0x7FFFFFFF, 21
+_TOP_BIN = (127 << 23) >> _QUARTER_OCTAVE  # of 1.0
+_BLOCKS = tuple((name, Granularity.parse(name)) for name in GRANULARITIES)
+
+
+class Packed(NamedTuple):
+    """A tally as two vectors on the tensor's device, see `tally.unpack`. To merge: sums add, extremes take the max."""
+
+    sums: Tensor
+    """fp64 (SUM_WIDTH,)."""
+    extremes: Tensor
+    """fp64, one per field of EXTREME_FIELDS, minima negated."""
+
+    def tally(self) -> Tally:
+        """Reads the numbers back from the device."""
+        return unpack(self.sums.cpu().numpy(), self.extremes.cpu().numpy())
+
+
+def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
+    """The tally of one cast. x (R, C) before it. Reads numbers back from the device: not for a hot path.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.tensor([[1.0, 1e-9, 0.0, 448.0]])
+        >>> tally = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
+        >>> tally.n_nonzero, tally.n_underflow, tally.amax
+        (3.0, 1.0, 448.0)
+    """
+    return measure_packed(x, x_q).tally()
+
+
+@torch.no_grad()
+def measure_packed(x: Tensor, x_q: QuantizedTensor, *, whole: Tensor | None = None, fine: bool = True) -> Packed:
+    """As `measure`, left on the device.
+
+    Args:
+        x: (R, C) before the cast; float32, bfloat16 or float16.
+        x_q: the same elements after it.
+        whole: the tensor of which x is a sample of rows: amax, the count of non-finite elements and the error of a
+            predicted scale are taken from it.
+        fine: fill the histograms of elements below the amax of their block, too, which cost as much as all else.
+    """
+    whole = x if whole is None else whole
+    amax = block_amaxes(whole).reshape(())
+    nonfinite = _f64(0, x)
+    clean = x.device.type == "cpu" and math.isfinite(float(amax))  # elsewhere asking would wait for the device
+    if not clean:
+        finite = whole.isfinite()
+        nonfinite = (~finite).sum(dtype=torch.float64)
+        amax = block_amaxes(torch.where(finite, whole, 0)).reshape(())
+    walk = _Walk(x, x_q, amax, clean, fine)
+    for start in range(0, x.shape[0], BAND_ROWS):
+        walk.band(start, min(start + BAND_ROWS, x.shape[0]))
+    walk.sums |= {"n_total": _f64(whole.numel(), x), "n_casts": _f64(1, x), "n_nonfinite": nonfinite}
+    walk.extremes["amax"] = amax.to(torch.float64)
+    _scales(walk, x_q, amax)
+    return walk.packed()
+
+
+def sample_rows(x: Tensor, every: int, phase: int) -> Tensor | None:
+    """Indices of one band of BAND_ROWS rows in `every`, beginning with band `phase % every`; None for all of them.
+
+    Example:
+        >>> sample_rows(torch.empty(1000, 8), 4, 1)[[0, 127, 128, -1]]
+        tensor([128, 255, 640, 767])
+    """
+    bands = -(-x.shape[0] // BAND_ROWS)
+    if every <= 1 or bands < 2:
+        return None
+    starts = torch.arange(phase % min(every, bands), bands, every) * BAND_ROWS
+    rows = (starts[:, None] + torch.arange(BAND_ROWS)).flatten()
+    return rows[rows < x.shape[0]].to(x.device)
+
+
+def take_rows(x_q: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
+    """Some rows of a cast; whole bands of them where blocks are taller than a row."""
+    height = x_q.spec.granularity.rows
+    scale_inv = x_q.scale_inv
+    if height == 1:
+        scale_inv = scale_inv[rows]
+    elif height is not None:
+        scale_inv = scale_inv[torch.unique_consecutive(rows // height)]
+    return QuantizedTensor(x_q.data.view(torch.uint8)[rows].view(x_q.data.dtype), scale_inv, x_q.spec, x_q.dtype)
+
+
+def _f64(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device=like.device)
+
+
+class _Walk:
+    """Sums and extremes while bands go by."""
+
+    def __init__(self, x: Tensor, x_q: QuantizedTensor, amax: Tensor, clean: bool, fine: bool) -> None:
+        self.x, self.x_q, self.amax, self.clean, self.fine = x, x_q, amax, clean, fine
+        self.format: Format = x_q.spec.format
+        shape = (x.shape[0], x.shape[1])
+        self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
+        self.clip, self.beyond = _clip(self.format)
+        # amax * unit is in [1, 2)
+        exponent = torch.where(amax > 0, floor_log2(amax), 0).clamp(-126, 126)
+        self.unit = power_of_two(-exponent)
+        self.unit32 = self.unit.to(torch.float32)
+        zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        self.sums: dict[str, Tensor] = {
+            f.name: zero.new_zeros(f.metadata["bins"]) if f.metadata["bins"] else zero for f in SUM_FIELDS
+        }
+        self.extremes: dict[str, Tensor] = {
+            f.name: zero if f.metadata["merge"] == "max" and f.default == 0 else zero - math.inf for f in EXTREME_FIELDS
+        }
+
+    def band(self, start: int, stop: int) -> None:
+        """Takes in the rows from start to stop."""
+        x = self.x[start:stop].to(torch.float32).contiguous()
+        numbers = decode(self.x_q.data[start:stop].contiguous(), self.format)
+        scale_inv = self.scale_inv[start:stop] if self.scale_inv.shape[0] > 1 else self.scale_inv
+        q = numbers * scale_inv
+        size = _f64(x.numel(), x)
+        if not self.clean:
+            finite = x.isfinite()
+            size = finite.sum(dtype=torch.float64)
+            x, q, numbers = (torch.where(finite, t, 0) for t in (x, q, numbers))
+        magnitude = x.abs()
+        bits = magnitude.view(torch.int32)
+        nonzero = torch.count_nonzero(magnitude)
+        zeros = x.numel() - nonzero
+        error = x - q
+        self._count(size, magnitude, nonzero, zeros, q, numbers, scale_inv)
+        row_signal = self._sum(x, magnitude, error)
+        self._extend(bits, error)
+        self._histograms(magnitude, bits, zeros, row_signal)
+
+    def _count(
+        self,
+        size: Tensor,
+        magnitude: Tensor,
+        nonzero: Tensor,
+        zeros: Tensor,
+        q: Tensor,
+        numbers: Tensor,
+        scale_inv: Tensor,
+    ) -> None:
+        self._add("n", size)
+        self._add("n_nonzero", nonzero)
+        kept = torch.count_nonzero(q)
+        if self.format.has_zero:
+            self._add("n_underflow", nonzero - kept)
+        small = (numbers.abs() < 2.0**self.format.emin).sum()
+        self._add("n_subnormal", small - (numbers.numel() - torch.count_nonzero(numbers)))
+        top = scale_inv * (self.format.max * (1 - 2.0**-20))  # rounded, so a little lower
+        if magnitude.device.type != "cpu" or bool((magnitude >= top).any()):
+            clipped = self.beyond(magnitude.to(torch.float64), self.clip * scale_inv.to(torch.float64))
+            # where even the scale of a block underflowed, an element is lost, not clipped
+            self._add("n_overflow", (clipped & (q != 0)).sum())
+
+    def _sum(self, x: Tensor, magnitude: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        y, e = x * self.unit32, error * self.unit32
+        squares = y * y
+        rows = {
+            "sx": y.sum(1),
+            "sabs": magnitude.mul(self.unit32).sum(1),
+            "sxx": squares.sum(1),
+            "sx4": (squares * squares).sum(1),
+            "see": (e * e).sum(1),
+            "sxe": (y * e).sum(1),
+            "srel": error.abs().div_(torch.where(magnitude > 0, magnitude, 1.0)).sum(1),
+        }
+        powers = {"sx": 1, "sabs": 1, "sxx": 2, "sx4": 4, "see": 2, "sxe": 2, "srel": 0}
+        for name, per_row in rows.items():
+            self._add(name, per_row.sum(dtype=torch.float64) / self.unit ** powers[name])
+        self.squares = squares
+        signal, noise = rows["sxx"], rows["see"]
+        alive = signal > 0
+        decibels = -10 * torch.log10(noise / torch.where(alive, signal, 1.0))
+        bins = (decibels / ROW_SQNR_DB).nan_to_num(0.0, ROW_SQNR_BINS, 0.0).floor().clamp(0, ROW_SQNR_BINS - 1)
+        weights = alive.to(torch.float64)
+        self._add("row_sqnr", torch.bincount(bins.to(torch.int64), weights, minlength=ROW_SQNR_BINS))
+        self._add("n_rows", weights.sum())
+        return signal, noise
+
+    def _extend(self, bits: Tensor, error: Tensor) -> None:
+        if not bits.numel():
+            return
+        smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
+        amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
+        self.extremes["amin"] = torch.maximum(self.extremes["amin"], -amin)
+        self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
+
+    def _histograms(self, magnitude: Tensor, bits: Tensor, zeros: Tensor, row_signal: tuple[Tensor, Tensor]) -> None:
+        counts = torch.bincount((bits >> _QUARTER_OCTAVE).flatten(), minlength=EXPONENT_BINS).to(torch.float64)
+        counts[0] -= zeros
+        self._add("exponents", counts)
+        if not magnitude.numel():
+            return
+        blocks = block_amaxes(magnitude, BLOCK_1X128)
+        spread = floor_log2(self.amax / torch.where(blocks > 0, blocks, 1.0)).clamp(0, SPREAD_BINS - 1)
+        self._add(
+            "block_spread", torch.bincount(spread.flatten(), (blocks > 0).flatten().double(), minlength=SPREAD_BINS)
+        )
+        if not self.fine:
+            return
+        for name, granularity in _BLOCKS:
+            largest = blocks if granularity == BLOCK_1X128 else block_amaxes(magnitude, granularity)
+            inverse = torch.where(largest > 0, largest, 1.0).reciprocal().clamp_(max=torch.finfo(torch.float32).max)
+            relative = granularity.multiply_(magnitude.clone(), inverse)
+            below = (_TOP_BIN - (relative.view(torch.int32) >> _QUARTER_OCTAVE)).clamp_(0, RELATIVE_BINS - 1).flatten()
+            counts = torch.bincount(below, minlength=RELATIVE_BINS).to(torch.float64)
+            counts[-1] -= zeros  # zeros are as far below as can be
+            self._add(f"below_{name}", counts)
+            energy = torch.bincount(below, self.squares.flatten(), minlength=RELATIVE_BINS)
+            self._add(f"energy_below_{name}", energy.to(torch.float64) / self.unit**2)
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value
+
+    def packed(self) -> Packed:
+        """The two vectors."""
+        sums = torch.cat([self.sums[f.name].to(torch.float64).reshape(-1) for f in SUM_FIELDS])
+        return Packed(sums, torch.stack([self.extremes[f.name] for f in EXTREME_FIELDS]))
+
+
+def _clip(fmt: Format) -> tuple[float, Callable[[Tensor, Tensor], Tensor]]:
+    """Where clipping begins, and how to ask: up to half a step above the largest number rounds to it, the tie only if
+    it is even."""
+    step = math.ldexp(fmt.eps, fmt.emax)
+    return fmt.max + step / 2, torch.gt if fmt.max / step % 2 == 0 else torch.ge
+
+
+def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
+    scale_inv = x_q.scale_inv.to(torch.float64).flatten()
+    if not scale_inv.numel():
+        return
+    used = scale_inv > 0
+    octaves = -torch.where(used, scale_inv, 1.0).log2()
+    walk.sums["n_scales"] = used.sum(dtype=torch.float64)
+    walk.sums["scale_log2"], walk.sums["scale_log2_squared"] = octaves.sum(), octaves.square().sum()
+    scales = torch.where(used, scale_inv.reciprocal(), math.nan)
+    walk.extremes["scale_max"] = scales.nan_to_num(0.0).amax()
+    walk.extremes["scale_min"] = -scales.nan_to_num(math.inf).amin()
+    if not x_q.spec.predicted:
+        return
+    spec = x_q.spec
+    current = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+    known = amax > 0
+    error = torch.where(known, octaves.sum() - current.to(torch.float64).log2().reshape(()), 0.0)
+    walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
+    walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
+    walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)

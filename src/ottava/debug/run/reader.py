@@ -1,0 +1,283 @@
+"""Reads a run folder: `Run`, its steps and events, and its statistics as a `Table` of tallies.
+
+Ranks are merged while reading: sums add, extremes take the larger. A torn last line or part, as kill -9 leaves it, is
+passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ottava.debug.run.schema import (
+    _HISTOGRAM_START,
+    EVENTS,
+    IDENTITY,
+    MANIFEST,
+    REPORTED,
+    SCHEMA_VERSION,
+    STATS,
+    STEPS,
+    RunError,
+    SlotKey,
+)
+from ottava.debug.statistics import STATISTICS
+from ottava.debug.tally import Tally, tally_fields
+from ottava.errors import unknown_name
+
+_TRAINER_STEPS = "metrics.jsonl"  # what `ottava train` writes; the same words
+_MERGE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
+"""Statistics that light rows have, too."""
+_GROUP = ("step", "phase", "kind", *SlotKey._fields)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows of statistics, column by column.
+
+    Example: see `RunWriter`.
+    """
+
+    columns: Mapping[str, Any]
+    """Name -> array (rows,): those of `schema.IDENTITY` (rank only where ranks are not merged)."""
+    tallies: Tally
+    """Every field an array (rows,), histograms (rows, bins)."""
+    reported: Sequence[Mapping[str, float]]
+    """For each row, finished statistics that another tool gave."""
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, column: str) -> Any:
+        if column not in self.columns:
+            raise RunError(unknown_name("column", column, list(self.columns)))
+        return self.columns[column]
+
+    def metric(self, name: str) -> Any:
+        """A statistic of every row, float64 (rows,); NaN where it is not known.
+
+        Raises:
+            RunError: no statistic of that name.
+        """
+        if name not in STATISTICS:
+            raise RunError(unknown_name("statistic", name, list(STATISTICS)))
+        values = np.array(np.broadcast_to(STATISTICS[name].finish(self.tallies), (len(self),)), dtype=np.float64)
+        if name not in _KNOWN_WITHOUT_SUMS:
+            values[self.tallies.n == 0] = math.nan
+        for i, known in enumerate(self.reported):
+            if name in known:
+                values[i] = known[name]
+        return values
+
+    def where(self, **wanted: Any) -> Table:
+        """The rows whose columns have these values; a list, tuple or set means any of them.
+
+        Raises:
+            RunError: no such column.
+        """
+        keep = np.ones(len(self), dtype=bool)
+        for name, value in wanted.items():
+            several = isinstance(value, (list, tuple, set, frozenset))
+            keep &= np.isin(self[name], list(value)) if several else self[name] == value
+        return self.take(np.flatnonzero(keep))
+
+    def take(self, index: Any) -> Table:
+        """The rows of these numbers, in this order."""
+        tallies = Tally(**{f.name: getattr(self.tallies, f.name)[index] for f in tally_fields()})
+        columns = {name: values[index] for name, values in self.columns.items()}
+        return Table(columns, tallies, [self.reported[i] for i in index])
+
+    def slots(self) -> list[SlotKey]:
+        """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
+        return list(dict.fromkeys(self._keys()))
+
+    def groups(self) -> Iterator[tuple[SlotKey, Table]]:
+        """Each cast with its rows, in the order of steps."""
+        rows: dict[SlotKey, list[int]] = {}
+        for i, key in enumerate(self._keys()):
+            rows.setdefault(key, []).append(i)
+        for key, index in rows.items():
+            order = np.argsort(self["step"][index], kind="stable")
+            yield key, self.take(np.asarray(index)[order])
+
+    def tally(self, row: int) -> Tally:
+        """That of one row."""
+        values: dict[str, Any] = {}
+        for f in tally_fields():
+            value = getattr(self.tallies, f.name)[row]
+            values[f.name] = value if f.metadata["bins"] else float(value)
+        return Tally(**values)
+
+    def merged(self) -> Tally:
+        """All rows as one tally."""
+        values = {}
+        for f in tally_fields():
+            column = getattr(self.tallies, f.name)
+            values[f.name] = (
+                _MERGE[f.metadata["merge"]].reduce(column, axis=0) if len(self) else getattr(Tally(), f.name)
+            )
+        return Tally(**values)
+
+    def dicts(self, *metrics: str) -> list[dict[str, Any]]:
+        """Rows as plain values: the identity, and these statistics (all of them by default)."""
+        names = metrics or tuple(STATISTICS)
+        columns = {**self.columns, **{name: self.metric(name) for name in names}}
+        return [{name: _python(values[i]) for name, values in columns.items()} for i in range(len(self))]
+
+    def _keys(self) -> list[SlotKey]:
+        return [SlotKey(*values) for values in zip(*(self[name] for name in SlotKey._fields), strict=True)]
+
+
+class Run:
+    """A run folder.
+
+    Example: see `RunWriter`.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: Path | str) -> Run:
+        """Reads the manifest; all else is read when it is asked for.
+
+        Raises:
+            RunError: no such folder, no run in it, or one of another schema version.
+        """
+        path = Path(path)
+        manifest = path / MANIFEST
+        if not manifest.is_file():
+            why = "has no watch.json: nobody watched this run" if path.is_dir() else "is not there"
+            raise RunError(f"{path} {why}; needs a folder that `ottava watch` or `ottava train --watch` wrote")
+        try:
+            facts = json.loads(manifest.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{manifest}: is damaged ({error})") from error
+        if facts.get("schema_version") != SCHEMA_VERSION:
+            raise RunError(
+                f"{manifest}: schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}"
+            )
+        return cls(path, facts)
+
+    @cached_property
+    def steps(self) -> dict[str, Any]:
+        """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN where a number is missing. Of a
+        step that was written twice (after a resumption) the later line counts."""
+        name = STEPS if (self.path / STEPS).exists() else _TRAINER_STEPS
+        lines = {line["step"]: line for line in _lines(self.path / name)}
+        ordered = [lines[step] for step in sorted(lines)]
+        names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
+        columns = {key: np.array([_number(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
+        return columns | {"step": columns["step"].astype(np.int64)}
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """Lines of events.jsonl."""
+        return list(_lines(self.path / EVENTS))
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Ranks that wrote statistics."""
+        return sorted({int(path.name.split("-")[1]) for path in (self.path / STATS).glob("part-*.parquet")})
+
+    def table(self, *, phase: str | None = "full", merge_ranks: bool = True) -> Table:
+        """The statistics, in the order of writing.
+
+        Args:
+            phase: "full", "light", or None for both.
+            merge_ranks: one row per step and cast; else one per rank, with a column "rank".
+        """
+        table = self._raw
+        if phase is not None:
+            table = table.where(phase=phase)
+        return _merge(table, list(_GROUP)) if merge_ranks and len(self.ranks) > 1 else table
+
+    @cached_property
+    def _raw(self) -> Table:
+        parts = []
+        for path in sorted((self.path / STATS).glob("part-*.parquet"), key=_part_order):
+            try:
+                parts.append(pq.read_table(path))
+            except (pa.ArrowInvalid, OSError):
+                continue  # torn
+        return _table(pa.concat_tables(parts, promote_options="permissive") if parts else None)
+
+
+def _part_order(path: Path) -> tuple[int, int]:
+    _, rank, number = path.stem.split("-")
+    return int(number), int(rank)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # torn
+        if isinstance(values, dict) and "step" in values:
+            yield values
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _python(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _table(stored: pa.Table | None) -> Table:
+    count = 0 if stored is None else stored.num_rows
+    columns: dict[str, Any] = {}
+    for name in IDENTITY:
+        kind: Any = np.int64 if name in ("step", "rank") else object
+        columns[name] = np.array([] if stored is None else stored[name].to_pylist(), dtype=kind)
+    values: dict[str, Any] = {}
+    for f in tally_fields():
+        column = None if stored is None or f.name not in stored.column_names else stored[f.name]
+        if not f.metadata["bins"]:
+            default = f.default
+            values[f.name] = np.full(count, default) if column is None else column.to_numpy().astype(np.float64)
+            continue
+        filled = np.zeros((count, f.metadata["bins"]))
+        starts = stored[_HISTOGRAM_START].to_pylist() if stored is not None and f.name == "exponents" else [0] * count
+        for i, row in enumerate([] if column is None else column):
+            entries = row.values
+            if entries is not None and len(entries):
+                first = starts[i] or 0
+                filled[i, first : first + len(entries)] = entries.to_numpy(zero_copy_only=False)
+        values[f.name] = filled
+    reported = [] if stored is None else [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
+    return Table(columns, Tally(**values), reported)
+
+
+def _merge(table: Table, names: list[str]) -> Table:
+    """Rows that agree in these columns as one."""
+    index: dict[tuple[Any, ...], int] = {}
+    group = np.array(
+        [index.setdefault(key, len(index)) for key in zip(*(table[n] for n in names), strict=True)], dtype=int
+    )
+    first = np.array([int(np.flatnonzero(group == i)[0]) for i in range(len(index))], dtype=int)
+    values: dict[str, Any] = {}
+    for f in tally_fields():
+        column = getattr(table.tallies, f.name)
+        merged = np.full((len(index), *column.shape[1:]), 0.0 if f.metadata["bins"] else f.default)
+        merge: Callable[..., None] = _MERGE[f.metadata["merge"]].at
+        merge(merged, group, column)
+        values[f.name] = merged
+    return Table({name: table[name][first] for name in names}, Tally(**values), [table.reported[i] for i in first])

@@ -1,0 +1,179 @@
+"""Writes a run folder so that kill -9 at any moment loses at most what was not flushed yet.
+
+Statistics go into small Parquet files, each written beside its place and renamed; lines of steps and events are single
+writes to files opened for appending. Every rank writes its own parts and waits for nobody: ranks are merged when the
+folder is read. Only rank 0 writes steps and the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ottava.debug.layer_names import layer_kind
+from ottava.debug.run.schema import (
+    _HISTOGRAM_START,
+    DUMPS,
+    EVENTS,
+    MANIFEST,
+    REPORTED,
+    SCHEMA_VERSION,
+    STATS,
+    STEPS,
+    RunError,
+    SlotKey,
+    stats_schema,
+)
+from ottava.debug.tally import Tally, tally_fields
+
+
+class RunWriter:
+    """Appends to a run folder, making it.
+
+    Args:
+        path: the folder. One that holds a run already is refused, unless `append`.
+        rank: of this process.
+        append: go on with a run, after a resumption.
+        flush_rows: write a Parquet part whenever so many rows wait.
+    Raises:
+        RunError: the folder holds a run, or a run of another schema version.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.debug.run.reader import Run
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with RunWriter(Path(folder) / "run") as writer:
+        ...         writer.step(1, loss=2.5)
+        ...         writer.tally(1, key, Tally(n=8, n_nonzero=8, n_underflow=2, amax=3.0))
+        ...     table = Run.open(Path(folder) / "run").table()
+        >>> table["layer"][0], float(table.metric("underflow_pct")[0])
+        ('fc1', 25.0)
+    """
+
+    def __init__(self, path: Path | str, *, rank: int = 0, append: bool = False, flush_rows: int = 4096) -> None:
+        self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
+        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        self._rows: list[dict[str, Any]] = []
+        manifest = self.path / MANIFEST
+        if manifest.exists() and rank == 0:
+            if not append:
+                raise RunError(f"{self.path} holds a watched run already; choose another folder, or pass append=True")
+            self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
+            if self.manifest.get("schema_version") != SCHEMA_VERSION:
+                raise RunError(f"{manifest}: was written by another version; start again in another folder")
+        (self.path / STATS).mkdir(parents=True, exist_ok=True)
+        self._part = len(list((self.path / STATS).glob(f"part-{rank}-*.parquet")))
+        self.describe()
+
+    def describe(self, **facts: Any) -> None:
+        """Adds facts to the manifest: plain JSON values."""
+        self.manifest |= facts
+        if self.rank == 0:
+            _replace(self.path / MANIFEST, json.dumps(_jsonable(self.manifest), indent=1).encode())
+
+    def step(self, step: int, **numbers: float | None) -> None:
+        """A line in steps.jsonl: loss, grad_norm, lr, tokens, seconds; what is None or missing is not known."""
+        if self.rank == 0:
+            self._line(STEPS, {"step": step, **{k: v for k, v in numbers.items() if v is not None}})
+
+    def event(self, step: int, kind: str, **facts: Any) -> None:
+        """A line in events.jsonl."""
+        self._line(EVENTS, {"step": step, "rank": self.rank, "kind": kind, **facts})
+
+    def tally(
+        self,
+        step: int,
+        key: SlotKey,
+        tally: Tally,
+        *,
+        phase: str = "full",
+        reported: Mapping[str, float] | None = None,
+    ) -> None:
+        """A row of statistics.
+
+        Args:
+            phase: "light" rows store numbers only, no histograms.
+            reported: finished statistics by name, where their sums are not known.
+        """
+        row: dict[str, Any] = {"step": step, "rank": self.rank, "phase": phase, "kind": layer_kind(key.layer)}
+        row |= key._asdict()
+        for f in tally_fields("number"):
+            value = float(getattr(tally, f.name))
+            row[f.name] = int(value) if f.name.startswith("n_") or f.name == "n" else value
+        if phase == "full" and tally.exponents.any():
+            for f in tally_fields("histogram"):
+                row[f.name] = getattr(tally, f.name)
+            filled = np.flatnonzero(tally.exponents)
+            first, last = int(filled[0]), int(filled[-1])
+            row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
+        row[REPORTED] = list(reported.items()) if reported else None
+        self._rows.append(row)
+        if len(self._rows) >= self.flush_rows:
+            self.flush()
+
+    def flush(self) -> None:
+        """Puts waiting rows on disk."""
+        if not self._rows:
+            return
+        schema = stats_schema()
+        columns = []
+        for field in schema:
+            values = [row.get(field.name) for row in self._rows]
+            if pa.types.is_list(field.type):
+                kind = field.type.value_type.to_pandas_dtype()
+                values = [None if value is None else np.asarray(value).astype(kind) for value in values]
+            columns.append(pa.array(values, type=field.type))
+        target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
+        scratch = target.with_suffix(".tmp")
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), scratch, compression="zstd")
+        os.replace(scratch, target)
+        self._part += 1
+        self._rows.clear()
+
+    @property
+    def dumps(self) -> Path:
+        """The folder of dumped tensors."""
+        return self.path / DUMPS
+
+    def close(self) -> None:
+        """Flushes."""
+        self.flush()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _line(self, name: str, values: Mapping[str, Any]) -> None:
+        line = json.dumps(_jsonable(values)) + "\n"
+        with (self.path / name).open("ab", buffering=0) as stream:
+            stream.write(line.encode())
+
+
+def _jsonable(value: Any) -> Any:
+    """Numbers that JSON has no word for become the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, np.generic):
+        return _jsonable(value.item())
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)

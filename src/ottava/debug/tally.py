@@ -1,0 +1,181 @@
+"""What is summed about a cast: a `Tally`, one or a whole table of them, and how two merge.
+
+Sums and counts add, extremes take the larger or smaller, histograms add bin by bin: so a tally of micro-batches, ranks
+or shards is exactly that of the whole. Nothing else is stored; every statistic is derived from it when it is read
+(`statistics`), so formulas can be corrected later and runs can be merged. Adding a sum is one field here and one line
+in `measure`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Merge = Literal["sum", "max", "min"]
+Number = Any
+"""A float, or one float64 for every row of a table."""
+Bins = npt.NDArray[np.float64]
+"""(bins,), or (rows, bins)."""
+
+EXPONENT_BINS = 1024
+"""A quarter octave each: bits 30 to 21 of |x| in fp32. Bin 508 holds 1.0 up to 1.25, 512 holds 2.0 up to 2.5."""
+RELATIVE_BINS = 164
+"""A quarter octave each, downwards: bin 0 holds the amax of a block, bin 1 from 7/8 up to it, bin 5 from 7/16 on."""
+ROW_SQNR_BINS, ROW_SQNR_DB = 128, 0.5
+"""From 0 dB up, so wide each; rows beyond either end are in the last one there, exact rows too."""
+SPREAD_BINS = 32
+"""Of block amaxes: octaves below the largest of the tensor."""
+GRANULARITIES = ("row", "1x128", "1x32", "128x128")
+"""Blocks for which it is recorded how far below their amax elements lie, whatever the recipe: `what_if` asks."""
+
+
+_SUM = MappingProxyType({"merge": "sum", "bins": 0})
+_MAX = MappingProxyType({"merge": "max", "bins": 0})
+_MIN = MappingProxyType({"merge": "min", "bins": 0})
+
+
+def _histogram(bins: int) -> Any:
+    return field(default_factory=partial(np.zeros, bins), metadata={"merge": "sum", "bins": bins})
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """Sufficient statistics of a tensor x and its cast q, with e = x - q; `+` merges two.
+
+    Elements that are not finite are counted and left out of all else. Every field is one number, or one for each row of
+    a table (histograms then are (rows, bins)).
+
+    Example:
+        >>> both = Tally(n=3, amax=2.0) + Tally(n=1, amax=5.0)
+        >>> both.n, both.amax
+        (4.0, 5.0)
+    """
+
+    n: Number = field(default=0.0, metadata=_SUM)
+    """Finite elements measured."""
+    n_total: Number = field(default=0.0, metadata=_SUM)
+    """Elements of the tensors, measured or passed over by sampling."""
+    n_nonfinite: Number = field(default=0.0, metadata=_SUM)
+    """Infinities and NaNs before the cast."""
+    n_nonzero: Number = field(default=0.0, metadata=_SUM)
+    """Finite elements that are not 0."""
+    n_underflow: Number = field(default=0.0, metadata=_SUM)
+    """Of these, cast to 0."""
+    n_subnormal: Number = field(default=0.0, metadata=_SUM)
+    """Cast to a subnormal number of the format: fewer bits than it has."""
+    n_overflow: Number = field(default=0.0, metadata=_SUM)
+    """Beyond the largest number of the format by more than its rounding range: clipped."""
+    n_rows: Number = field(default=0.0, metadata=_SUM)
+    """Rows that are not all zeros."""
+    n_casts: Number = field(default=0.0, metadata=_SUM)
+    """Casts merged here: micro-batches x ranks."""
+    n_scales: Number = field(default=0.0, metadata=_SUM)
+    """Scales: one a block."""
+    sx: Number = field(default=0.0, metadata=_SUM)
+    """Sum of x."""
+    sabs: Number = field(default=0.0, metadata=_SUM)
+    """Sum of |x|."""
+    sxx: Number = field(default=0.0, metadata=_SUM)
+    """Sum of x**2."""
+    sx4: Number = field(default=0.0, metadata=_SUM)
+    """Sum of x**4."""
+    see: Number = field(default=0.0, metadata=_SUM)
+    """Sum of e**2."""
+    sxe: Number = field(default=0.0, metadata=_SUM)
+    """Sum of x * e."""
+    srel: Number = field(default=0.0, metadata=_SUM)
+    """Sum of |e| / |x| over non-zero x."""
+    scale_log2: Number = field(default=0.0, metadata=_SUM)
+    """Sum of log2(scale)."""
+    scale_log2_squared: Number = field(default=0.0, metadata=_SUM)
+    """Sum of log2(scale)**2."""
+    n_predicted: Number = field(default=0.0, metadata=_SUM)
+    """Casts with a scale that was predicted."""
+    scale_error: Number = field(default=0.0, metadata=_SUM)
+    """Sum of log2(scale used / current scale) over those casts, octaves."""
+    amax: Number = field(default=0.0, metadata=_MAX)
+    """Largest finite magnitude."""
+    amin: Number = field(default=math.inf, metadata=_MIN)
+    """Smallest magnitude that is not 0; inf if there is none."""
+    max_error: Number = field(default=0.0, metadata=_MAX)
+    """Largest |e|."""
+    scale_max: Number = field(default=0.0, metadata=_MAX)
+    """Largest scale; x * scale is what is rounded."""
+    scale_min: Number = field(default=math.inf, metadata=_MIN)
+    """Smallest scale."""
+    scale_error_max: Number = field(default=-math.inf, metadata=_MAX)
+    """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
+    scale_error_min: Number = field(default=math.inf, metadata=_MIN)
+    """Smallest one: below 0, low bits are lost."""
+    exponents: Bins = _histogram(EXPONENT_BINS)
+    """Non-zero elements by magnitude."""
+    row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
+    """Rows that are not all zeros, by their own SQNR."""
+    block_spread: Bins = _histogram(SPREAD_BINS)
+    """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
+    below_row: Bins = _histogram(RELATIVE_BINS)
+    """Non-zero elements by magnitude relative to the amax of their row ..."""
+    energy_below_row: Bins = _histogram(RELATIVE_BINS)
+    """... and their sum of x**2."""
+    below_1x128: Bins = _histogram(RELATIVE_BINS)
+    """The same for blocks of 1x128, ..."""
+    energy_below_1x128: Bins = _histogram(RELATIVE_BINS)
+    below_1x32: Bins = _histogram(RELATIVE_BINS)
+    """... of 1x32 ..."""
+    energy_below_1x32: Bins = _histogram(RELATIVE_BINS)
+    below_128x128: Bins = _histogram(RELATIVE_BINS)
+    """... and of 128x128."""
+    energy_below_128x128: Bins = _histogram(RELATIVE_BINS)
+
+    def __add__(self, other: Tally) -> Tally:
+        merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+        pairs = ((f, merge[f.metadata["merge"]](getattr(self, f.name), getattr(other, f.name))) for f in fields(self))
+        return Tally(**{f.name: value if f.metadata["bins"] else _plain(value) for f, value in pairs})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tally):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if np.ndim(value) == 0 else value
+
+
+def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterator[Field[Any]]:
+    """The fields of a `Tally` with metadata["merge"], and metadata["bins"], 0 for a number."""
+    for f in fields(Tally):
+        if kind == "all" or bool(f.metadata["bins"]) == (kind == "histogram"):
+            yield f
+
+
+SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
+EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
+SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
+
+
+def unpack(sums: Bins, extremes: Bins) -> Tally:
+    """A tally from what `measure` fills.
+
+    Args:
+        sums: (..., SUM_WIDTH) in the order of SUM_FIELDS, histograms laid out flat among them.
+        extremes: (..., len(EXTREME_FIELDS)), minima negated, so that all of them merge by max.
+    """
+    values: dict[str, Any] = {}
+    start = 0
+    for f in SUM_FIELDS:
+        bins = f.metadata["bins"]
+        values[f.name] = sums[..., start : start + bins] if bins else _plain(sums[..., start])
+        start += bins or 1
+    for i, f in enumerate(EXTREME_FIELDS):
+        values[f.name] = _plain(extremes[..., i] * (-1.0 if f.metadata["merge"] == "min" else 1.0))
+    return Tally(**values)
