@@ -274,9 +274,10 @@ def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
     if not x_q.spec.predicted:
         return
     spec = x_q.spec
-    current = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+    # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
+    now = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale_inv
     known = amax > 0
-    error = torch.where(known, octaves.sum() - current.to(torch.float64).log2().reshape(()), 0.0)
+    error = torch.where(known, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)
     walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
     walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
     walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.schema import (
     _HISTOGRAM_START,
     EVENTS,
@@ -35,7 +37,7 @@ from ottava.debug.tally import Tally, tally_fields
 from ottava.errors import unknown_name
 
 _TRAINER_STEPS = "metrics.jsonl"  # what `ottava train` writes; the same words
-_MERGE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_MERGE = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum})
 _KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """Statistics that light rows have, too."""
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
@@ -54,6 +56,27 @@ class Table:
     """Every field an array (rows,), histograms (rows, bins)."""
     reported: Sequence[Mapping[str, float]]
     """For each row, finished statistics that another tool gave."""
+
+    @classmethod
+    def of(cls, step: int, tallies: Mapping[SlotKey, Tally], *, phase: str = "full") -> Table:
+        """One step's tallies, a row each, as if they had been read.
+
+        Example:
+            >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+            >>> Table.of(3, {key: Tally(n=8, n_nonzero=8, n_underflow=2)}).metric("underflow_pct").tolist()
+            [25.0]
+        """
+        count = len(tallies)
+        columns: dict[str, Any] = {"step": np.full(count, step), "rank": np.zeros(count, dtype=np.int64)}
+        named = {"phase": [phase] * count, "kind": [layer_kind(key.layer) for key in tallies]}
+        named |= {name: [getattr(key, name) for key in tallies] for name in SlotKey._fields}
+        columns |= {name: np.array(values, dtype=object) for name, values in named.items()}
+        values: dict[str, Any] = {}
+        for f in tally_fields():
+            entries = [getattr(tally, f.name) for tally in tallies.values()]
+            shape = (count, f.metadata["bins"]) if f.metadata["bins"] else (count,)
+            values[f.name] = np.array(entries, dtype=np.float64).reshape(shape)
+        return cls(columns, Tally(**values), [{}] * count)
 
     def __len__(self) -> int:
         return len(self.columns["step"])

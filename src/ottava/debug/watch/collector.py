@@ -1,0 +1,234 @@
+"""Sums what the taps see in one optimizer step: full tallies where the step is looked at, amaxes in every step.
+
+Nothing here waits for the device; numbers are read back when the step has ended (`drain`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.tally import Tally
+from ottava.debug.watch.config import WatchConfig
+from ottava.ops import quantize
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import Recipe, get_recipe
+from ottava.scaling import amax as block_amaxes
+from ottava.scaling import compute_scale
+
+Place = tuple[str, str]
+"""(layer, tensor)."""
+
+
+class Light(NamedTuple):
+    """What is known of every tensor of a step without a full look: n of them."""
+
+    keys: tuple[SlotKey, ...]
+    amax: Tensor
+    """fp32 (n,): inf or NaN where an element was."""
+    scale_inv: Tensor
+    """fp32 (n,): of the cast, where it has one scale; else NaN."""
+
+
+OnCast = Callable[[SlotKey, Tensor, QuantizedTensor], None]
+
+_CELLS = {
+    "input": ("fprop.lhs", "wgrad.rhs"),
+    "weight": ("fprop.rhs", "dgrad.rhs"),
+    "grad_output": ("dgrad.lhs", "wgrad.lhs"),
+    # what no GEMM of this layer casts is measured as the next one would: an output is an input, a gradient a gradient
+    "output": ("fprop.lhs", "fprop.lhs"),
+    "grad_input": ("dgrad.lhs", "dgrad.lhs"),
+    "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
+}
+
+
+class Collector:
+    """What was seen since the last `drain`.
+
+    Args:
+        config: what is watched.
+        on_cast: called with every cast in a step that is looked at; for dumps.
+    """
+
+    def __init__(self, config: WatchConfig, on_cast: OnCast | None = None) -> None:
+        self.config = config
+        self.on_cast = on_cast
+        self.looking = False
+        """Whether the running step is looked at in full."""
+        self.look = 0
+        """Number of the look; decides which rows are sampled."""
+        self.seconds = 0.0
+        """Time spent in here, on the host."""
+        self._recipes = tuple(get_recipe(recipe) for recipe in config.recipes)
+        self._sums: dict[SlotKey, Packed] = {}
+        self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
+        self._once: set[Place] = set()
+        self._cells: dict[tuple[str, str], list[tuple[Recipe, str, QuantizationSpec]]] = {}
+        self._reach = max((spec.amax_history_len for _, _, spec in self._predicted()), default=0)
+        self._history: dict[Place, deque[Tensor]] = {}
+
+    def wants(self, layer: str, tensor: str) -> bool:
+        """Whether that tensor is to be handed in; the weight only once a step, whatever the micro-batches."""
+        if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:
+            return False
+        return self.looking or self.config.light
+
+    def cast(
+        self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
+    ) -> None:
+        """Takes in a cast that was made: x (R, C), and its codes."""
+        with self._timed():
+            key = _key(layer, tensor, direction, recipe, x_q.spec, source)
+            if direction == "row" or (layer, tensor) not in self._light:
+                self._note(key, x, x_q.scale_inv)
+            if self.looking:
+                rows = sample_rows(x, self.config.sample, self.look)
+                sample = (x, x_q) if rows is None else (x[rows], take_rows(x_q, rows))
+                self._add(key, *sample, whole=x)
+
+    def simulate(self, layer: str, tensor: str, x: Tensor) -> None:
+        """Casts x (R, C) as the configured recipes would, and takes that in."""
+        with self._timed():
+            casts = self._cells_of(layer, tensor)
+            if not casts or not x.numel():
+                return
+            self.finished(layer, tensor)
+            recipe, direction, spec = casts[0]
+            self._note(_key(layer, tensor, direction, recipe.name, spec, "hook"), x, None)
+            if not self.looking:
+                return
+            for recipe, direction, spec in casts:
+                matrix = x if direction == "row" else x.t()
+                rows = sample_rows(matrix, self.config.sample, self.look)
+                sample = matrix if rows is None else matrix[rows]
+                x_q = self._simulated((layer, tensor), sample, matrix, spec)
+                self._add(_key(layer, tensor, direction, recipe.name, spec, "hook"), sample, x_q, whole=matrix)
+
+    def finished(self, layer: str, tensor: str) -> None:
+        """A tap has handed in all casts of a tensor; a weight is the same in every micro-batch of a step."""
+        if tensor == "weight":
+            self._once.add((layer, tensor))
+
+    def drain(self) -> tuple[dict[SlotKey, Tally], Light]:
+        """What was seen in the step that ended. Reads the tallies back, if there are any."""
+        with self._timed():
+            tallies = {key: packed.tally() for key, packed in self._sums.items()}
+            noted = self._light
+            if self._reach:
+                for place, (_, amax, _) in noted.items():
+                    self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(amax)
+            self._sums, self._light, self._once = {}, {}, set()
+            return tallies, _light(list(noted.values()))
+
+    def _note(self, key: SlotKey, x: Tensor, scale_inv: Tensor | None) -> None:
+        place = (key.layer, key.tensor)
+        if not self.config.light or not x.numel():
+            return
+        seen = block_amaxes(x.detach()).reshape(())
+        scale = None if scale_inv is None or scale_inv.numel() != 1 else scale_inv.reshape(())
+        if (earlier := self._light.get(place)) is not None:
+            seen = torch.maximum(earlier[1], seen)
+        self._light[place] = (key, seen, scale)
+
+    def _add(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor, *, whole: Tensor) -> None:
+        if self.on_cast is not None:
+            self.on_cast(key, x, x_q)
+        new = measure_packed(x.detach(), x_q, whole=whole.detach(), fine=self.config.fine)
+        if (old := self._sums.get(key)) is None:
+            self._sums[key] = new
+        else:
+            old.sums.add_(new.sums)
+            torch.maximum(old.extremes, new.extremes, out=old.extremes)
+
+    def _simulated(self, place: Place, sample: Tensor, whole: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
+        scale = None
+        if spec.predicted:
+            scale = self._predicted_scale(place, spec)
+        elif spec.granularity.rows is None and spec.granularity.cols is None and sample is not whole:
+            scale = compute_scale(
+                block_amaxes(whole), spec.format, scale_format=spec.scale_format, margin=spec.margin
+            ).scale
+        if spec.rounding != "stochastic":
+            return quantize(sample.detach(), spec, scale=scale)
+        devices = [sample.device] if sample.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # the run must find its random numbers as they were
+            return quantize(sample.detach(), spec, scale=scale)
+
+    def _predicted_scale(self, place: Place, spec: QuantizationSpec) -> Tensor | None:
+        """From the amaxes of the steps before; None: the current one, where there were none."""
+        history = list(self._history.get(place, ()))[: spec.amax_history_len]
+        if not history:
+            return None
+        window = torch.stack(history)
+        algorithm = spec.amax_compute_algo
+        amax = algorithm(window) if callable(algorithm) else window.amax() if algorithm == "max" else window[0]
+        return compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+
+    def _cells_of(self, layer: str, tensor: str) -> list[tuple[Recipe, str, QuantizationSpec]]:
+        key = (layer, tensor)
+        if key not in self._cells:
+            self._cells[key] = [
+                (recipe, direction, spec)
+                for recipe in self._recipes
+                for direction, spec in cells(recipe.for_layer(layer), tensor)
+            ]
+        return self._cells[key]
+
+    def _predicted(self) -> Iterator[tuple[Recipe, str, QuantizationSpec]]:
+        for recipe in self._recipes:
+            for tensor in _CELLS:
+                yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
+    """The casts that a resolved recipe makes of a tensor: ("row", spec) of x, ("col", spec) of x.T where one cast does
+    not serve both.
+
+    Example:
+        >>> [(d, str(spec)) for d, spec in cells(get_recipe("blockwise"), "input")]
+        [('row', 'E4M3[1x128, pow2]'), ('col', 'E4M3[1x128, pow2]')]
+    """
+    row, col = (_cell(recipe, path) for path in _CELLS[tensor])
+    found = [("row", row)] if row is not None else []
+    if col is not None and tensor in ("input", "weight", "grad_output"):
+        shared = row == col and col.granularity.transposes
+        found += [] if shared else [("col", col)]
+    return found
+
+
+def _cell(recipe: Recipe, path: str) -> QuantizationSpec | None:
+    gemm, side = path.split(".")
+    found: QuantizationSpec | None = getattr(getattr(recipe, gemm), side)
+    return found
+
+
+def _key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
+    block = str(spec.granularity)
+    return SlotKey(layer, tensor, direction, recipe, spec.format.name, block, spec.scale_format, spec.scaling, source)
+
+
+def _light(noted: list[tuple[SlotKey, Tensor, Tensor | None]]) -> Light:
+    if not noted:
+        return Light((), torch.empty(0), torch.empty(0))
+    unknown = torch.full((), math.nan, device=noted[0][1].device)
+    amax = torch.stack([amax.to(unknown.device) for _, amax, _ in noted])
+    scale_inv = torch.stack([unknown if scale is None else scale.to(unknown.device) for _, _, scale in noted])
+    return Light(tuple(key for key, _, _ in noted), amax, scale_inv)

@@ -1,0 +1,136 @@
+"""Sees the casts of ottava layers: the very operands that the GEMMs get, at the door where they are made.
+
+Hooks are torch's global ones, attached while a step is watched: layers converted later are seen, and a watched weight
+keeps its cache (a hook of its own would switch it off).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ottava.debug.watch.collector import Collector
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantizer import LinearQuantizers, Quantizer
+
+OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
+"""(layer, tensor, door, x, operand of x, operand of x.T): for checks of what must agree."""
+
+
+class DoorTap:
+    """Hands every cast of ottava layers to a collector.
+
+    Args:
+        collector: gets them.
+        model: only its layers; None for all of the process.
+        on_operands: called with every pair of operands in a step that is looked at.
+    """
+
+    def __init__(
+        self, collector: Collector, model: nn.Module | None = None, on_operands: OnOperands | None = None
+    ) -> None:
+        self.collector, self.on_operands = collector, on_operands
+        self.layers: dict[str, weakref.ref[nn.Module]] = {}
+        """Layers whose doors were found, by full name."""
+        self.seen: set[str] = set()
+        """Those that cast something while it was watched."""
+        self._model = None if model is None else weakref.ref(model)
+        self._places: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        if model is not None:
+            self.find(model)
+
+    def find(self, model: nn.Module) -> None:
+        """Takes in the layers of a model."""
+        for name, module in model.named_modules():
+            self._adopt(module, name)
+
+    def attach(self) -> None:
+        """From now on casts are seen."""
+        if not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._before),
+                register_module_forward_hook(self._after, with_kwargs=True),
+            ]
+
+    def detach(self) -> None:
+        """No more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._waiting.clear()
+
+    def _adopt(self, module: nn.Module, name: str = "") -> None:
+        doors = module._modules.get("quantizers")
+        if not isinstance(doors, LinearQuantizers):
+            return
+        layer = getattr(module, "name", "") or name or f"{type(module).__name__} {len(self.layers)}"
+        known = self.layers.get(layer)
+        if known is not None and known() not in (None, module):
+            layer = f"{layer} ({len(self.layers)})"  # of another model
+        self.layers[layer] = weakref.ref(module)
+        for tensor, door in doors.named_children():
+            self._places[door] = (layer, tensor)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if "quantizers" in module._modules and self._model is None:
+            doors = module._modules["quantizers"]
+            if isinstance(doors, LinearQuantizers) and doors.input not in self._places:
+                self._adopt(module)
+
+    def _after(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not isinstance(door, Quantizer) or (place := self._place(door)) is None:
+            return
+        layer, tensor = place
+        if not self._counts(door, tensor, kwargs.get("record", True)):
+            return
+        self.seen.add(layer)
+        if not self.collector.wants(layer, tensor):
+            return
+        x: Tensor = args[0]
+        row, col = output
+        recipe = self._recipe(layer)
+        seen = {"source": "door", "recipe": recipe}
+        if isinstance(row, QuantizedTensor):
+            self.collector.cast(layer, tensor, "row", x, row, **seen)
+        shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
+        if isinstance(col, QuantizedTensor) and not shared:
+            self.collector.cast(layer, tensor, "col", x.t(), col, **seen)
+        self.collector.finished(layer, tensor)
+        if self.on_operands is not None and self.collector.looking:
+            self.on_operands(layer, tensor, door, x, row, col)
+
+    def _place(self, door: Quantizer) -> tuple[str, str] | None:
+        place = self._places.get(door)
+        if place is None and self._model is not None and (model := self._model()) is not None:
+            self.find(model)  # converted since
+            place = self._places.setdefault(door, ("", ""))  # of another model
+        return place if place and place[1] else None
+
+    def _recipe(self, layer: str) -> str:
+        module: Any = self.layers[layer]()
+        call = module.last_call
+        return str(call.recipe.name if call is not None else module.resolved.name)
+
+    def _counts(self, door: Quantizer, tensor: str, record: bool) -> bool:
+        """Whether this cast belongs to training and is no repetition: recomputation runs a forward again."""
+        if tensor == "grad_output":
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            self._waiting[door] = self._waiting.get(door, 0) + record  # forwards that a recomputation may repeat
+            return record
+        if self._waiting.get(door, 0):
+            self._waiting[door] -= 1
+            return False
+        return record  # its forward ran without gradients: reentrant checkpointing
+
+
+def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return a.data.data_ptr() == b.data.data_ptr()

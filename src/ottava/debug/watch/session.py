@@ -1,0 +1,327 @@
+"""`watch`: one watched run from its first step to its end.
+
+A step ends where torch's optimizer does: nothing in the training code changes. What was seen in it is then put on
+record, triggers are asked, and hooks are attached or removed for the next step: a step that nobody looks at has none,
+or only those that note amaxes. Watching takes part in no collective: every rank writes its own files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ottava.debug.run.reader import Table
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import Tally
+from ottava.debug.watch.collector import Collector, Light
+from ottava.debug.watch.config import WatchConfig, WatchConfigError, matches
+from ottava.debug.watch.doors import DoorTap
+from ottava.debug.watch.loss import LossTap
+from ottava.debug.watch.modules import ModuleTap
+from ottava.debug.watch.schedule import Schedule, Trigger
+from ottava.debug.watch.sinks import make_sinks, publish
+
+
+def watch(
+    model: nn.Module | None = None,
+    folder: Path | str | None = None,
+    config: WatchConfig | Mapping[str, Any] | Path | str | None = None,
+    *,
+    step: int = 0,
+    append: bool = False,
+    **settings: Any,
+) -> Watch:
+    """Watches the casts of a training run and writes them to a folder; see `Watch`.
+
+    Args:
+        model: whose layers are watched; None: every layer of the process, also those made later.
+        folder: where to; None: runs/watch-DATE-TIME.
+        config: a WatchConfig, a mapping, or a YAML file of it.
+        step: optimizer steps done so far, where a run is resumed.
+        append: go on in a folder that holds a watched run.
+        settings: fields of WatchConfig, which have the last word.
+    Raises:
+        WatchConfigError: unknown or wrong settings; a layer pattern that matches nothing.
+        RunError: the folder holds a run already.
+    Edge cases: works on any torch model. Layers converted by ottava show the operands that their GEMMs get; for all
+        others the casts of `recipes` are simulated beside the GEMM. Training is bit for bit what it is unwatched.
+
+    Example:
+        >>> import tempfile, ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", recipes="blockwise") as seen:
+        ...     for _ in range(2):
+        ...         model(torch.randn(8, 64)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     seen.flush()
+        ...     table = ottava.debug.Run.open(seen.folder).table()
+        >>> len(table.slots()), set(table["step"].tolist())
+        (10, {1, 2})
+    """
+    path = Path(folder) if folder is not None else Path("runs") / f"watch-{datetime.now():%Y%m%d-%H%M%S}"
+    return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
+
+
+class Watch:
+    """A watched run; made by `watch`. Use it as a context, or call `close` at the end."""
+
+    def __init__(
+        self, model: nn.Module | None, folder: Path, config: WatchConfig, *, step: int = 0, append: bool = False
+    ) -> None:
+        self.folder, self.config, self.steps_done = folder, config, step
+        self._model = None if model is None else weakref.ref(model)
+        self.rank = int(os.environ.get("RANK", "0"))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
+        self.writer = RunWriter(folder, rank=self.rank, append=append)
+        self._describe_host(resumed=append and step > 0)
+        self.schedule = Schedule(config.every, config.triggers)
+        self.collector = Collector(config)
+        self.doors = DoorTap(self.collector, model)
+        self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
+        self.losses = LossTap(self._saw_loss)
+        self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
+        self._flight: deque[tuple[int, Light]] = deque(maxlen=config.flight)
+        self._loss_parts: list[Tensor] = []
+        self._logged: dict[str, float] = {}
+        self._active = False
+        self._looks = 0
+        self._started = self._step_started = time.perf_counter()
+        self._stance: Any = None
+        self._closed = False
+        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self.losses.attach()
+        atexit.register(self.close)
+        self._arm(step + 1)
+
+    def log(self, **numbers: float) -> None:
+        """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without it the
+        loss is what backward() is called on, averaged over micro-batches."""
+        self._logged |= {name: float(value) for name, value in numbers.items()}
+
+    def describe(self, **facts: Any) -> None:
+        """Adds facts to the manifest; config={...} is what `compare` shows as different between two runs."""
+        self.writer.describe(**facts)
+
+    def step(self) -> None:
+        """Ends a step; only for loops whose optimizer is none of torch's."""
+        self._end_step()
+
+    def flush(self) -> None:
+        """Puts all that was seen on disk."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Removes every hook and writes what waits."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._hook.remove()
+        self.losses.detach()
+        self._disarm()
+        self._describe_run()
+        self.writer.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not self._closed:
+            self._keep_flight(f"{kind.__name__ if kind else 'error'}: {error}")
+        self.close()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time since the start that went into watching, on the host."""
+        return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
+
+    # --- what the taps tell ---------------------------------------------------------------------------------------
+
+    def _see(self, layer: str, tensor: str, x: Tensor) -> None:
+        if self.collector.wants(layer, tensor):
+            self.collector.simulate(layer, tensor, x)
+
+    def _saw_loss(self, loss: Tensor) -> None:
+        self._active = True
+        self._loss_parts.append(loss.detach().to(torch.float32))
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._active and self._is_ours(optimizer):  # of two optimizers, the first ends the step
+            self._end_step()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if self._model is None or (model := self._model()) is None:
+            return self._model is None
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in stepped for p in model.parameters())
+
+    # --- the end of a step ----------------------------------------------------------------------------------------
+
+    def _end_step(self) -> None:
+        entered = time.perf_counter()
+        before = self.collector.seconds
+        self._active = False
+        self.steps_done += 1
+        step = self.steps_done
+        looked = self.collector.looking
+        self._disarm()
+        tallies, light = self.collector.drain()
+        numbers = self._numbers(entered)
+        self.writer.step(step, **numbers)
+        for key, tally in tallies.items():
+            self.writer.tally(step, key, tally)
+        if light.keys:
+            self._flight.append((step, light))
+        self._ask_triggers(step, numbers.get("loss"), tallies, light)
+        if looked:
+            self._looks += 1
+            self._after_look(step, tallies, numbers)
+        self._arm(step + 1)
+        now = time.perf_counter()
+        self.collector.seconds = before + (now - entered)
+        self._step_started = now
+
+    def _numbers(self, now: float) -> dict[str, float]:
+        parts = [float(part) for part in self._loss_parts]
+        numbers = {"loss": statistics.fmean(parts)} if parts else {}
+        numbers |= {"seconds": now - self._step_started} | self._logged
+        self._loss_parts, self._logged = [], {}
+        return numbers
+
+    def _ask_triggers(self, step: int, loss: float | None, tallies: Mapping[SlotKey, Tally], light: Light) -> None:
+        found: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
+        found += self.schedule.tallies(tallies)
+        if light.keys:
+            found.append(self.schedule.light(light.keys, light.amax.tolist()))
+        triggers = [trigger for trigger in found if trigger is not None]
+        if not triggers or not self.schedule.start_burst(step):
+            return
+        for trigger in triggers:
+            self.writer.event(step, "trigger", **trigger.facts())
+        self._keep_flight(triggers[0].reason)
+        self.writer.event(step, "burst", until=self.schedule.burst_until)
+
+    def _keep_flight(self, why: str) -> None:
+        """Puts the amaxes of the last steps on record."""
+        if not self._flight:
+            return
+        for step, light in self._flight:
+            for key, amax, scale_inv in zip(light.keys, light.amax.tolist(), light.scale_inv.tolist(), strict=True):
+                scale = 1 / scale_inv if scale_inv > 0 else None
+                known = {} if scale is None else {"scale_max": scale, "scale_min": scale}
+                finite = amax if amax < float("inf") else 0.0
+                lost = 0.0 if finite == amax else 1.0
+                self.writer.tally(step, key, Tally(amax=finite, n_nonfinite=lost, **known), phase="light")
+        self.writer.event(self.steps_done, "flight", first=self._flight[0][0], last=self._flight[-1][0], why=why)
+        self._flight.clear()
+        self.writer.flush()
+
+    def _after_look(self, step: int, tallies: Mapping[SlotKey, Tally], numbers: Mapping[str, float]) -> None:
+        if self._looks == 1:
+            self._check_patterns()
+        if self.sinks and tallies:
+            publish(self.sinks, step, Table.of(step, tallies), numbers)
+        self.writer.flush()
+        self._describe_run()
+        limit = self.config.max_overhead
+        settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
+        if limit is not None and settled and self.overhead > limit:
+            self.schedule.every *= 2
+            self.writer.event(step, "overhead", share=self.overhead, every=self.schedule.every)
+
+    def _check_patterns(self) -> None:
+        names = [*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())]
+        for pattern in self.config.layers:
+            if not any(matches(name, (pattern,)) for name in names):
+                shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+                raise WatchConfigError(f"watch: the pattern {pattern!r} matches no layer; there are: {shown or 'none'}")
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _arm(self, step: int) -> None:
+        self.collector.looking = self.schedule.looks(step)
+        self.collector.look = self._looks
+        if self.collector.looking or self.config.light:
+            self.doors.attach()
+            self.modules.attach()
+        if self.collector.looking and self.config.compiled == "eager":
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def _disarm(self) -> None:
+        self.doors.detach()
+        self.modules.detach()
+        if self._stance is not None:
+            self._stance = None
+            torch.compiler.set_stance("default")
+
+    # --- the manifest ---------------------------------------------------------------------------------------------
+
+    def _describe_host(self, *, resumed: bool) -> None:
+        cuda = torch.cuda.is_available()
+        self.writer.describe(
+            versions={
+                "ottava": importlib.metadata.version("ottava"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            command=list(sys.argv),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            host={
+                "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+                "platform": platform.platform(),
+                "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+            },
+            settings=self.config.to_dict(),
+        )
+        if resumed:
+            self.writer.event(self.steps_done, "resumed")
+
+    def _describe_run(self) -> None:
+        total = time.perf_counter() - self._started
+        own = [
+            {"name": name, "source": "door", "seen": name in self.doors.seen, **_facts(ref())}
+            for name, ref in self.doors.layers.items()
+        ]
+        foreign = [
+            {**layer, "source": "hook"} for layer in self.modules.coverage() if layer["name"] not in self.doors.layers
+        ]
+        layers = own + foreign
+        skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
+        self.writer.describe(
+            layers=layers,
+            coverage={"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
+            overhead={
+                "share": self.overhead,
+                "watching_s": self.collector.seconds,
+                "total_s": total,
+                "looks": self._looks,
+                "steps": self.steps_done,
+            },
+        )
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    if layer is None:
+        return {"type": "gone", "shape": None, "recipe": ""}
+    return {"type": type(layer).__name__, "shape": list(layer.weight.shape), "recipe": layer.resolved.name}
