@@ -1,0 +1,156 @@
+"""What a step's casts become: tallies of real casts, simulated ones, and amaxes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import ottava
+from ottava.debug.measure import measure
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.tally import Tally
+from ottava.debug.watch.collector import Collector, cells
+from ottava.debug.watch.config import WatchConfig
+from ottava.quantized_tensor import QuantizationSpec
+
+
+def collector(**settings: object) -> Collector:
+    made = Collector(WatchConfig(**({"sample": 1} | settings)))  # type: ignore[arg-type]
+    made.looking = True
+    return made
+
+
+def by_cast(seen: dict[SlotKey, Tally]) -> dict[tuple[str, str, str], Tally]:
+    return {(key.layer, key.tensor, key.direction): tally for key, tally in seen.items()}
+
+
+@pytest.mark.parametrize("recipe", sorted(ottava.RECIPES))
+@pytest.mark.parametrize("tensor", ["input", "weight", "grad_output"])
+def test_a_simulated_cast_is_the_cast(recipe: str, tensor: str) -> None:
+    """For every recipe: what `simulate` measures is what `quantize` gives, along rows and along columns."""
+    torch.manual_seed(0)
+    x = torch.randn(96, 160).bfloat16()
+    made = collector(recipes=recipe)
+    random = torch.get_rng_state()
+    made.simulate("fc", tensor, x)
+    assert torch.equal(torch.get_rng_state(), random)
+    seen = by_cast(made.drain()[0])
+    casts = cells(ottava.RECIPES[recipe], tensor)
+    assert {direction for _, _, direction in seen} == {direction for direction, _ in casts}
+    for direction, spec in casts:
+        matrix = x if direction == "row" else x.t()
+        torch.set_rng_state(random)
+        expected = measure(matrix, ottava.quantize(matrix, dataclasses.replace(spec, scaling="current")))
+        got = seen["fc", tensor, direction]
+        if spec.rounding == "stochastic":
+            assert got.n == expected.n
+        elif spec.predicted:
+            assert (got.see, got.n_underflow, got.n_predicted) == (expected.see, expected.n_underflow, 1)
+        else:
+            assert got == expected
+
+
+def test_micro_batches_add_up_and_weights_count_once() -> None:
+    """Two of them: twice the elements of the input, once those of the weight."""
+    made = collector()
+    for _ in range(2):
+        for tensor in ("input", "weight"):
+            if made.wants("fc", tensor):
+                made.simulate("fc", tensor, torch.randn(32, 32))
+    seen = by_cast(made.drain()[0])
+    assert (seen["fc", "input", "row"].n, seen["fc", "weight", "row"].n) == (2048, 1024)
+    assert (seen["fc", "input", "row"].n_casts, seen["fc", "weight", "row"].n_casts) == (2, 1)
+    assert made.wants("fc", "weight")  # a new step
+
+
+def test_sampling_measures_some_bands_and_the_amax_of_all() -> None:
+    """Another band at every look; scale and amax are those of the whole tensor."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 64)
+    x[300, 5] = 1000.0
+    for look in range(4):
+        made = collector(sample=4)
+        made.look = look
+        made.simulate("fc", "input", x)
+        ((key, tally),) = made.drain()[0].items()
+        band = x[128 * look : 128 * look + 128]
+        whole = ottava.quantize(x, QuantizationSpec(ottava.E4M3))
+        assert key.granularity == "tensor"
+        assert (tally.n, tally.n_total, tally.amax) == (128 * 64, x.numel(), 1000.0)
+        assert tally.scale_max == pytest.approx(448 / 1000)
+        error = (band - whole.dequantize()[128 * look : 128 * look + 128]).double().square().sum()
+        assert tally.see == pytest.approx(float(error), rel=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_a_sample_of_a_real_cast_is_that_part_of_it(recipe: str) -> None:
+    """Rows of codes come with the scales of their blocks."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 256) * torch.logspace(-3, 3, 512)[:, None]
+    spec = ottava.RECIPES[recipe].fprop.rhs
+    assert spec is not None
+    x_q = ottava.quantize(x, spec)
+    made = collector(sample=4)
+    made.look = 2
+    made.cast("fc", "weight", "row", x, x_q, source="door", recipe=recipe)
+    ((_, tally),) = made.drain()[0].items()
+    error = (x - x_q.dequantize())[256:384].double()
+    assert tally.see == pytest.approx(float(error.square().sum()), rel=1e-6)
+
+
+def test_simulated_delayed_scaling_predicts_from_earlier_steps() -> None:
+    """The amaxes of the steps before make the scale; the first step takes its own."""
+    made = collector(recipes="delayed")
+    errors = []
+    for amax in (1.0, 4.0, 2.0):
+        x = torch.full((16, 32), amax)
+        made.simulate("fc", "input", x)
+        ((_, tally),) = made.drain()[0].items()
+        errors.append(tally.scale_error_max)
+    assert errors == pytest.approx([0.0, 2.0, -1.0])  # at 4 the scale was for 1: two octaves too large
+
+
+def test_light_steps_note_amaxes_only() -> None:
+    """Without a look: the largest of the micro-batches, and inf where an element was."""
+    made = collector()
+    made.looking = False
+    for amax in (1.0, 3.0, 2.0):
+        made.simulate("fc", "input", torch.full((4, 4), -amax))
+    made.simulate("fc", "grad_output", torch.tensor([[math.inf, 1.0]]))
+    tallies, light = made.drain()
+    assert tallies == {}
+    assert [(key.tensor, amax) for key, amax in zip(light.keys, light.amax.tolist(), strict=True)] == [
+        ("input", 3.0),
+        ("grad_output", math.inf),
+    ]
+    assert made.drain()[1].keys == ()
+
+
+def test_light_steps_know_the_scale_of_a_real_cast() -> None:
+    """Clipping can be told from it afterwards."""
+    made = collector()
+    made.looking = False
+    x = torch.full((4, 4), 2.0)
+    x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3))
+    made.cast("fc", "input", "row", x, x_q, source="door", recipe="tensorwise")
+    assert made.drain()[1].scale_inv.tolist() == [pytest.approx(2 / 448)]
+
+
+def test_only_what_is_asked_for_is_wanted() -> None:
+    """Layers by pattern, tensors by name; nothing at all in a step that nobody looks at, if amaxes are off."""
+    made = collector(layers="*.fc2", tensors="X", light=False)
+    assert made.wants("0.fc2", "input")
+    assert not made.wants("0.fc1", "input")
+    assert not made.wants("0.fc2", "weight")
+    made.looking = False
+    assert not made.wants("0.fc2", "input")
+
+
+def test_an_empty_tensor_is_no_cast() -> None:
+    """An expert without tokens."""
+    made = collector()
+    made.simulate("fc", "input", torch.empty(0, 16))
+    assert made.drain()[0] == {}

@@ -1,0 +1,107 @@
+"""Which steps are looked at, and what makes it more of them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+import ottava
+from ottava.debug.measure import measure
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.tally import Tally
+from ottava.debug.watch.config import Triggers
+from ottava.debug.watch.schedule import Schedule, robust_z
+
+KEY = SlotKey("fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 50, 64])
+def test_looks_are_powers_of_two_and_then_regular(every: int) -> None:
+    """The first steps are where delayed scaling is unsettled."""
+    schedule = Schedule(every, Triggers())
+    looked = [step for step in range(1, 200) if schedule.looks(step)]
+    early = [2**i for i in range(10) if 2**i < every]
+    assert looked == sorted({*early, *range(every, 200, every)})
+
+
+def test_a_burst_is_followed_by_rest() -> None:
+    """Every step for `burst` steps, and no new burst before `cooldown` steps have passed."""
+    schedule = Schedule(1000, Triggers(burst=3, cooldown=10))
+    assert schedule.start_burst(100)
+    assert [schedule.looks(s) for s in (101, 102, 103, 104)] == [True, True, True, False]
+    assert not schedule.start_burst(109)
+    assert schedule.start_burst(110)
+
+
+def losses(count: int = 40) -> list[float]:
+    source = random.Random(0)
+    return [3.0 - 0.01 * i + source.gauss(0, 0.02) for i in range(count)]
+
+
+def test_a_spike_is_a_trigger_and_noise_is_none() -> None:
+    """On a falling, noisy loss."""
+    schedule = Schedule(50, Triggers(loss_z=6))
+    assert [schedule.loss(value) for value in losses()] == [None] * 40
+    spike = schedule.loss(4.0)
+    assert spike is not None
+    assert (spike.reason, spike.threshold) == ("loss_z", 6)
+    assert spike.value == pytest.approx(robust_z(4.0, losses()))
+
+
+def test_the_first_losses_are_no_spikes() -> None:
+    """There is nothing to compare them with."""
+    schedule = Schedule(50, Triggers())
+    assert [schedule.loss(value) for value in (1.0, 100.0, 1.0, 1e6)] == [None] * 4
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_a_trigger(loss: float) -> None:
+    """At once, and it does not enter the window."""
+    schedule = Schedule(50, Triggers())
+    found = schedule.loss(loss)
+    assert found is not None
+    assert found.reason == "nonfinite"
+    for value in losses():
+        assert schedule.loss(value) is None
+    assert Schedule(50, Triggers(nonfinite=False)).loss(loss) is None
+
+
+def test_triggers_of_a_look_name_the_worst_tensor() -> None:
+    """Clipping, rows that are noise, and infinities, from real casts."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    spec = ottava.QuantizationSpec(ottava.E4M3)
+    good = measure(x, ottava.quantize(x, spec))
+    clipped = measure(x, ottava.quantize(x, spec, scale=torch.tensor(4000.0)))
+    rows = x.clone()
+    rows[0] *= 1e6
+    flushed = measure(rows, ottava.quantize(rows, spec))
+    wrong = x.clone()
+    wrong[0, 0] = math.inf
+    infinite = measure(wrong, ottava.quantize(x, spec))
+    schedule = Schedule(50, Triggers())
+    assert schedule.tallies({KEY: good}) == []
+    for tally, reason in ((clipped, "clipping"), (flushed, "row_sqnr"), (infinite, "nonfinite")):
+        found = schedule.tallies({KEY._replace(layer="other"): good, KEY: tally})
+        assert reason in [trigger.reason for trigger in found]
+        assert {(trigger.layer, trigger.tensor) for trigger in found} == {("fc2", "input")}
+    assert schedule.tallies({KEY: Tally()}) == []
+
+
+def test_triggers_can_be_switched_off() -> None:
+    """One by one."""
+    x = torch.randn(64, 256)
+    tally = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3), scale=torch.tensor(4000.0)))
+    assert Schedule(50, Triggers(clipping=None, row_sqnr_db=None, nonfinite=False)).tallies({KEY: tally}) == []
+
+
+def test_an_infinite_amax_is_a_trigger() -> None:
+    """Without a full look."""
+    schedule = Schedule(50, Triggers())
+    assert schedule.light([KEY], [3.0]) is None
+    found = schedule.light([KEY, KEY._replace(layer="fc1")], [3.0, math.nan])
+    assert found is not None
+    assert (found.reason, found.layer) == ("nonfinite", "fc1")
