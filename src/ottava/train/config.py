@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ottava.debug.watch import WatchConfig
 from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
 
@@ -152,6 +153,18 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    watch: dict[str, Any] | None = None
+    """Settings of `ottava.watch`, {} for its defaults: statistics of every cast go into the run folder, for
+    `ottava report`, `diagnose` and `compare`. null: nobody watches."""
+
+    @field_validator("watch")
+    @classmethod
+    def _known_watch(cls, watch: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            WatchConfig.load(watch)
+        except TypeError as error:  # an unknown field; pydantic collects only ValueError
+            raise ValueError(str(error)) from error
+        return watch
 
     @field_validator("recipe", mode="before")
     @classmethod
@@ -178,8 +191,8 @@ class TrainConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """Hash of every setting that the trained bits depend on: all but `checkpoint` and `evaluation`."""
-        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation"})
+        """Hash of every setting that the trained bits depend on: all but `checkpoint`, `evaluation` and `watch`."""
+        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "watch"})
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ottava.autocast import autocast
 from ottava.debug.recording import AmaxLog
+from ottava.debug.watch import Watch, watch
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
 from ottava.state import ScalingState
@@ -39,7 +40,7 @@ from ottava.train.checkpoint import (
 from ottava.train.config import OptimizerConfig, TrainConfig
 from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.run_folder import RunFolder, StepRecord
+from ottava.train.run_folder import RunFolder, StepRecord, flatten
 
 RECEIPT_VERSION = 1
 _log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class Trainer:
             "conversion": self.conversion.to_dict(),
         }
         self.folder.write_manifest(self.step, facts)
+        self._watch = self._watched()
 
     @property
     def done(self) -> bool:
@@ -179,6 +181,18 @@ class Trainer:
         _log.debug("saved %s", path)
         return path
 
+    def close(self) -> None:
+        """Ends the watching, if there is any; done at the last step, and needed only where a run is left before."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _watched(self) -> Watch | None:
+        if self.config.watch is None:
+            return None
+        seen = watch(self.model, self.folder.path, self.config.watch, step=self.step, append=self.step > 0)
+        seen.describe(config=flatten(self.config.model_dump(mode="json", exclude={"watch"})))
+        return seen
+
     def _train_step(self) -> StepRecord:
         settings = self.config
         started = time.perf_counter()
@@ -194,15 +208,20 @@ class Trainer:
         value.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optimizer.grad_clip)
         loss_value, grad_norm = _finite(value), _finite(norm)
+        if self._watch is not None:
+            self._watch.log(loss=value.item(), grad_norm=norm.item(), lr=learning_rate, tokens=targets.numel())
         self.diverged = math.isnan(loss_value) or math.isnan(grad_norm)
         if not self.diverged:
             self._optimizer.step()  # also the boundary at which predicted scales move
             self.step = step
             self._amaxes.append(step, self._scaling.take_amax())
+        elif self._watch is not None:
+            self._watch.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
         if self.done:  # before the evaluation, whose forwards would be what a later receipt shows
             self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
+            self.close()
         evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
         return StepRecord(
             step=step,

@@ -150,23 +150,29 @@ def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
     saved = load_config(settings)
     if saved.digest() == config.digest():
         return
-    before, now = _flatten(saved.model_dump(mode="json")), _flatten(config.model_dump(mode="json"))
+    before, now = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changes = [
         f"  {key}: {before.get(key)!r}, now {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(("checkpoint.", "evaluation."))
+        if before.get(key) != now.get(key) and not key.startswith(("checkpoint.", "evaluation.", "watch"))
     ]
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
-        "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.* and evaluation.* may change; "
+        "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may change; "
         "take the old settings, or start a new run folder"
     )
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings as one level.
+
+    Example:
+        >>> flatten({"steps": 2, "model": {"layers": 5}})
+        {'steps': 2, 'model.layers': 5}
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

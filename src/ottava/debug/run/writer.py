@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ottava.debug.layer_names import layer_kind
@@ -42,6 +43,7 @@ class RunWriter:
         path: the folder. One that holds a run already is refused, unless `append`.
         rank: of this process.
         append: go on with a run, after a resumption.
+        step: the optimizer step from which a resumed run goes on: what is on record of later ones is taken away.
         flush_rows: write a Parquet part whenever so many rows wait.
     Raises:
         RunError: the folder holds a run, or a run of another schema version.
@@ -59,7 +61,9 @@ class RunWriter:
         ('fc1', 25.0)
     """
 
-    def __init__(self, path: Path | str, *, rank: int = 0, append: bool = False, flush_rows: int = 4096) -> None:
+    def __init__(
+        self, path: Path | str, *, rank: int = 0, append: bool = False, step: int | None = None, flush_rows: int = 4096
+    ) -> None:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self._rows: list[dict[str, Any]] = []
@@ -71,6 +75,8 @@ class RunWriter:
             if self.manifest.get("schema_version") != SCHEMA_VERSION:
                 raise RunError(f"{manifest}: was written by another version; start again in another folder")
         (self.path / STATS).mkdir(parents=True, exist_ok=True)
+        if append and step is not None:
+            self._cut_back(step)
         self._part = len(list((self.path / STATS).glob(f"part-{rank}-*.parquet")))
         self.describe()
 
@@ -154,10 +160,35 @@ class RunWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _cut_back(self, step: int) -> None:
+        """Takes away what this rank wrote of steps after `step`."""
+        for part in (self.path / STATS).glob(f"part-{self.rank}-*.parquet"):
+            try:
+                table = pq.read_table(part)
+            except (pa.ArrowInvalid, OSError):
+                continue  # torn; readers pass over it, too
+            kept = table.filter(pc.field("step") <= step)
+            if kept.num_rows < table.num_rows:
+                scratch = part.with_suffix(".tmp")
+                pq.write_table(kept, scratch, compression="zstd")
+                os.replace(scratch, part)
+        lines = self.path / STEPS
+        if self.rank == 0 and lines.exists():
+            kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+            _replace(lines, b"".join(kept_lines))
+
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
         line = json.dumps(_jsonable(values)) + "\n"
         with (self.path / name).open("ab", buffering=0) as stream:
             stream.write(line.encode())
+
+
+def _step_of(line: bytes) -> float:
+    """Infinity for a torn line."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _jsonable(value: Any) -> Any:

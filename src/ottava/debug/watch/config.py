@@ -14,6 +14,7 @@ from ottava.debug.run.schema import SYMBOLS
 from ottava.errors import RefusesUnknownFields, unknown_name
 from ottava.recipe import Recipe, get_recipe
 
+EVERY = 50
 Compiled = Literal["warn", "eager"]
 
 
@@ -78,8 +79,9 @@ class WatchConfig(RefusesUnknownFields):
     """Long names or symbols: X W dY, and Y dX dW."""
     recipes: tuple[str | Recipe, ...] = ("tensorwise",)
     """Simulated for layers whose GEMMs are not ours. Layers of ottava show what they really cast."""
-    every: int = 50
-    """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it."""
+    every: int | None = None
+    """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and twice as many whenever
+    watching takes more than `max_overhead`."""
     sample: int = 16
     """Of tensors with many rows, one band of 128 rows in so many is measured; another one at every look. 1: all."""
     fine: bool = True
@@ -95,8 +97,8 @@ class WatchConfig(RefusesUnknownFields):
     compiled: Compiled = "warn"
     """Compiled code calls no hooks. "warn": say what is not seen. "eager": steps that are looked at run uncompiled,
     which may change their last bits."""
-    max_overhead: float | None = 0.03
-    """Share of the run's time; where full looks take more, `every` is doubled, with an event. None: never."""
+    max_overhead: float = 0.03
+    """Share of the run's time that watching may take where `every` is None."""
 
     def __post_init__(self) -> None:
         def refuse(text: str) -> None:
@@ -111,6 +113,8 @@ class WatchConfig(RefusesUnknownFields):
         for recipe in self.recipes:
             get_recipe(recipe)
         for name, least in (("every", 1), ("sample", 1), ("flight", 1)):
+            if name == "every" and self.every is None:
+                continue
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(f"{name} is {getattr(self, name)!r}; needs a whole number of at least {least}")
         if self.compiled not in get_args(Compiled):

@@ -30,7 +30,7 @@ from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
 from ottava.debug.watch.collector import Collector, Light
-from ottava.debug.watch.config import WatchConfig, WatchConfigError, matches
+from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.loss import LossTap
 from ottava.debug.watch.modules import ModuleTap
@@ -91,9 +91,9 @@ class Watch:
         self.rank = int(os.environ.get("RANK", "0"))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
-        self.writer = RunWriter(folder, rank=self.rank, append=append)
+        self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
-        self.schedule = Schedule(config.every, config.triggers)
+        self.schedule = Schedule(config.every or EVERY, config.triggers)
         self.collector = Collector(config)
         self.doors = DoorTap(self.collector, model)
         self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
@@ -244,7 +244,7 @@ class Watch:
             publish(self.sinks, step, Table.of(step, tallies), numbers)
         self.writer.flush()
         self._describe_run()
-        limit = self.config.max_overhead
+        limit = self.config.max_overhead if self.config.every is None else None
         settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
         if limit is not None and settled and self.overhead > limit:
             self.schedule.every *= 2
