@@ -253,7 +253,9 @@ class Watch:
     def _check_patterns(self) -> None:
         names = [*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())]
         for pattern in self.config.layers:
-            if not any(matches(name, (pattern,)) for name in names):
+            if pattern == "*" and not names:
+                self.writer.event(self.steps_done, "warning", text="no layer with a GEMM was found")
+            elif not any(matches(name, (pattern,)) for name in names):
                 shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
                 raise WatchConfigError(f"watch: the pattern {pattern!r} matches no layer; there are: {shown or 'none'}")
 

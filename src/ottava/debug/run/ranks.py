@@ -1,0 +1,73 @@
+"""How far ranks lie apart. A mean over ranks hides the one that is broken, and ranks that should agree but do not are a
+bug: amaxes reduced over the wrong group (Megatron-LM PR 442) let tensor-parallel ranks drift apart for a thousand steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.statistics import STATISTICS
+
+
+class RankSpread(NamedTuple):
+    """One statistic of one cast in one step, over ranks."""
+
+    step: int
+    key: SlotKey
+    metric: str
+    low: float
+    high: float
+    worst_rank: int
+    """Whose value is the most troubling; of statistics that know no trouble, the largest."""
+    ranks: int
+    """That have it."""
+
+    @property
+    def octaves(self) -> float:
+        """log2(high / low); NaN where one is not positive."""
+        return math.log2(self.high / self.low) if self.low > 0 and self.high > 0 else math.nan
+
+
+def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
+    """The spread of a statistic over ranks, in the order of steps; nothing where one rank wrote.
+
+    Args:
+        run: the run.
+        metric: a name of STATISTICS.
+        wanted: columns and values, as in `Table.where`.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.debug.run.writer import RunWriter
+        >>> from ottava.debug.tally import Tally
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for rank in (0, 1):
+        ...         with RunWriter(f"{folder}/run", rank=rank) as writer:
+        ...             writer.tally(1, key, Tally(n=8, amax=2.0 ** rank))
+        ...     found = rank_spread(Run.open(f"{folder}/run"), "amax")
+        >>> [(s.step, s.low, s.high, s.octaves) for s in found]
+        [(1, 1.0, 2.0, 1.0)]
+    """
+    if len(run.ranks) < 2:
+        return []
+    table = run.table(merge_ranks=False).where(**wanted)
+    values = table.metric(metric)
+    sign = -1.0 if STATISTICS[metric].worse == "low" else 1.0
+    found = []
+    rows: dict[tuple[int, SlotKey], list[int]] = {}
+    keys = zip(*(table[name] for name in SlotKey._fields), strict=True)
+    for i, (step, key) in enumerate(zip(table["step"], keys, strict=True)):
+        rows.setdefault((int(step), SlotKey(*key)), []).append(i)
+    for (step, slot), index in sorted(rows.items(), key=lambda entry: entry[0][0]):
+        known = [i for i in index if not np.isnan(values[i])]
+        if len(known) > 1:
+            worst = max(known, key=lambda i: sign * values[i])
+            several = values[known]
+            low, high = float(several.min()), float(several.max())
+            found.append(RankSpread(step, slot, metric, low, high, int(table["rank"][worst]), len(known)))
+    return found
