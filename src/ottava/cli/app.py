@@ -28,6 +28,7 @@ from ottava.cli.formats import formats
 from ottava.cli.inspect import inspect
 from ottava.cli.plan import plan
 from ottava.cli.train import train
+from ottava.cli.what_if import what_if
 
 BUG, INTERRUPTED = 70, 130
 
@@ -45,6 +46,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(inspect)
 app.command()(formats)
+app.command("what-if")(what_if)
 
 
 def _print_version(wanted: bool) -> None:

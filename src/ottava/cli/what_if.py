@@ -1,0 +1,139 @@
+"""`ottava what-if`: every recipe's underflow and error from what one run recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ottava.debug.analysis.what_if import Prediction
+    from ottava.debug.recording import Recording
+
+SCHEMA_VERSION = 1
+
+
+def what_if(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.")],
+    recipes: Annotated[
+        str | None, typer.Option("--recipes", metavar="A,B", help="Recipes by name; default: every FP8 recipe.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="PATTERN", help="Only these layers, tensor by tensor: *.down_proj")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Predict what every recipe would have done to every tensor of a run, without running anything again.
+
+    From the recorded histograms: underflow, SQNR and element SQNR (every element counts the same, however small) of
+    each cell. A recipe clears a layer if in every recorded step all its tensors stay above the floors. Then the
+    cheapest recipe for each layer. With --layers, the numbers of every tensor.
+
+    Exit code 0; 1 if some layer is cleared by no recipe; 2 for an unknown recipe or a pattern that matches nothing; 4
+    if the folder has no histograms.
+    """
+    from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
+    from ottava.debug.run.reader import Run
+    from ottava.debug.run.schema import RunError
+    from ottava.recipe import get_recipe
+
+    wanted = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
+    opened = Run.open(run)
+    table = opened.table(phase=None)
+    if layers is not None:
+        names = {name for name in table["layer"] if fnmatchcase(name, layers)}
+        if not names:
+            known = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
+            raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {known}, ...")
+        table = table.where(layer=names)
+    predictions = predict(table, wanted, recording=_recording(run))
+    if not predictions:
+        raise RunError(f"{run}: holds no histograms to predict from; watch some steps in full first")
+    best = cheapest(predictions)
+    if as_json:
+        values = {
+            "schema_version": SCHEMA_VERSION,
+            "run_dir": str(run),
+            "recipes": summary(predictions),
+            "cheapest": best,
+            "predictions": [one.to_dict() for one in predictions],
+        }
+        typer.echo(json.dumps(_finite(values), allow_nan=False))
+    else:
+        typer.echo(_text(run, predictions, best, detailed=layers is not None))
+    return 1 if None in best.values() else 0
+
+
+def _recording(run: Path) -> Recording | None:
+    from ottava.debug.recording import FILE_NAME, read_series
+
+    return read_series(run) if (run / FILE_NAME).is_file() else None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None], *, detailed: bool) -> str:
+    from ottava.debug.analysis.what_if import HIGH_PRECISION, summary
+
+    steps = max(one.steps for one in predictions)
+    lines = [f"{run}: {steps:,} recorded steps, {len(best)} layers; predicted from histograms", ""]
+    head = f"{'underflow':>9}  {'SQNR':>7}  {'element':>7}"
+    lines.append(f"{'recipe':20}  {'layers cleared':>14}  {'worst tensor':32}  {head}")
+    for row in summary(predictions):
+        share = f"{row['clears']} of {row['layers']}"
+        numbers = _numbers(row["underflow_pct"], row["sqnr_db"], row["element_sqnr_db"])
+        lines.append(f"{row['recipe']:20}  {share:>14}  {_short(row['worst'] or '-', 32):32}  {numbers}")
+    lines += ["", "cheapest recipe that clears the floors in every recorded step:"]
+    groups: dict[str, list[str]] = {}
+    for layer, name in best.items():
+        groups.setdefault(name or "none: keep in BF16", []).append(layer)
+    for name, members in groups.items():
+        shown = ", ".join(members[:6]) + (f", ... ({len(members)} layers)" if len(members) > 6 else "")
+        lines.append(f"  {name}: {shown}")
+    if detailed:
+        lines += ["", f"{'layer':32}  {'tensor':6}  {'recipe':20}  {head}"]
+        rows = [one for one in predictions if one.spec != HIGH_PRECISION]
+        lines += [_row(one) for one in rows]
+    elif any(not one.clears for one in predictions):
+        lines += ["", "what is in the way (worst first):"]
+        known = sorted((p for p in predictions if not p.clears and p.steps), key=lambda p: p.element_sqnr_db)
+        lines += [f"  {_place(p)}  {p.recipe}: {p.why}" for p in known[:8]]
+        lines += [f"  ... {len(known) - 8} more; see --layers PATTERN or --json"] if len(known) > 8 else []
+    return "\n".join(lines)
+
+
+def _row(one: Prediction) -> str:
+    mark = "ok" if one.clears else one.why
+    numbers = _numbers(one.underflow_pct, one.sqnr_db, one.element_sqnr_db)
+    return f"{_short(one.layer, 32):32}  {_symbol(one):6}  {one.recipe:20}  {numbers}  {mark}"
+
+
+def _numbers(underflow: float | None, *decibels: float | None) -> str:
+    cells = [f"{underflow:7.2f} %" if underflow is not None and not math.isnan(underflow) else f"{'-':>9}"]
+    cells += [f"{value:7.1f}" if value is not None and not math.isnan(value) else f"{'-':>7}" for value in decibels]
+    return "  ".join(cells)
+
+
+def _place(one: Prediction) -> str:
+    return f"{one.layer} {_symbol(one)}"
+
+
+def _symbol(one: Prediction) -> str:
+    from ottava.debug.run.schema import SYMBOLS
+
+    return SYMBOLS[one.tensor] + (".T" if one.direction == "col" else "")
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[3 - width :]

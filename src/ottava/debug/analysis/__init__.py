@@ -1,0 +1,1 @@
+"""What statistics of a run mean: compared, explained, and predicted for other recipes."""

@@ -1,0 +1,309 @@
+"""What a cast would do to a tensor of which only histograms are left: expected flushes, clips and errors.
+
+The error of rounding y is a function of y, so its mean over a histogram's bin is a number that can be worked out: the
+true `round_to_format` is averaged over numbers spread evenly in every quarter octave. What a bin's numbers are
+multiplied with follows from where the histogram was taken:
+
+    one scale for the tensor    `Tally.exponents`, and the amax, which gives the scale exactly
+    one per row or block        `Tally.below_*`: how far elements lie below the amax of their block. That amax goes to
+                                the top of the format; for powers of two to within the last octave, spread evenly there
+    a block not recorded        1x16, 16x16: quantiles read off the plane through those of 1x32, 1x128 and 128x128
+
+The largest element of all is followed exactly: where outliers rule, it is most of the energy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ottava.debug.tally import EXPONENT_BINS, GRANULARITIES, RELATIVE_BINS, SPREAD_BINS, Tally
+from ottava.formats import E4M3, Format
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.rounding import round_to_format
+from ottava.scaling import PER_TENSOR, Granularity, compute_scale
+
+Array = npt.NDArray[np.float64]
+
+_QUARTER_OCTAVE_BITS, _TOP_BIN = 21, 508
+_SAMPLES = 16  # of a quarter octave, in which E4M3 has two steps
+_RANDOM_SAMPLES = 64
+_TOPS = 16  # of the octave in which the top of a block may land
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Sums over the elements of each row of a table of tallies; every field (rows,).
+
+    Example: see `expect`.
+    """
+
+    elements: Array
+    """That are not zero."""
+    flushed: Array
+    """Cast to 0."""
+    clipped: Array
+    """Beyond the largest number."""
+    relative: Array
+    """Sum of |e| / |x|."""
+    relative_squared: Array
+    """Sum of e**2 / x**2."""
+    signal: Array
+    """Sum of x**2."""
+    noise: Array
+    """Sum of e**2."""
+
+
+def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) -> Expected | None:
+    """What casting to `spec` would have done to each row of a table of tallies.
+
+    Args:
+        tally: fields (rows,), histograms (rows, bins), as in `Table.tallies`.
+        spec: of the cast.
+        scale: (rows,): the scale of each row where it is predicted; None takes the current one.
+    Returns:
+        None where the tallies do not say enough: no histograms, or of other blocks.
+
+    Example:
+        >>> import ottava
+        >>> from ottava.debug.measure import measure
+        >>> from ottava.debug.tally import tally_fields
+        >>> x = torch.randn(256, 256) * torch.tensor([1.0, 3e-6]).repeat(128)
+        >>> measured = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E5M2)))
+        >>> rows = Tally(**{f.name: np.array([getattr(measured, f.name)]) for f in tally_fields()})
+        >>> said = expect(rows, ottava.QuantizationSpec(ottava.E4M3))     # of another format than was run
+        >>> really = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
+        >>> bool(abs(said.flushed[0] - really.n_underflow) / really.n_nonzero < 0.005)
+        True
+    """
+    if spec.granularity == PER_TENSOR:
+        return _per_tensor(tally, spec, scale)
+    return _per_block(tally, spec)
+
+
+def current_scale(amax: Array, spec: QuantizationSpec) -> Array:
+    """(rows,): what current scaling multiplies with."""
+    amaxes = torch.from_numpy(np.asarray(amax, dtype=np.float32))
+    scale = compute_scale(amaxes, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+    return np.asarray(scale.numpy(), dtype=np.float64)
+
+
+def clip_limit(fmt: Format) -> float:
+    """Where clipping begins: up to half a step above the largest number rounds to it."""
+    return fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)
+
+
+def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Expected | None:
+    counts = np.asarray(tally.exponents)
+    columns = np.flatnonzero(counts.any(axis=0))
+    if not len(columns):
+        return None
+    counts = counts[:, columns].astype(np.float64)
+    amax = np.asarray(tally.amax, dtype=np.float64)
+    scale = current_scale(amax, spec) if scale is None else scale
+    low, high = (_exponent_edges()[columns + side] for side in (0, 1))
+    # the largest element is known exactly, and is most of the energy where outliers rule
+    top = (low[None] <= amax[:, None]) & (amax[:, None] < high[None]) & (counts > 0)
+    parts = [_Sums.zeros(len(counts))]
+    step = max(1, _CHUNK // (len(columns) * _SAMPLES))
+    for start in range(0, len(counts), step):
+        rows = slice(start, start + step)
+        edges = np.broadcast_to(low, top[rows].shape), np.where(top[rows], amax[rows, None], high)
+        x = edges[0][..., None] + (edges[1] - edges[0])[..., None] * _midpoints(_samples(spec))
+        part = _round(x, scale[rows, None, None], spec)
+        alone = _round(amax[rows, None, None], scale[rows, None, None], spec)
+        weights = counts[rows] - top[rows]
+        sums = part.total(weights) + alone.total(top[rows].sum(axis=1, keepdims=True).astype(np.float64))
+        parts.append(sums.at(rows, len(counts)))
+    return functools.reduce(lambda a, b: a + b, parts).expected()
+
+
+def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
+    blocks = _below(tally, spec.granularity)
+    if blocks is None:
+        return None
+    counts, energy = blocks
+    table = _block_table(spec.format, spec.scale_format, spec.margin, spec.rounding)  # (octaves, bins, 5)
+    share = _spread(tally, counts) if len(table) > 1 else np.ones((len(counts), 1))
+    flushed, clipped, relative, squared = np.einsum("rb,ro,obk->rk", counts, share, table[..., :4], optimize=True).T
+    share = share * 4.0 ** -np.arange(len(table))  # the energy is in the blocks near the top
+    lost = (share / share.sum(axis=1, keepdims=True)) @ table[..., 4]
+    noise = (energy * lost).sum(axis=1)
+    # its block's scale is known, and so is its error
+    amax = np.asarray(tally.amax, dtype=np.float64)
+    own = np.minimum(amax**2, energy[:, 0])
+    noise += own * (_round(np.ones((len(amax), 1)), _top_of_largest(amax, spec)[:, None], spec).values[:, 3])
+    noise -= own * lost[:, 0]
+    return Expected(counts.sum(axis=1), flushed, clipped, relative, squared, energy.sum(axis=1), noise)
+
+
+def _top_of_largest(amax: Array, spec: QuantizationSpec) -> Array:
+    """(rows,): what the largest element of a tensor becomes before it is rounded."""
+    if spec.scale_format == "e4m3":
+        exact = torch.tensor([math.ldexp(E4M3.max, -spec.margin)])
+        rounded = round_to_format(exact, E4M3)
+        return np.full(len(amax), spec.format.max * float(exact / rounded))
+    return amax * current_scale(amax, spec)
+
+
+def _spread(tally: Tally, counts: Array) -> Array:
+    """(rows, SPREAD_BINS): share of blocks by how far their amax lies below the tensor's. It is recorded for 1x128;
+    that of other blocks lies as much higher or lower as elements lie further below it or less far."""
+    spread = np.asarray(tally.block_spread, dtype=np.float64)
+    octaves = np.arange(RELATIVE_BINS) / 4
+    means = []
+    for histogram in (_recorded(tally, "1x128")[0], counts):
+        total = histogram.sum(axis=1)
+        means.append((histogram @ octaves) / np.where(total > 0, total, 1))
+    shift = means[0] - means[1]
+    grid = np.arange(SPREAD_BINS + 1, dtype=np.float64)
+    shares = []
+    for row, by in zip(spread, shift, strict=True):
+        below = np.concatenate([[0.0], row.cumsum() / (row.sum() or 1.0)])
+        moved = np.interp(grid - by, grid, below)
+        moved[0], moved[-1] = 0.0, 1.0
+        shares.append(np.diff(moved))
+    return np.stack(shares)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """Per row and bin, means of: flushed, clipped, relative, relative squared, x**2, e**2; or sums of them."""
+
+    values: Array
+    """(..., 6)."""
+    elements: Array
+
+    @classmethod
+    def zeros(cls, rows: int) -> _Sums:
+        return cls(np.zeros((rows, 6)), np.zeros(rows))
+
+    def total(self, weights: Array) -> _Sums:
+        return _Sums((self.values * weights[..., None]).sum(axis=1), weights.sum(axis=1))
+
+    def at(self, rows: slice, count: int) -> _Sums:
+        placed = _Sums.zeros(count)
+        placed.values[rows], placed.elements[rows] = self.values, self.elements
+        return placed
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(self.values + other.values, self.elements + other.elements)
+
+    def expected(self) -> Expected:
+        return Expected(self.elements, *self.values.T)
+
+
+def _round(x: Array, scale: Array, spec: QuantizationSpec) -> _Sums:
+    """Means over the last dimension of x."""
+    y = torch.from_numpy(np.asarray(x * scale, dtype=np.float32))
+    q = _rounded(y, spec.format, spec.rounding).double().numpy()
+    exact = y.double().numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(exact > 0, np.abs(exact - q) / exact, 1.0)
+    flushed = (q == 0) if spec.format.has_zero else np.zeros_like(q, dtype=bool)
+    columns = (flushed, exact > clip_limit(spec.format), relative, relative**2, x**2, (relative * x) ** 2)
+    return _Sums(np.stack([np.mean(column, axis=-1) for column in columns], axis=-1), np.empty(0))
+
+
+def _rounded(y: Tensor, fmt: Format, rounding: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0) if rounding == "stochastic" else None
+    return round_to_format(y, fmt, rounding=rounding, generator=generator)
+
+
+def _samples(spec: QuantizationSpec) -> int:
+    return _RANDOM_SAMPLES if spec.rounding == "stochastic" else _SAMPLES
+
+
+def _midpoints(count: int) -> Array:
+    return (np.arange(count) + 0.5) / count
+
+
+@functools.lru_cache(maxsize=1)
+def _exponent_edges() -> Array:
+    """(EXPONENT_BINS + 1,): the first one's lower edge, 0, to the last one's upper edge."""
+    bits = np.minimum(np.arange(EXPONENT_BINS + 1, dtype=np.int64) << _QUARTER_OCTAVE_BITS, 0x7F7FFFFF)
+    return np.asarray(bits.astype(np.int32).view(np.float32), dtype=np.float64)
+
+
+@functools.lru_cache(maxsize=64)
+def _block_table(fmt: Format, scale_format: Any, margin: int, rounding: Any) -> Array:
+    """(octaves, RELATIVE_BINS, 5): flushed, clipped, relative, relative squared, e**2 over x**2, each the mean of a bin
+    of elements below the amax of their block; octaves: 1, or by how far that amax lies below the tensor's."""
+    spec = QuantizationSpec(fmt, Granularity(1, 32), scale_format=scale_format, margin=margin, rounding=rounding)
+    edges = _exponent_edges()
+    low = edges[_TOP_BIN - np.arange(RELATIVE_BINS)]
+    high = edges[_TOP_BIN + 1 - np.arange(RELATIVE_BINS)]
+    high[0] = low[0]  # nothing is above the amax
+    x = low[:, None] + (high - low)[:, None] * _midpoints(_samples(spec))
+    tables = []
+    for tops in _tops(fmt, scale_format, margin):
+        values = np.mean([_round(x, np.asarray(top), spec).values for top in tops], axis=0)
+        tables.append(np.concatenate([values[:, :4], values[:, 5:] / values[:, 4:5]], axis=1))
+    return np.stack(tables)
+
+
+def _tops(fmt: Format, scale_format: str, margin: int) -> Array:
+    """Where the amax of a block may land, each as likely as the others; (octaves, tops)."""
+    top, octave = math.ldexp(fmt.max, -margin), np.exp2(_midpoints(_TOPS))
+    if scale_format == "fp32":
+        return np.array([[top]])
+    if scale_format in ("pow2", "e8m0"):
+        return (top / octave)[None]
+    if scale_format == "e8m0_floor":
+        return (math.ldexp(1.0, fmt.emax - margin) * octave)[None]
+    # e4m3: the scale of a block is itself rounded, more coarsely far below the tensor's amax
+    exact = math.ldexp(E4M3.max, -margin) / octave / np.exp2(np.arange(SPREAD_BINS))[:, None]
+    rounded = round_to_format(torch.from_numpy(exact.astype(np.float32)), E4M3).double().numpy()
+    return np.where(rounded > 0, fmt.max * exact / np.where(rounded > 0, rounded, 1), 0.0)
+
+
+def _below(tally: Tally, granularity: Granularity) -> tuple[Array, Array] | None:
+    """Counts and energy of elements below the amax of their block, (rows, RELATIVE_BINS) each."""
+    if str(granularity) in GRANULARITIES:
+        found = _recorded(tally, str(granularity))
+    elif granularity.rows is None or granularity.cols is None:
+        return None
+    else:
+        found = _between(tally, granularity)
+    return found if found[0].any() else None
+
+
+def _recorded(tally: Tally, name: str) -> tuple[Array, Array]:
+    counts, energy = (getattr(tally, f"{kind}_{name}") for kind in ("below", "energy_below"))
+    return np.asarray(counts, dtype=np.float64), np.asarray(energy, dtype=np.float64)
+
+
+def _between(tally: Tally, granularity: Granularity) -> tuple[Array, Array]:
+    rows, cols = math.log2(granularity.rows or 1), math.log2(granularity.cols or 1)
+    wider, taller = (cols - 5) / 2, rows / 7  # of the way from 1x32 to 1x128, from there to 128x128
+    weights = {"1x32": 1 - wider, "1x128": wider - taller, "128x128": taller}
+    recorded = [_recorded(tally, name) for name in weights]
+    counts, energy = (
+        np.stack([_mixed(rows, list(weights.values())) for rows in zip(*histograms, strict=True)])
+        for histograms in zip(*recorded, strict=True)
+    )
+    return counts, energy
+
+
+def _mixed(histograms: Sequence[Array], weights: Sequence[float]) -> Array:
+    """The histogram whose quantiles are this combination of those of some histograms; (bins,)."""
+    totals = [histogram.sum() for histogram in histograms]
+    size = len(histograms[0])
+    if min(totals) <= 0:
+        return np.zeros(size)
+    levels = [np.concatenate([[0.0], h.cumsum() / h.sum()]) for h in histograms]
+    grid = np.unique(np.concatenate([*levels, np.linspace(0, 1, 257)]).clip(0, 1))
+    middle, mass = (grid[1:] + grid[:-1]) / 2, np.diff(grid)
+    bins = np.arange(size + 1, dtype=np.float64)
+    mixed = sum(w * np.interp(middle, level, bins) for w, level in zip(weights, levels, strict=True))
+    index = np.clip(np.floor(mixed), 0, size - 1).astype(int)
+    return np.asarray(np.bincount(index, mass * totals[0], minlength=size), dtype=np.float64)

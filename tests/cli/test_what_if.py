@@ -1,0 +1,72 @@
+"""`ottava what-if` on a recorded run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import ottava
+from ottava.cli.what_if import what_if
+from ottava.debug.measure import measure
+from ottava.debug.run.schema import RunError, SlotKey
+from ottava.debug.run.writer import RunWriter
+
+
+def run(*arguments: str | Path) -> int:
+    """The command as the app runs it; an error of ours comes out as it is."""
+    app = typer.Typer()
+    app.command()(what_if)
+    return app(args=list(map(str, arguments)), standalone_mode=False)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Path:
+    """Two layers; massive tokens enter the second."""
+    torch.manual_seed(0)
+    with RunWriter(tmp_path) as writer:
+        for layer, tokens in (("layers.0.mlp.up_proj", 1.0), ("layers.0.mlp.down_proj", 1e5)):
+            x = torch.randn(128, 256)
+            x[:2] *= tokens
+            key = SlotKey(layer, "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+            writer.tally(3, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
+    return tmp_path
+
+
+def test_prints_recipes_and_the_cheapest(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(watched) == 0
+    text = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "1 of 2" in lines["tensorwise"]
+    assert "layers.0.mlp.down_proj X" in lines["tensorwise"]
+    assert "2 of 2" in lines["rowwise"]
+    assert lines["rowwise:"].split(": ")[1] == "layers.0.mlp.down_proj"
+    assert lines["delayed:"].split(": ")[1] == "layers.0.mlp.up_proj"
+
+
+def test_layers_show_every_tensor(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(watched, "--layers", "*.down_proj", "--recipes", "tensorwise,mxfp8") == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layers.0.mlp.down_proj")]
+    assert len(rows) == 4  # two recipes, X and X.T
+    assert "underflow_pct" in rows[0]
+    assert rows[1].endswith("ok")
+
+
+def test_json_is_one_object(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(watched, "--recipes", "tensorwise", "--json") == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["cheapest"] == {"layers.0.mlp.up_proj": "tensorwise", "layers.0.mlp.down_proj": None}
+    assert {p["layer"] for p in values["predictions"]} == set(values["cheapest"])
+
+
+def test_bad_input(watched: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="matches no layer"):
+        run(watched, "--layers", "lm_head")
+    with pytest.raises(ValueError, match="tensorwise"):
+        run(watched, "--recipes", "tensorwize")
+    RunWriter(tmp_path / "empty").close()
+    with pytest.raises(RunError, match="no histograms"):
+        run(tmp_path / "empty")

@@ -1,0 +1,190 @@
+"""Predictions of whole recipes from run folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import ottava
+from ottava.debug.analysis.what_if import (
+    CELLS,
+    FLOORS,
+    HIGH_PRECISION,
+    cell_cost,
+    cheapest,
+    default_recipes,
+    predict,
+    summary,
+)
+from ottava.debug.measure import measure
+from ottava.debug.recording import Recording
+from ottava.debug.run.reader import Run, Table
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import Tally
+from ottava.recipe import RECIPES
+
+KEY = SlotKey("fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+SPEC = ottava.QuantizationSpec(ottava.E4M3)
+
+
+def recorded(folder: Path, steps: Mapping[int, Mapping[SlotKey, Tensor]]) -> Table:
+    """A run whose casts are really made and measured."""
+    with RunWriter(folder) as writer:
+        for step, tensors in steps.items():
+            for key, x in tensors.items():
+                writer.tally(step, key, measure(x, ottava.quantize(x, SPEC)))
+    return Run.open(folder).table()
+
+
+def massive(tokens: float) -> Tensor:
+    """A Gaussian with two rows of huge tokens."""
+    x = torch.randn(128, 256)
+    x[:2] *= tokens
+    return x
+
+
+@pytest.fixture
+def outliers(tmp_path: Path) -> Table:
+    """A layer that is well, and one with massive tokens."""
+    torch.manual_seed(0)
+    well = KEY._replace(layer="fc1")
+    return recorded(tmp_path, {1: {KEY: massive(1e5), well: massive(1.0)}})
+
+
+def test_names_the_recipe_that_helps(outliers: Table) -> None:
+    """One scale per tensor flushes; per row it does not. The healthy layer needs nothing dearer than it has."""
+    found = predict(outliers, [RECIPES[name] for name in ("delayed", "tensorwise", "rowwise", "blockwise")])
+    assert cheapest(found) == {"fc2": "rowwise", "fc1": "delayed"}
+    (bad,) = [p for p in found if (p.layer, p.recipe, p.direction) == ("fc2", "tensorwise", "row")]
+    assert not bad.clears
+    assert bad.why.startswith("underflow_pct ")
+    assert bad.underflow_pct > 50
+    assert bad.sqnr_db > 30  # blind to it
+    assert bad.element_sqnr_db < 5
+    assert bad.spec == "E4M3[tensor]"
+
+
+def test_agrees_with_what_another_recipe_really_does(tmp_path: Path) -> None:
+    """All registered recipes: predicted from a tensorwise run, measured by casting."""
+    torch.manual_seed(1)
+    x = massive(1e3)
+    found = predict(recorded(tmp_path, {1: {KEY: x}}))
+    by_recipe = {p.recipe: p for p in found if p.direction == "row"}
+    assert set(by_recipe) == {recipe.name for recipe in default_recipes()}
+    for name, said in by_recipe.items():
+        spec = RECIPES[name].fprop.lhs
+        assert spec is not None
+        real = measure(x, ottava.quantize(x, spec))
+        assert said.spec == str(spec)
+        assert said.underflow_pct == pytest.approx(100 * real.n_underflow / real.n_nonzero, abs=0.5)
+        assert said.mean_relative_error == pytest.approx(real.srel / real.n_nonzero, abs=0.003)
+
+
+def test_clearing_means_every_step(tmp_path: Path) -> None:
+    """One bad step of twenty does not vanish in the mean, and is named."""
+    torch.manual_seed(0)
+    table = recorded(tmp_path, {step: {KEY: massive(1e5 if step == 7 else 1.0)} for step in range(1, 21)})
+    (said, *_) = predict(table, [RECIPES["tensorwise"]])
+    assert said.steps == 20
+    assert said.underflow_pct < 5
+    assert not said.clears
+    assert "at step 7" in said.why
+
+
+def test_delayed_replays_the_recorded_amaxes(tmp_path: Path) -> None:
+    """A jump by 16 clips exactly the step after it under delayed scaling, not under guarded; with the amaxes of the
+    steps between, the window has seen the jump before the step that was looked at."""
+    torch.manual_seed(0)
+    x = torch.randn(128, 128)
+    table = recorded(tmp_path, {step: {KEY: 16 * x if step >= 5 else x} for step in (1, 2, 5)})
+    recipes = [RECIPES["delayed"], RECIPES["guarded"]]
+    delayed, guarded = predict(table, recipes)[:2]
+    assert delayed.overflow_pct > 5
+    assert "at step 5" in delayed.why
+    assert "recorded steps only" in delayed.why
+    assert guarded.overflow_pct == 0
+    amax = x.abs().max().item()
+    series = [amax, amax, amax, 16 * amax, 16 * amax]
+    every = Recording.of({"fc2.input": ("E4M3", series)})
+    (seen, *_) = predict(table, recipes, recording=every)
+    assert seen.overflow_pct == 0
+    assert "recorded steps only" not in seen.why
+
+
+def test_the_transpose_is_its_own_tensor_where_it_was_recorded(tmp_path: Path) -> None:
+    """An outlier channel ruins rows of x, not rows of x.T; where x.T is not on record, `why` says it was assumed."""
+    torch.manual_seed(0)
+    x = torch.randn(128, 128)
+    x[:, 0] *= 1e6
+    recipe = RECIPES["blockwise"]
+    both = predict(recorded(tmp_path / "a", {1: {KEY: x, KEY._replace(direction="col"): x.t()}}), [recipe])
+    assert [p.direction for p in both] == ["row", "col"]
+    assert both[0].underflow_pct > 10
+    assert both[1].underflow_pct < 2
+    alone = predict(recorded(tmp_path / "b", {1: {KEY: x}}), [recipe])
+    assert alone[1].underflow_pct == alone[0].underflow_pct
+    assert alone[1].why.endswith("assumed to be like x")
+    assert both[0].why == alone[0].why
+
+
+def test_overrides_and_high_precision(outliers: Table) -> None:
+    """A recipe asks for what its layer asks for; high precision clears, and costs most."""
+    mixed = replace(RECIPES["tensorwise"].override("fc2", "bf16"), name="mixed")
+    found = predict(outliers, [RECIPES["tensorwise"], mixed])
+    assert [p.spec for p in found if (p.layer, p.recipe) == ("fc2", "mixed")] == [HIGH_PRECISION] * 2
+    assert [p.spec for p in found if (p.layer, p.recipe) == ("fc1", "mixed")] == ["E4M3[tensor]"] * 2
+    assert cheapest(found) == {"fc2": "mixed", "fc1": "tensorwise"}
+    costs = [cell_cost(RECIPES[name].fprop.lhs) for name in ("delayed", "guarded", "tensorwise", "rowwise", "mxfp8")]
+    assert costs == sorted(costs)
+    assert cell_cost(None) > costs[-1]
+    assert cheapest(predict(outliers, [RECIPES["tensorwise"]]))["fc2"] is None
+
+
+def test_unknown_is_said_not_guessed(tmp_path: Path) -> None:
+    """Rows without histograms of blocks: no number, no clearance."""
+    x = torch.randn(64, 64)
+    tally = measure(x, ottava.quantize(x, SPEC))
+    coarse = Tally(**{**vars(tally), **{name: 0 * value for name, value in vars(tally).items() if "below" in name}})
+    with RunWriter(tmp_path) as writer:
+        writer.tally(1, KEY, coarse)
+    tensor, blocks = predict(Run.open(tmp_path).table(), [RECIPES["tensorwise"], RECIPES["blockwise"]])[:2]
+    assert tensor.clears
+    assert not blocks.clears
+    assert blocks.steps == 0
+    assert blocks.why == "the run did not record what E4M3[1x128, pow2] needs"
+    assert json.loads(json.dumps(blocks.to_dict(), allow_nan=False))["underflow_pct"] is None
+
+
+def test_light_rows_tell_amaxes_only(tmp_path: Path) -> None:
+    """The window of a predicted scale sees the steps between; they are no recorded steps of their own."""
+    torch.manual_seed(0)
+    x = torch.randn(128, 128)
+    with RunWriter(tmp_path) as writer:
+        writer.tally(1, KEY, measure(x, ottava.quantize(x, SPEC)))
+        writer.tally(2, KEY, Tally(amax=16 * x.abs().max().item(), n_casts=1), phase="light")
+        writer.tally(3, KEY, measure(16 * x, ottava.quantize(16 * x, SPEC)))
+    run = Run.open(tmp_path)
+    assert predict(run.table(), [RECIPES["delayed"]])[0].overflow_pct > 5
+    seen = predict(run.table(phase=None), [RECIPES["delayed"]])[0]
+    assert (seen.overflow_pct, seen.steps) == (0, 2)
+
+
+def test_summary_names_each_recipes_worst_tensor(outliers: Table) -> None:
+    rows = {row["recipe"]: row for row in summary(predict(outliers))}
+    assert rows["tensorwise"]["worst"] == "fc2 X"
+    assert (rows["tensorwise"]["clears"], rows["rowwise"]["clears"], rows["rowwise"]["layers"]) == (1, 2, 2)
+    costs = [row["cost"] for row in rows.values()]
+    assert costs == sorted(costs)
+
+
+def test_floors_and_cells_cover_what_recipes_have() -> None:
+    assert set(CELLS.values()) == {(g, s) for g in ("fprop", "dgrad", "wgrad") for s in ("lhs", "rhs")}
+    limits: Mapping[str, Callable[..., float]] = {floor.name: floor.limit for floor in FLOORS}
+    assert (limits["sqnr_db"](ottava.E4M3), limits["sqnr_db"](ottava.E5M2)) == (25.0, 20.0)  # facts, 5.8
