@@ -14,6 +14,7 @@ Statistics are stored as sums that merge exactly, never as finished numbers. Any
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
@@ -24,14 +25,16 @@ SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
 
 TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
-SYMBOLS = {
-    "input": "X",
-    "weight": "W",
-    "grad_output": "dY",
-    "output": "Y",
-    "grad_input": "dX",
-    "grad_weight": "dW",
-}
+SYMBOLS = MappingProxyType(
+    {
+        "input": "X",
+        "weight": "W",
+        "grad_output": "dY",
+        "output": "Y",
+        "grad_input": "dX",
+        "grad_weight": "dW",
+    }
+)
 """How papers write the tensors of y = x @ w.T; both are understood where a user names one."""
 
 

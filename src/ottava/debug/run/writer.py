@@ -77,7 +77,10 @@ class RunWriter:
         (self.path / STATS).mkdir(parents=True, exist_ok=True)
         if append and step is not None:
             self._cut_back(step)
-        self._part = len(list((self.path / STATS).glob(f"part-{rank}-*.parquet")))
+        numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
+        self._part = max(numbers, default=-1) + 1
+        for name in (STEPS, EVENTS) if append and rank == 0 else ():
+            _end_line(self.path / name)
         self.describe()
 
     def describe(self, **facts: Any) -> None:
@@ -202,6 +205,13 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _jsonable(value.item())
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _end_line(path: Path) -> None:
+    """Ends a line that a kill tore, so that the next one is not lost with it."""
+    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
+        with path.open("ab", buffering=0) as stream:
+            stream.write(b"\n")
 
 
 def _replace(path: Path, content: bytes) -> None:
