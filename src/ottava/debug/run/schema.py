@@ -79,7 +79,7 @@ def stats_schema() -> pa.Schema:
         columns.append(pa.field(f.name, pa.int64() if f.name.startswith("n_") or f.name == "n" else pa.float64()))
     for f in tally_fields("histogram"):
         counts = not f.name.startswith("energy")
-        columns.append(pa.field(f.name, pa.list_(pa.int64() if counts else pa.float32())))
+        columns.append(pa.field(f.name, pa.list_(pa.int64() if counts else pa.float64())))
     columns.append(pa.field(_HISTOGRAM_START, pa.int32()))
     columns.append(pa.field(REPORTED, pa.map_(pa.string(), pa.float64())))
     return pa.schema(columns, metadata={"ottava_schema_version": str(SCHEMA_VERSION)})

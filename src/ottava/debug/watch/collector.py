@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
 from ottava.debug.watch.config import WatchConfig
+from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -39,7 +40,6 @@ class Light(NamedTuple):
     """fp32 (n,): of the cast, where it has one scale; else NaN."""
 
 
-OnCast = Callable[[SlotKey, Tensor, QuantizedTensor], None]
 
 _CELLS = {
     "input": ("fprop.lhs", "wgrad.rhs"),
@@ -57,12 +57,12 @@ class Collector:
 
     Args:
         config: what is watched.
-        on_cast: called with every cast in a step that is looked at; for dumps.
+        dumps: which casts are written out as they are.
     """
 
-    def __init__(self, config: WatchConfig, on_cast: OnCast | None = None) -> None:
+    def __init__(self, config: WatchConfig, dumps: DumpPlan | None = None) -> None:
         self.config = config
-        self.on_cast = on_cast
+        self.dumps = dumps
         self.looking = False
         """Whether the running step is looked at in full."""
         self.look = 0
@@ -95,6 +95,8 @@ class Collector:
                 rows = sample_rows(x, self.config.sample, self.look)
                 sample = (x, x_q) if rows is None else (x[rows], take_rows(x_q, rows))
                 self._add(key, *sample, whole=x)
+                if self.dumps is not None and self.dumps.wants(key):
+                    self.dumps.take(key, x, x_q)
 
     def simulate(self, layer: str, tensor: str, x: Tensor) -> None:
         """Casts x (R, C) as the configured recipes would, and takes that in."""
@@ -112,7 +114,11 @@ class Collector:
                 rows = sample_rows(matrix, self.config.sample, self.look)
                 sample = matrix if rows is None else matrix[rows]
                 x_q = self._simulated((layer, tensor), sample, matrix, spec)
-                self._add(_key(layer, tensor, direction, recipe.name, spec, "hook"), sample, x_q, whole=matrix)
+                key = _key(layer, tensor, direction, recipe.name, spec, "hook")
+                self._add(key, sample, x_q, whole=matrix)
+                if self.dumps is not None and self.dumps.wants(key):
+                    whole_q = x_q if rows is None else self._simulated((layer, tensor), matrix, matrix, spec)
+                    self.dumps.take(key, matrix, whole_q)
 
     def finished(self, layer: str, tensor: str) -> None:
         """A tap has handed in all casts of a tensor; a weight is the same in every micro-batch of a step."""
@@ -141,8 +147,6 @@ class Collector:
         self._light[place] = (key, seen, scale)
 
     def _add(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor, *, whole: Tensor) -> None:
-        if self.on_cast is not None:
-            self.on_cast(key, x, x_q)
         new = measure_packed(x.detach(), x_q, whole=whole.detach(), fine=self.config.fine)
         if (old := self._sums.get(key)) is None:
             self._sums[key] = new

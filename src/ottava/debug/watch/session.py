@@ -32,6 +32,7 @@ from ottava.debug.tally import Tally
 from ottava.debug.watch.collector import Collector, Light
 from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
 from ottava.debug.watch.doors import DoorTap
+from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.debug.watch.loss import LossTap
 from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.schedule import Schedule, Trigger
@@ -94,7 +95,8 @@ class Watch:
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
-        self.collector = Collector(config)
+        self.dumps = DumpPlan(config.dump, self.writer)
+        self.collector = Collector(config, self.dumps)
         self.doors = DoorTap(self.collector, model)
         self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
         self.losses = LossTap(self._saw_loss)
@@ -193,6 +195,7 @@ class Watch:
             self.writer.tally(step, key, tally)
         if light.keys:
             self._flight.append((step, light))
+        self.dumps.looked(tallies)
         self._ask_triggers(step, numbers.get("loss"), tallies, light)
         if looked:
             self._looks += 1
@@ -220,6 +223,7 @@ class Watch:
         for trigger in triggers:
             self.writer.event(step, "trigger", **trigger.facts())
         self._keep_flight(triggers[0].reason)
+        self.dumps.triggered()
         self.writer.event(step, "burst", until=self.schedule.burst_until)
 
     def _keep_flight(self, why: str) -> None:
@@ -262,7 +266,8 @@ class Watch:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _arm(self, step: int) -> None:
-        self.collector.looking = self.schedule.looks(step)
+        dumping = self.dumps.begin(step)
+        self.collector.looking = self.schedule.looks(step) or dumping
         self.collector.look = self._looks
         if self.collector.looking or self.config.light:
             self.doors.attach()
