@@ -52,6 +52,11 @@ PURE_CALLS = frozenset(
 )
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""
 
+READS_ENVIRONMENT = {
+    "ottava.debug.watch.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
+}
+"""Modules that may, outside the command line, with the reason."""
+
 NO_MIRROR = {
     "ottava.__main__": "three lines, run by every test of the command line",
 }
@@ -196,7 +201,7 @@ def nothing_is_global(module: Module) -> list[str]:
 
 def environment_stays_outside(module: Module) -> list[str]:
     """Environment variables are read by entry points only."""
-    if module.room == "cli":
+    if module.room == "cli" or module.name in READS_ENVIRONMENT:
         return []
     names = ("environ", "environb", "getenv", "putenv")
     complaints = []

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -40,16 +41,17 @@ class Light(NamedTuple):
     """fp32 (n,): of the cast, where it has one scale; else NaN."""
 
 
-
-_CELLS = {
-    "input": ("fprop.lhs", "wgrad.rhs"),
-    "weight": ("fprop.rhs", "dgrad.rhs"),
-    "grad_output": ("dgrad.lhs", "wgrad.lhs"),
-    # what no GEMM of this layer casts is measured as the next one would: an output is an input, a gradient a gradient
-    "output": ("fprop.lhs", "fprop.lhs"),
-    "grad_input": ("dgrad.lhs", "dgrad.lhs"),
-    "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
-}
+_CELLS = MappingProxyType(
+    {
+        "input": ("fprop.lhs", "wgrad.rhs"),
+        "weight": ("fprop.rhs", "dgrad.rhs"),
+        "grad_output": ("dgrad.lhs", "wgrad.lhs"),
+        # what no GEMM of this layer casts is measured as the next one would: an output is an input, a gradient a gradient
+        "output": ("fprop.lhs", "fprop.lhs"),
+        "grad_input": ("dgrad.lhs", "dgrad.lhs"),
+        "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
+    }
+)
 
 
 class Collector:
