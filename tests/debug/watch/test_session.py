@@ -251,3 +251,19 @@ def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:
     assert manifest["config"] == {"lr": 1e-3}
     assert manifest["versions"]["torch"] == torch.__version__
     assert isinstance(seen, Watch)
+
+
+def test_operands_that_disagree_are_an_event(tmp_path: Path) -> None:
+    """A cached cast of a weight that has changed since: the signature of TransformerEngine #1047."""
+    model = build()
+    door = model[0].quantizers.weight
+    with watch(model, tmp_path / "run", every=1) as seen:
+        train(model, 1)
+        old = door(model[0].weight, *(ottava.RECIPES["tensorwise"].fprop.rhs,) * 2)
+        door.forward = lambda *args, **kwargs: old
+        model[0].weight.data.copy_(torch.randn(128, 64))
+        train(model, 2)
+    checks = [event for event in Run.open(seen.folder).events if event["kind"] == "check"]
+    assert [(event["step"], event["check"], event["layer"], event["tensor"]) for event in checks] == [
+        (2, "stale_weight", "0", "weight")
+    ]

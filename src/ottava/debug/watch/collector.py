@@ -89,7 +89,7 @@ class Collector:
         self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
     ) -> None:
         """Takes in a cast that was made: x (R, C), and its codes."""
-        with self._timed():
+        with self.timed():
             key = _key(layer, tensor, direction, recipe, x_q.spec, source)
             if direction == "row" or (layer, tensor) not in self._light:
                 self._note(key, x, x_q.scale_inv)
@@ -102,7 +102,7 @@ class Collector:
 
     def simulate(self, layer: str, tensor: str, x: Tensor) -> None:
         """Casts x (R, C) as the configured recipes would, and takes that in."""
-        with self._timed():
+        with self.timed():
             casts = self._cells_of(layer, tensor)
             if not casts or not x.numel():
                 return
@@ -129,7 +129,7 @@ class Collector:
 
     def drain(self) -> tuple[dict[SlotKey, Tally], Light]:
         """What was seen in the step that ended. Reads the tallies back, if there are any."""
-        with self._timed():
+        with self.timed():
             tallies = {key: packed.tally() for key, packed in self._sums.items()}
             noted = self._light
             if self._reach:
@@ -196,7 +196,8 @@ class Collector:
                 yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """What runs inside is counted as time spent on watching."""
         started = time.perf_counter()
         try:
             yield

@@ -29,6 +29,7 @@ from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
+from ottava.debug.watch.checks import Checks
 from ottava.debug.watch.collector import Collector, Light
 from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
 from ottava.debug.watch.doors import DoorTap
@@ -97,7 +98,7 @@ class Watch:
         self.schedule = Schedule(config.every or EVERY, config.triggers)
         self.dumps = DumpPlan(config.dump, self.writer)
         self.collector = Collector(config, self.dumps)
-        self.doors = DoorTap(self.collector, model)
+        self.doors = DoorTap(self.collector, model, Checks(self._disagrees))
         self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
@@ -163,6 +164,9 @@ class Watch:
     def _see(self, layer: str, tensor: str, x: Tensor) -> None:
         if self.collector.wants(layer, tensor):
             self.collector.simulate(layer, tensor, x)
+
+    def _disagrees(self, facts: Mapping[str, Any]) -> None:
+        self.writer.event(self.steps_done + 1, "check", **facts)
 
     def _saw_loss(self, loss: Tensor) -> None:
         self._active = True
