@@ -15,7 +15,9 @@ from ottava.debug.watch import watch
 from ottava.debug.watch.dumps import TensorDump, read_dump
 
 
-def train(folder: Path, dump: dict[str, Any], *, recipe: str | None, steps: int = 4, spike: int = 0, **more: Any) -> Run:
+def train(
+    folder: Path, dump: dict[str, Any], *, recipe: str | None, steps: int = 4, spike: int = 0, **more: Any
+) -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
     if recipe:

@@ -167,10 +167,15 @@ def test_an_infinity_is_a_trigger(tmp_path: Path) -> None:
 def test_a_crash_leaves_the_last_steps_on_record(tmp_path: Path) -> None:
     """The exception passes on; what came before it is there."""
     model = build()
-    with pytest.raises(ZeroDivisionError), watch(model, tmp_path / "run", every=1000) as seen:
-        train(model, 12)
-        raise ZeroDivisionError
-    run = Run.open(seen.folder)
+
+    def crash() -> None:
+        with watch(model, tmp_path / "run", every=1000):
+            train(model, 12)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    run = Run.open(tmp_path / "run")
     assert run.events[-1]["kind"] == "flight"
     assert "ZeroDivisionError" in run.events[-1]["why"]
     assert sorted(set(run.table(phase="light")["step"].tolist())) == list(range(1, 13))
@@ -257,9 +262,9 @@ def test_operands_that_disagree_are_an_event(tmp_path: Path) -> None:
     """A cached cast of a weight that has changed since: the signature of TransformerEngine #1047."""
     model = build()
     door = model[0].quantizers.weight
+    old = door(model[0].weight, *(ottava.RECIPES["tensorwise"].fprop.rhs,) * 2)
     with watch(model, tmp_path / "run", every=1) as seen:
         train(model, 1)
-        old = door(model[0].weight, *(ottava.RECIPES["tensorwise"].fprop.rhs,) * 2)
         door.forward = lambda *args, **kwargs: old
         model[0].weight.data.copy_(torch.randn(128, 64))
         train(model, 2)

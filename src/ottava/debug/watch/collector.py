@@ -46,7 +46,7 @@ _CELLS = MappingProxyType(
         "input": ("fprop.lhs", "wgrad.rhs"),
         "weight": ("fprop.rhs", "dgrad.rhs"),
         "grad_output": ("dgrad.lhs", "wgrad.lhs"),
-        # what no GEMM of this layer casts is measured as the next one would: an output is an input, a gradient a gradient
+        # what this layer does not cast is measured as the next one would cast it
         "output": ("fprop.lhs", "fprop.lhs"),
         "grad_input": ("dgrad.lhs", "dgrad.lhs"),
         "grad_weight": ("wgrad.lhs", "wgrad.lhs"),

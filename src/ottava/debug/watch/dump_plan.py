@@ -1,4 +1,4 @@
-"""Which casts of a step are written out: those that were asked for, and those that look worst once something happened."""
+"""Which casts of a step are written out: those asked for, and those that look worst once something happened."""
 
 from __future__ import annotations
 
