@@ -405,7 +405,8 @@ def _sentence(findings: Sequence[Finding], coverage: float, context: Context, te
 
 def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:
     """The questions of the triage tree that are reached; an unknown answer goes on as no."""
-    rows, path = RunRows(context), []
+    rows = RunRows(context)
+    path: list[dict[str, Any]] = []
     at = next(iter(tree), None)
     while at is not None and at not in [step["id"] for step in path]:
         node = tree[at]

@@ -449,11 +449,20 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
 )
 """Names in conditions over steps."""
 
+
+def _words(name: str) -> Callable[[EventRows], Values]:
+    return lambda rows: rows.words(name)
+
+
+def _numbers(name: str) -> Callable[[EventRows], Values]:
+    return lambda rows: rows.numbers(name)
+
+
 EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
-        **{name: Fact("of the event", lambda r, n=name: r.words(n)) for name in ("kind", "check", "layer", "tensor")},
-        **{name: Fact("of the event", lambda r, n=name: r.words(n)) for name in ("reason", "direction", "text")},
-        **{name: Fact("of the event", lambda r, n=name: r.numbers(n)) for name in ("step", "value", "threshold")},
+        **{name: Fact("of the event", _words(name)) for name in ("kind", "check", "layer", "tensor")},
+        **{name: Fact("of the event", _words(name)) for name in ("reason", "direction", "text")},
+        **{name: Fact("of the event", _numbers(name)) for name in ("step", "value", "threshold")},
     }
 )
 """Names in conditions over events."""

@@ -313,7 +313,7 @@ def _remedy(place: str, name: str, entry: Mapping[str, Any]) -> Remedy:
 
 
 def _triage(place: str, entry: Mapping[str, Any]) -> TriageNode:
-    values = dict(entry)
+    values: dict[Any, Any] = dict(entry)
     for raw, name in ((True, "yes"), (False, "no")):  # YAML 1.1 reads the keys yes and no as booleans
         if raw in values:
             values[name] = values.pop(raw)
