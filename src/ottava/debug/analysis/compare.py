@@ -6,8 +6,8 @@ Effects of different units are ranked by the bits that an element of the tensor 
 
     dB             6.02 dB of SQNR are one bit
     % of elements  a flushed or clipped element keeps none of the bits of its format's significand: pp / 100 * (m + 1)
-    octaves        of growth (amax, rms, kurtosis, MSE) cost no bits while the scale follows; a delayed scale clips after
-                   one octave and flushes after six: four octaves count as one bit
+    octaves        of growth (amax, rms, kurtosis, MSE) cost no bits while the scale follows; a delayed scale clips
+                   after one octave and flushes after six: four octaves count as one bit
 
 MSE has units, the square of its tensor's, and is compared with the same tensor's only.
 
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.debug.analysis.facts import Context
+from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SYMBOLS, RunError
@@ -93,7 +93,7 @@ class Comparison:
     loss: dict[str, Any]
     """{diverged_at, good, bad, gap}: the step since which the bad loss stays above, None; the last losses; percent."""
     ranked: list[dict[str, Any]]
-    """{layer, tensor, direction, metric, good, bad, effect, unit, bits, step}: one a cast and statistic, worst first."""
+    """{layer, tensor, direction, metric, good, bad, effect, unit, bits, step}: worst first."""
     first: dict[str, Any] | None
     """{step, layer, tensor, metric, good_band, value, direction, lead_steps, then}: what left the band first."""
     steps_compared: int
@@ -159,8 +159,7 @@ class _Side:
 
     def __init__(self, run: Run, align: str) -> None:
         self.run = run
-        context = Context(run, None, {}, {})
-        self.series = _series(context.table, run, align)
+        self.series = _series(context_of(run).table, run, align)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives layers their common names."""

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ottava.debug.analysis.conditions import Call, Comparison, Condition, Missing, Name, Values
-from ottava.debug.analysis.facts import KINDS_OF_ROWS, CastRows, Context, EventRows, RunRows, StepRows
+from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.patches import render
+from ottava.debug.analysis.rows import CastRows, Context, EventRows, RunRows, StepRows
 from ottava.debug.analysis.rules import Rule, Rulebook, TriageNode, load_rules
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SYMBOLS
@@ -161,7 +162,7 @@ def diagnose(
     book = rules if isinstance(rules, Rulebook) else load_rules(rules)
     answers = dict(answers or {})
     book.check_answers(answers)
-    context = Context(run, baseline, answers, book.config)
+    context = context_of(run, baseline, answers, book.config)
     fired, untested = _ask_all(context, [rule for rule in book.rules.values() if not _asks_for_findings(rule)])
     numeric = sum(1 for found in fired if found.rule.stage == "numeric")
     later, more = _ask_all(
@@ -186,7 +187,7 @@ def _asks_for_findings(rule: Rule) -> bool:
 
 
 def _ask_all(context: Context, rules: Iterable[Rule]) -> tuple[list[_Fired], list[dict[str, str]]]:
-    tables = {name: kind(context) for name, (kind, _, _) in KINDS_OF_ROWS.items()}
+    tables: dict[str, _Rows] = {kind.kind: kind(context) for kind in (CastRows, StepRows, EventRows, RunRows)}
     fired, untested = [], []
     for rule in rules:
         rows: _Rows = tables[rule.over]

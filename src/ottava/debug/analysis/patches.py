@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ottava.debug.analysis.conditions import Missing
-from ottava.debug.analysis.facts import Context, RunRows
+from ottava.debug.analysis.rows import Context, RunRows
 from ottava.debug.analysis.rules import Remedy
 from ottava.debug.run.schema import SYMBOLS
 from ottava.recipe import RECIPES

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 import yaml
 
 from ottava.debug.analysis.conditions import Condition, ConditionError
-from ottava.debug.analysis.facts import KINDS_OF_ROWS, RUN_FACTS
+from ottava.debug.analysis.facts import RUN_FACTS, VOCABULARY
 from ottava.errors import unknown_name
 
 Stage = Literal["bug", "config", "numeric"]
@@ -218,7 +218,7 @@ class _Sections:
         shared += [f"config.{name}" for name in self.config] + [f"answer.{name}" for name in self.questions]
         for rule in self.rules.values():
             place = self.places[rule.id]
-            _, facts, functions = KINDS_OF_ROWS[rule.over]
+            facts, functions = VOCABULARY[rule.over] if rule.over != "run" else ({}, {})
             for column in rule.where:
                 _known(place, "column", column, facts)
             for condition in rule.conditions:
@@ -296,7 +296,7 @@ def _rule(place: str, entry: Any) -> Rule:
         "stage": get_args(Stage),
         "severity": get_args(Severity),
         "reach": get_args(Reach),
-        "over": KINDS_OF_ROWS,
+        "over": VOCABULARY,
     }
     for name, allowed in choices.items():
         if name in values:
