@@ -23,11 +23,15 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ottava.cli.bisect import bisect
+from ottava.cli.compare import compare
 from ottava.cli.demo import demo
 from ottava.cli.diagnose import diagnose
 from ottava.cli.formats import formats
+from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
 from ottava.cli.plan import plan
+from ottava.cli.report import report
 from ottava.cli.train import train
 from ottava.cli.watch import watch
 from ottava.cli.what_if import what_if
@@ -47,11 +51,15 @@ app.command()(demo)
 app.command()(train)
 app.command()(plan)
 app.command()(inspect)
+app.command()(compare)
 app.command()(diagnose)
+app.command()(report)
 app.command()(formats)
+app.command("import")(import_run)
 # whatever follows the script is the script's
 app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.command("what-if")(what_if)
+app.command()(bisect)
 
 
 def _print_version(wanted: bool) -> None:
