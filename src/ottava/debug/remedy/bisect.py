@@ -176,8 +176,9 @@ def bisect(
         on_probe: told of every probe as it ends.
     Raises:
         ValueError: the model has no ottava layers, nothing is quantized, or an unknown target.
-    Edge cases: a recipe that leaves fprop in high precision changes no loss: nothing to find. "High precision" is what the model computes in under ottava.autocast(enabled=False): BF16 where it is a
-        BF16 model. With delayed scaling the scales are those that the doors hold now.
+    Edge cases: a recipe that leaves fprop in high precision changes no loss: nothing to find. "High precision" is what
+        the model computes in under ottava.autocast(enabled=False): BF16 where it is a BF16 model. With delayed scaling
+        the scales are those that the doors hold now.
 
     Example:
         >>> import torch, ottava
