@@ -228,6 +228,20 @@ def test_reported_numbers_stand_where_sums_are_missing(tmp_path: Path) -> None:
     assert np.isnan(table.metric("sqnr_db")).all()
 
 
+def test_finished_statistics_of_ranks_are_merged_by_the_worst(tmp_path: Path) -> None:
+    """A mean would hide the one rank that is bad; a NaN of one hides no number of another."""
+    known = (
+        {"underflow_pct": 1.0, "row_sqnr_p50_db": 30.0, "scale_min": 4.0, "std": float("nan")},
+        {"underflow_pct": 60.0, "row_sqnr_p50_db": 14.0, "scale_min": 2.0, "std": 1.5},
+    )
+    for rank, values in enumerate(known):
+        with RunWriter(tmp_path / "run", rank=rank) as writer:
+            writer.tally(1, key(), Tally(), reported=values)
+    table = Run.open(tmp_path / "run").table()
+    merged = {name: table.metric(name).tolist() for name in known[0]}
+    assert merged == {"underflow_pct": [60.0], "row_sqnr_p50_db": [14.0], "scale_min": [2.0], "std": [1.5]}
+
+
 # --- time and size --------------------------------------------------------------------------------------------------
 
 

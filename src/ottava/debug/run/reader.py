@@ -301,4 +301,16 @@ def _merge(table: Table, names: list[str]) -> Table:
     np.minimum.at(first, group, np.arange(len(table)))
     assert isinstance(table.tallies, LazyTally)
     tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(numbers)))
-    return Table({name: table[name][first] for name in names}, tallies, [table.reported[int(i)] for i in first])
+    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(numbers)))
+
+
+def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:
+    """Finished statistics of ranks cannot be averaged: of each, the worst; of what is never bad, the largest."""
+    result: list[dict[str, float]] = [{} for _ in range(count)]
+    for number, known in zip(group, reported, strict=True):
+        kept = result[int(number)]
+        for name, value in known.items():
+            low = (name in STATISTICS and STATISTICS[name].worse == "low") or name.endswith("_min") or name == "amin"
+            worse = np.fmin if low else np.fmax  # a number beats NaN
+            kept[name] = float(worse(kept[name], value)) if name in kept else value
+    return list(result)
