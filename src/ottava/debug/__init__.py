@@ -1,5 +1,8 @@
 """Where FP8 hurts: statistics of every tensor at the door where it is cast."""
 
+from ottava.debug.analysis.compare import compare
+from ottava.debug.analysis.diagnose import diagnose
+from ottava.debug.analysis.what_if import predict
 from ottava.debug.history import replay
 from ottava.debug.observer import Observation, observe
 from ottava.debug.recording import read_series
@@ -14,7 +17,10 @@ __all__ = [
     "Run",
     "Statistic",
     "WatchConfig",
+    "compare",
+    "diagnose",
     "observe",
+    "predict",
     "read_scaling_state",
     "read_series",
     "replay",

@@ -214,3 +214,15 @@ def test_only_rank_0_writes_steps_and_the_manifest(tmp_path: Path) -> None:
     assert run.manifest["rank_was"] == 0
     assert run.steps["loss"].tolist() == [0.0]
     assert [event["rank"] for event in run.events] == [0, 1]
+
+
+def test_many_small_parts_become_few(tmp_path: Path) -> None:
+    """A flush a look, for 200 looks: a handful of files, and every row is there, once, in order."""
+    with RunWriter(tmp_path / "run") as writer:
+        for step in range(1, 201):
+            writer.tally(step, KEY, Tally(n=step, n_nonzero=step, amax=float(step)))
+            writer.flush()
+    assert len(list((tmp_path / "run" / "stats").iterdir())) < 20
+    table = Run.open(tmp_path / "run").table()
+    assert table["step"].tolist() == list(range(1, 201))
+    assert table.metric("amax").tolist() == [float(step) for step in range(1, 201)]

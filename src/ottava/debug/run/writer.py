@@ -36,6 +36,10 @@ from ottava.debug.run.schema import (
 from ottava.debug.tally import Tally, tally_fields
 
 
+_PARTS_MERGED = 64
+"""A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
+
+
 class RunWriter:
     """Appends to a run folder, making it.
 
@@ -67,6 +71,7 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self._rows: list[dict[str, Any]] = []
+        self._small: list[Path] = []
         manifest = self.path / MANIFEST
         if manifest.exists() and rank == 0:
             if not append:
@@ -145,8 +150,11 @@ class RunWriter:
         scratch = target.with_suffix(".tmp")
         pq.write_table(pa.Table.from_arrays(columns, schema=schema), scratch, compression="zstd")
         os.replace(scratch, target)
+        self._small.append(target)
         self._part += 1
         self._rows.clear()
+        if len(self._small) >= _PARTS_MERGED:
+            self._merge_parts()
 
     @property
     def dumps(self) -> Path:
@@ -179,6 +187,17 @@ class RunWriter:
         if self.rank == 0 and lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
             _replace(lines, b"".join(kept_lines))
+
+    def _merge_parts(self) -> None:
+        """Many small parts as one. A process killed between the last two lines leaves rows twice: readers take one."""
+        target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
+        scratch = target.with_suffix(".tmp")
+        pq.write_table(pa.concat_tables([pq.read_table(part) for part in self._small]), scratch, compression="zstd")
+        os.replace(scratch, target)
+        self._part += 1
+        for part in self._small:
+            part.unlink()
+        self._small = []
 
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
         line = json.dumps(_jsonable(values)) + "\n"
