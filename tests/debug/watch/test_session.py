@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,11 +204,33 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     """Loud, with the names there are; TransformerEngine's inspection logs nothing in silence."""
     model = build()
-    with (
-        pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"),
-        watch(model, tmp_path / "run", layers=("0", "*.fc2")),
-    ):
+    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+        watch(model, tmp_path / "run", layers=("0", "*.fc2"))
+    assert not (tmp_path / "run").exists()
+    seen = watch(None, tmp_path / "run", layers=("0", "*.fc2"))
+    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
         train(model, 2)
+    seen.close()
+
+
+def test_a_crash_without_a_context_leaves_the_last_steps_too(tmp_path: Path) -> None:
+    """The script never hears of the watch again."""
+    script = (
+        "import torch, ottava\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"ottava.watch(model, {str(tmp_path / 'run')!r}, every=1000)\n"
+        "for step in range(5):\n"
+        "    model(torch.randn(8, 64)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise RuntimeError('out of luck')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "out of luck" in ended.stderr
+    run = Run.open(tmp_path / "run")
+    assert "out of luck" in run.events[-1]["why"]
+    assert sorted(set(run.table(phase="light")["step"].tolist())) == [1, 2, 3, 4, 5]
 
 
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -93,6 +93,8 @@ class Watch:
         self.rank = int(os.environ.get("RANK", "0"))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
+        if model is not None:
+            self._check_patterns([name for name, module in model.named_modules() if module._parameters])
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
@@ -112,7 +114,7 @@ class Watch:
         self._closed = False
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
         self.losses.attach()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         self._arm(step + 1)
 
     def log(self, **numbers: float) -> None:
@@ -137,7 +139,7 @@ class Watch:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._hook.remove()
         self.losses.detach()
         self._disarm()
@@ -152,6 +154,13 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._closed:
             self._keep_flight(f"{kind.__name__ if kind else 'error'}: {error}")
+        self.close()
+
+    def _at_exit(self) -> None:
+        """The process ends without a word to us."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._closed:
+            self._keep_flight(f"{type(error).__name__}: {error}")
         self.close()
 
     @property
@@ -247,7 +256,7 @@ class Watch:
 
     def _after_look(self, step: int, tallies: Mapping[SlotKey, Tally], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
-            self._check_patterns()
+            self._check_patterns([*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())])
         if self.sinks and tallies:
             publish(self.sinks, step, Table.of(step, tallies), numbers)
         self.writer.flush()
@@ -258,8 +267,7 @@ class Watch:
             self.schedule.every *= 2
             self.writer.event(step, "overhead", share=self.overhead, every=self.schedule.every)
 
-    def _check_patterns(self) -> None:
-        names = [*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())]
+    def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern in self.config.layers:
             if pattern == "*" and not names:
                 self.writer.event(self.steps_done, "warning", text="no layer with a GEMM was found")
