@@ -21,14 +21,14 @@ _FAILED, _INTERRUPTED = 1, 130
 def watch(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="As after `python`: a file, or -m and a module."),
+        typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="As after `python`: a file, or -m MODULE."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="Settings; the options here have the last word."),
+        typer.Option("--config", metavar="FILE.yaml", help="Settings; options have the last word."),
     ] = None,
     every: Annotated[int | None, typer.Option(metavar="N", help="Steps from one full look to the next [50].")] = None,
     recipe: Annotated[
@@ -49,7 +49,7 @@ def watch(
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="warn: say what torch.compile hides [warn]; eager: look uncompiled."),
+        typer.Option(metavar="MODE", help="warn [warn]: say what compiling hides; eager: look uncompiled."),
     ] = None,
     append: Annotated[bool, typer.Option("--append", help="Go on in a folder that holds a watched run.")] = False,
     step: Annotated[int, typer.Option(metavar="N", help="With --append: steps done before.")] = 0,

@@ -1,7 +1,7 @@
 """Runs a training script as Python would, in this process: `train.py ARGUMENTS` or `-m package.module ARGUMENTS`.
 
-The script is `__main__`, now and after its last line, so that pickling, spawned workers, threads and atexit handlers find
-what they would find. It cannot tell the difference, but for the modules that are imported already.
+The script is `__main__`, now and after its last line, so that pickling, spawned workers, threads and atexit handlers
+find what they would find. It cannot tell the difference, but for the modules that are imported already.
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.watch.adapters import Adapter, Part, adapter_of
+from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
 from ottava.quantizer import LinearQuantizers
@@ -98,7 +97,7 @@ class ModuleTap:
         self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
         self._linears: dict[str, _Linear] = {}
         self._weights: set[str] = set()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GlobalHooks(self._before, self._after)
         self._period = 0
         self._looks = 0
         self._warned = False
@@ -108,22 +107,17 @@ class ModuleTap:
 
     def attach(self) -> None:
         """From now on linears are seen; a new step begins, in which each weight is handed over again."""
-        if self._handles:
+        if self._hooks.attached:
             return
         if not self._period:  # once: to change the list of filters makes Python repeat what it has warned of
             warnings.filterwarnings("ignore", message=_TORCH_GRUMBLES, category=UserWarning)
         self._period += 1
         self._weights.clear()
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, with_kwargs=True),
-        ]
+        self._hooks.attach()
 
     def detach(self) -> None:
         """No more; gradients of what ran so far are not handed over either."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.detach()
         self._period += 1
 
     def looked(self) -> str | None:

@@ -97,7 +97,8 @@ class ModuleNames:
                 continue
             full = f"{prefix}{name}" if name else prefix.removesuffix(".") or type(root).__name__
             self._names[id(module)] = (weakref.ref(module), full)
-            self._owners[full] = weakref.ref(module)
+            if name or not module._modules:  # the model as a whole is no layer
+                self._owners[full] = weakref.ref(module)
             self._found(full, module)
 
     def _prefix(self, root: nn.Module) -> str:
@@ -105,6 +106,8 @@ class ModuleNames:
 
         def taken(prefix: str) -> bool:
             for name, module in walk(root):
+                if not name and module._modules:
+                    continue
                 owner = self._owners.get(f"{prefix}{name}" if name else prefix.removesuffix(".") or kind)
                 if owner is not None and owner() not in (None, module):
                     return True
