@@ -351,7 +351,8 @@ def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any
         start = int(inside[-1]) + 1 if len(inside) else 0
         result["diverged_at"] = int(common[start])
     last = known[-1]
-    result["good"], result["bad"] = _tidy(float(a.loss[mine[last]])), _tidy(float(b.loss[theirs[last]]))
+    for name, value in (("good", a.loss[mine[last]]), ("bad", b.loss[theirs[last]])):
+        result[name] = _tidy(float(value)) if math.isfinite(value) else None
     gap = a.gap(b)[0]
     result["gap"] = _tidy(-gap) if math.isfinite(gap) else None
     return result

@@ -247,8 +247,11 @@ def _explained(fired: list[_Fired]) -> list[_Fired]:
 def _under(cause: _Fired, effect: _Fired) -> list[bool]:
     """For each row of the effect, whether the cause reaches it."""
     places, steps = effect.places(), effect.steps()
-    if cause.rule.reach == "run" or isinstance(effect.rows, (RunRows, StepRows)):
+    if cause.rule.reach == "everywhere" or isinstance(effect.rows, (RunRows, StepRows)):
         return [True] * len(places)
+    if cause.rule.reach == "run":
+        first = min(cause.steps(), default=0)
+        return [step >= first for step in steps]
     since: dict[Any, int] = {}
     for key, step in zip(_keys(cause, cause.rule.reach), cause.steps() or [0] * len(cause.index), strict=True):
         since[key] = min(step, since.get(key, step))

@@ -148,6 +148,7 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
             "robust standard deviations above the 64 losses before",
             lambda r: robust_distance(r.column("loss", _COLUMNS["loss"])),
         ),
+        "loss_jump": Fact("standard deviations of noise above the 5 losses before", lambda r: r.context.loss.jumps),
         "since_resume": Fact("steps since the run was resumed", lambda r: r.since("resumed")),
     }
 )

@@ -16,7 +16,8 @@ from ottava.debug.analysis.conditions import Values
 
 _GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 _WINDOW, _LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
-_SPIKE = 6.0  # robust standard deviations
+_SPIKE = 6.0  # standard deviations
+_BEFORE = 5  # losses that a jump is measured from
 _RISE = 0.02  # of the lowest loss: a smaller one is never called divergence
 _RISE_NOISE = 4.0
 
@@ -109,18 +110,26 @@ class LossCurve:
     @cached_property
     def spikes(self) -> list[tuple[float, float]]:
         """Each spike's first step, and how many steps until the loss was back."""
-        distance = robust_distance(self.loss)
         found: list[tuple[float, float]] = []
         at = 0
-        while at < len(distance):
-            if not distance[at] > _SPIKE:
+        while at < len(self.loss):
+            before = _median(self.loss[max(0, at - _BEFORE) : at])
+            if not (self.jumps[at] > _SPIKE and self.loss[at] - before > _RISE * abs(before)):
                 at += 1
                 continue
-            before = _median(self.loss[max(0, at - _WINDOW) : at])
             limit = before + 3 * max(self.noise, 1e-3 * abs(before))
-            back = next((j for j in range(at + 1, len(distance)) if self.loss[j] <= limit), len(distance))
+            back = next((j for j in range(at + 1, len(self.loss)) if self.loss[j] <= limit), len(self.loss))
             found.append((float(self.steps[at]), float(back - at)))
             at = back + 1
+        return found
+
+    @cached_property
+    def jumps(self) -> Values:
+        """Each loss above the median of the 5 before it, in standard deviations of the curve's noise; NaN at first."""
+        found = np.full(len(self.loss), np.nan)
+        for i in range(1, len(self.loss)):
+            before = _median(self.loss[max(0, i - _BEFORE) : i])
+            found[i] = (self.loss[i] - before) / max(self.noise, 1e-3 * abs(before), 1e-12)
         return found
 
     @property

@@ -22,7 +22,7 @@ from ottava.errors import unknown_name
 
 Stage = Literal["bug", "config", "numeric"]
 Severity = Literal["critical", "warning"]
-Reach = Literal["slot", "tensor", "layer", "run"]
+Reach = Literal["slot", "tensor", "layer", "run", "everywhere"]
 FRAMEWORKS = ("ottava", "megatron", "te", "torchao")
 _SECTIONS = ("version", "config", "questions", "remedies", "triage", "rules")
 _VERSION = 1
@@ -89,7 +89,7 @@ class Rule:
     explains: tuple[str, ...] = ()
     """Rules whose findings are consequences of this one's."""
     reach: Reach = "slot"
-    """Where: the same cast, the tensor, the layer, or anywhere; from the first step of this one on."""
+    """Where: the same tensor, layer, or the whole run, from the first step of this one on; or everywhere, always."""
     remedies: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
 
@@ -208,7 +208,7 @@ class _Sections:
             self.triage[node.id] = node
             self.places[f"triage {node.id}"] = f"{file}: triage {node.id}"
         for entry in content.get("rules") or ():
-            place = f"{file}: rule {entry.get('id', '?') if isinstance(entry, Mapping) else entry!r}"
+            place = f"{file}: rule {entry.get('id', '?') if isinstance(entry, Mapping) else entry}"
             rule = _rule(place, entry)
             self.rules[rule.id] = rule
             self.places[rule.id] = place
