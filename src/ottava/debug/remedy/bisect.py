@@ -136,12 +136,13 @@ class BisectResult:
         return _plain(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [self.verdict, "", f"{'on':58}  {'error':>8}  {'angle':>7}  {'loss':>10}"]
-        everything = Probe(f"all of {self.recipe}", self.total)
-        for probe in (everything, *self.probes):
+        probes = (Probe(f"all of {self.recipe}", self.total), *self.probes)
+        width = max(len(probe.what) for probe in probes)
+        lines = [self.verdict, "", f"{'on':{width}}  {'error':>8}  {'angle':>7}  {'loss':>10}"]
+        for probe in probes:
             d = probe.deviation
             angle = f"{d.angle_deg:6.2f}°" if math.isfinite(d.angle_deg) else f"{'-':>7}"
-            lines.append(f"{probe.what:58}  {d.error:8.4f}  {angle}  {d.loss:10.5f}")
+            lines.append(f"{probe.what:{width}}  {d.error:8.4f}  {angle}  {d.loss:10.5f}")
         if self.gemms and self.suspect is not None:
             lines += ["", f"{self.suspect.layer}, SQNR of each GEMM's result in dB"]
             lines.append(f"{'gemm':6}  {'only lhs':>9}  {'only rhs':>9}  {'both':>9}  {'native':>9}  operands")
