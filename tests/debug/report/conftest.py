@@ -1,7 +1,5 @@
 """Runs to report on."""
 
-from pathlib import Path
-
 import pytest
 from report_samples import train
 

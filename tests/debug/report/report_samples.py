@@ -98,9 +98,9 @@ def events(steps: int, layer: str) -> list[tuple[int, str, dict[str, Any]]]:
         (half + 3, "trigger", {"reason": "clipping", "value": 0.00013, "threshold": 1e-5, "layer": layer}),
         (half + 3, "burst", {"until": half + 9}),
         (half + 4, "dump", {"file": "dumps/step-34.safetensors", "layer": layer, "tensor": "input", "nbytes": 65536}),
-        (half + 12, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, "layer": layer}),
+        (half + steps // 5, "trigger", {"reason": "row_sqnr", "value": 14.2, "threshold": 15.0, "layer": layer}),
         (
-            half + 20,
+            steps - 2,
             "fallback",
             {"layer": layer, "from": "delayed", "to": "bf16", "why": "underflow", "applied": False},
         ),
@@ -201,8 +201,16 @@ def diagnosis_of(layer: str, step: int) -> dict[str, Any]:
         "sentence": f"The input of {layer} loses most of its elements since step {step - 10}.",
         "coverage_pct": 96.2,
         "findings": [finding, warning],
-        "questions": [{"question": "Does a BF16 run spike as often?", "answer": "not answered"}],
-        "untested": [{"id": "N9", "needs": "max_logit in steps.jsonl"}],
+        "questions": [
+            {
+                "id": "T1",
+                "question": "Does a BF16 run spike as often?",
+                "answer": "unknown",
+                "say": "",
+                "needs": ["an answer"],
+            }
+        ],
+        "untested": [{"id": "N9", "title": "Attention logits grow", "needs": "max_logit in steps.jsonl"}],
     }
 
 

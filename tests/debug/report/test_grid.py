@@ -1,13 +1,15 @@
 """Every cell is a real row; of rows that share a cell the worst one stands for all."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from ottava.debug.report.grid import Grid
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
-from ottava.debug.tally import Tally
 from ottava.debug.statistics import STATISTICS
+from ottava.debug.tally import Tally
 
 
 def key(layer: str, tensor: str = "input", recipe: str = "tensorwise", direction: str = "row") -> SlotKey:
@@ -105,5 +107,5 @@ def test_empty_table_is_an_empty_grid() -> None:
 def test_looks_are_cut_into_neighbours_without_overlap(small_run: Run, most: int) -> None:
     looks = Grid.of(small_run.table(), most).looks
     assert len(looks) == most
-    assert all(a[1] < b[0] for a, b in zip(looks, looks[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(looks))
     assert (looks[0][0], looks[-1][1]) == (2, 24)

@@ -64,8 +64,8 @@ def test_what_if_is_that_of_the_analysis(small_run: Run) -> None:
 def test_difference_says_where_it_begins() -> None:
     shown = sections.difference(comparison_of(LAYER, 20))
     assert shown["first"] == (
-        f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. That is 14 steps "
-        "before the losses part. It spreads through the forward."
+        f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. That is 14 "
+        "steps before the losses part. It spreads through the forward."
     )
     assert [(row["metric"], row["good"], row["bad"], row["bar"]) for row in shown["ranked"]] == [
         ("underflow_pct", "0.0200 %", "61.7 %", 100.0),
@@ -89,11 +89,13 @@ def test_command_can_be_pasted() -> None:
     assert sections.command({}) == ""
 
 
-def test_pairs_take_mappings_records_and_tuples() -> None:
-    assert sections.pairs({"q": "a"}) == [("q", "a")]
-    assert sections.pairs([{"id": "N9", "needs": "max_logit"}, ("N10", "x"), "N11"]) == [
-        ("N9", "max_logit"),
-        ("N10", "x"),
-        ("N11", ""),
-    ]
-    assert sections.pairs(None) == []
+def test_diagnosis_is_told_once() -> None:
+    """The badge says the severity, the headline the rest."""
+    assert sections.headline({"verdict": "critical", "sentence": "critical: scales clip. Coverage 9 %."}) == (
+        "Scales clip. Coverage 9 %."
+    )
+    assert sections.headline({"verdict": "none", "sentence": "No FP8 evidence found"}) == "No FP8 evidence found"
+    diagnosis = diagnosis_of(LAYER, 20)
+    assert sections.questions(diagnosis) == [("T1", "Does a BF16 run spike as often?", "unknown; an answer")]
+    assert sections.untested(diagnosis) == [("N9", "Attention logits grow", "max_logit in steps.jsonl")]
+    assert (sections.questions({}), sections.untested({})) == ([], [])

@@ -114,18 +114,20 @@ def render_report(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters |= {"number": text.number, "elide": text.elide, "listed": text.listed}
-    parts = {name: _part(name) for name in ("report.html.j2", "report.css", "report.js")}
+    parts = {name: _part(name) for name in ("report.html.j2", "report.css", "chart.js", "report.js")}
     html: str = environment.from_string(parts["report.html.j2"]).render(
         name=run.path.resolve().name,
         started=str(run.manifest.get("started") or ""),
         css=Markup(parts["report.css"]),
+        chart=Markup(parts["chart.js"]),
         script=Markup(parts["report.js"]),
         facts=Markup(_json(facts)),
         packed=numbers.packed,
         diagnosis=diagnosis,
+        headline=sections.headline(diagnosis),
         findings=found,
-        questions=sections.pairs(diagnosis.get("questions")),
-        untested=sections.pairs(diagnosis.get("untested")),
+        questions=sections.questions(diagnosis),
+        untested=sections.untested(diagnosis),
         grid=grid,
         statistics=STATISTICS,
         steps_text=text.steps_text,

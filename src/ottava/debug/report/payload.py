@@ -25,7 +25,7 @@ from ottava.formats import FORMATS
 
 MAX_BYTES = 1_450_000
 """Of base64, so that a whole page stays under 2 MB."""
-_LOOKS = (240, 160, 110, 80, 56, 40, 28, 20, 14, 10, 7, 5, 3)
+_MOST_LOOKS, _LEAST_LOOKS = 240, 3
 _MAX_HISTOGRAMS = 1200
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
 _HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
@@ -48,13 +48,14 @@ def payload(table: Table) -> Payload:
     full = table.where(phase="full")
     light = len(full) < len(table)
     main = full if len(full) else table
-    steps = len(np.unique(main["step"]))
-    for most in (min(steps, _LOOKS[0]), *(most for most in _LOOKS if most < steps)):
+    most = _MOST_LOOKS
+    while True:
         grid = Grid.of(main, most)
         series = Grid.of(table, 2 * most, _SERIES, by="amax") if light and len(full) else None
         facts, packed = _pack(main, grid, series)
-        if len(packed) <= MAX_BYTES:
+        if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
             break
+        most = max(_LEAST_LOOKS, int(0.97 * MAX_BYTES / len(packed) * len(grid.looks)))
     return Payload(facts, packed, grid)
 
 
@@ -62,7 +63,7 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
     names = [name for name in STATISTICS if name in grid.values]
     arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
     histograms, counts = _histograms(table, grid)
-    facts = {
+    facts: dict[str, Any] = {
         "slots": [{**slot._asdict(), "symbol": SYMBOLS.get(slot.tensor, slot.tensor)} for slot in grid.slots],
         "groups": grid.groups(),
         "looks": grid.looks,
@@ -73,9 +74,10 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
         "counts": len(counts),
     }
     if series is not None:
-        facts["series"] = {"slots": [grid.slots.index(slot) for slot in series.slots], "looks": len(series.looks)}
-        facts["series"]["names"] = [name for name in _SERIES if name in series.values]
-        arrays += [series.values[name].ravel() for name in facts["series"]["names"]]
+        known = [name for name in _SERIES if name in series.values]
+        have = [grid.slots.index(slot) if slot in grid.slots else -1 for slot in series.slots]
+        facts["series"] = {"slots": have, "looks": len(series.looks), "names": known}
+        arrays += [series.values[name].ravel() for name in known]
         arrays.append(series.step.ravel().astype(np.float64))
     return facts, pack(np.concatenate([*arrays, counts]))
 

@@ -56,7 +56,7 @@ class Scale:
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.log10(values)
             calm, alarm = math.log10(calm), math.log10(alarm)
-        return (values - calm) / (alarm - calm)
+        return np.asarray((values - calm) / (alarm - calm))
 
 
 _SQNR = Scale(0, 16, below_format=True)

@@ -59,10 +59,11 @@ def finding(entry: Json, grid: Grid) -> dict[str, Any]:
         "where": where,
         "all_layers": layers if len(layers) > 4 else [],
         "when": steps_text(int(first), int(last)) if first is not None and last is not None else "",
-        "cause": str(entry.get("cause") or ""),
+        "cause": _sentence(entry.get("cause")),
         "confidence": entry.get("confidence"),
         "refute_by": str(entry.get("refute_by") or ""),
         "evidence": evidence,
+        "also": [str(name) for name in entry.get("also") or []],
         "remedies": [_remedy(item) for item in entry.get("remedies") or []],
         "source": listed(map(str, entry.get("source") or []), most=6),
     }
@@ -84,7 +85,14 @@ def _evidence(item: Json, grid: Grid) -> dict[str, Any]:
     }
 
 
+def _sentence(text: Any) -> str:
+    words = str(text or "").strip()
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) else ".") if words else ""
+
+
 def _value(value: Any, unit: str) -> str:
+    if not unit and isinstance(value, (int, float)) and math.isfinite(value) and value == int(value):
+        return f"{int(value):,}"  # a count
     return number(float(value), unit) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
 
 
@@ -108,19 +116,30 @@ def _remedy(item: Json) -> dict[str, Any]:
         "text": str(item.get("text", "")),
         "cost": "" if cost is None else str(cost),
         "patches": patches,
+        "notes": [str(note) for note in item.get("notes") or []],
     }
 
 
-def pairs(entries: Iterable[Any] | Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Questions with answers, or rules with reasons, as two columns, whether they come as a mapping or as records."""
-    if isinstance(entries, Mapping):
-        entries = entries.items()
+def headline(diagnosis: Json) -> str:
+    """The verdict's sentence without the word that the badge beside it says."""
+    sentence = str(diagnosis["sentence"])
+    rest = sentence.removeprefix(f"{diagnosis['verdict']}: ")
+    return rest[:1].upper() + rest[1:]
+
+
+def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
+    """The triage tree as it was walked: number, question, answer with what follows from it."""
     rows = []
-    for entry in entries or ():
-        values = list(entry.values()) if isinstance(entry, Mapping) else entry
-        values = [values] if isinstance(values, str) else list(values)
-        rows.append((str(values[0]), ", ".join(_plain(value) for value in values[1:] if value not in (None, ""))))
+    for entry in diagnosis.get("questions") or []:
+        said = [str(entry.get("answer") or "unknown"), str(entry.get("say") or ""), *map(str, entry.get("needs") or [])]
+        rows.append((str(entry.get("id") or ""), str(entry.get("question") or ""), "; ".join(filter(None, said))))
     return rows
+
+
+def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
+    """Rules that could not be tested: name, title, what they need."""
+    keys = ("id", "title", "needs")
+    return [(*(_plain(entry.get(key)) for key in keys),) for entry in diagnosis.get("untested") or []]  # type: ignore[misc]
 
 
 def worst_table(grid: Grid) -> dict[str, Any]:
@@ -133,7 +152,7 @@ def worst_table(grid: Grid) -> dict[str, Any]:
     if "underflow_pct" in columns and "underflow_pct_numel" in columns:
         columns.remove("underflow_pct_numel")  # only for runs of tools that count this way
     level = grid.alarm()[0]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, slot in enumerate(grid.slots):
         known = [k for k in range(len(grid.looks)) if grid.row[i, k] >= 0]
         at = max(known, key=lambda k: -math.inf if math.isnan(level[i, k]) else float(level[i, k]))

@@ -1,0 +1,167 @@
+"use strict";
+// Drawing: SVG that takes its colours from the page's CSS, so that light, dark and print need no code. Knows nothing of
+// runs and tensors; report.js does.
+
+const $ = (id) => document.getElementById(id);
+const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+const plain = (step) => step.toLocaleString("en");
+
+// A number in three digits with its unit, as text.py writes it.
+function human(x, unit = "") {
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  const tail = ["", "of x", "of x squared", "elements"].includes(unit) ? "" : ` ${unit}`;
+  const sign = x < 0 ? "−" : "", size = Math.abs(x);
+  if (size === Infinity) return sign + "∞" + tail;
+  if (unit === "elements") return sign + plain(Math.round(size));
+  const r = Number(size.toPrecision(3));
+  if (r === 0) return sign + "0" + tail;
+  if (r < 1e-3 || r >= 1e6) return sign + r.toExponential(2).replace("+", "").replace("e-", "e−") + tail;
+  const places = Math.max(0, 2 - Math.floor(Math.log10(r)));
+  return sign + r.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }) + tail;
+}
+const elide = (name, width) => name.length <= width ? name
+  : name.slice(0, width - 1 - (width >> 1)) + "…" + name.slice(name.length - (width >> 1));
+
+// Adds an element to a parent: SVG inside SVG, HTML elsewhere.
+function put(parent, tag, attributes = {}, text = null) {
+  const svg = tag === "svg" || parent.namespaceURI.endsWith("svg");
+  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== null) node.textContent = text;
+  parent.append(node);
+  return node;
+}
+// An empty picture as wide as its place.
+function canvas(host, height, label) {
+  const width = Math.max(280, host.clientWidth || 1000);
+  host.replaceChildren();
+  const svg = put(host, "svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  return { svg, width, height };
+}
+// Multiples of 1, 2 or 5 times a power of ten within [low, high], about `count` of them.
+function ticks(low, high, count) {
+  if (!(high > low)) return [low];
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((m) => m * power >= rough) * power, found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0);  // -0 is 0
+  return found;
+}
+const wholeTicks = (low, high, count) => ticks(low, high, count).filter(Number.isInteger);
+// Ticks on a logarithmic axis from 2**low to 2**high: powers of 10, or of 2, or plain numbers where it is short.
+function powers(low, high) {
+  const base = high - low > 13 ? 10 : 2, unit = Math.log2(base), found = [];
+  const step = Math.max(1, Math.ceil((high - low) / unit / 6));
+  for (let e = Math.ceil(low / unit / step) * step; e * unit <= high; e += step) found.push(base ** e);
+  return found.length > 1 ? found : ticks(2 ** low, 2 ** high, 4);
+}
+// Where an event is, in the units of a picture's viewBox.
+const pointIn = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+
+// Calls answer(x, y) as the pointer moves, and shows the lines that it returns.
+function hover(svg, answer) {
+  const tip = $("tip");
+  svg.addEventListener("pointermove", (event) => {
+    const { x, y } = pointIn(svg, event), told = answer(x, y);
+    tip.style.display = told ? "block" : "none";
+    if (!told) return;
+    tip.replaceChildren();
+    for (const line of told) put(tip, "div", {}, line);
+    tip.style.left = clamp(event.clientX + 16, 8, Math.max(8, innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = Math.max(8, event.clientY - tip.offsetHeight - 12) + "px";
+  });
+  svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+}
+
+// Curves over steps. series: {name, xs, ys, css}, ys null where not known. Returns what others need to draw on top.
+function lines(host, { height, label, series, x: [x0, x1], log = false, bottom = 24, top = 22, left = 56, right = 14 }) {
+  const { svg, width } = canvas(host, height, label);
+  const f = log ? Math.log2 : (y) => y, shown = (y) => y !== null && Number.isFinite(y) && (!log || y > 0);
+  const ys = series.flatMap((s) => s.ys).filter(shown).map(f);
+  let [y0, y1] = ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1];
+  const pad = 0.06 * (y1 - y0) || 0.5;
+  [y0, y1] = [y0 - pad, y1 + pad];
+  const X = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (width - left - right);
+  const Y = (y) => height - bottom - (f(y) - y0) / (y1 - y0) * (height - top - bottom);
+  for (const y of log ? powers(y0, y1) : ticks(y0, y1, height / 45)) {
+    put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
+    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, human(y));
+  }
+  if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(2, width / 130))) {
+    put(svg, "text", { x: X(x), y: height - 6, "text-anchor": "middle" }, plain(x));
+  }
+  let at = left, row = 9;
+  for (const s of series) {
+    let path = "", down = false;
+    s.xs.forEach((x, i) => {
+      if (shown(s.ys[i])) path += `${down ? "L" : "M"}${X(x).toFixed(1)} ${Y(s.ys[i]).toFixed(1)}`;
+      down = shown(s.ys[i]);
+    });
+    if (path) put(svg, "path", { class: `curve ${s.css}`, d: path });
+    if (s.xs.length === 1 && path) put(svg, "circle", { class: `dot ${s.css}`, cx: X(s.xs[0]), cy: Y(s.ys[0]), r: 3.5 });
+    const key = put(svg, "path", { class: `curve ${s.css}`, d: `M${at} ${row}h20` });
+    const text = put(svg, "text", { class: "name", x: at + 26, y: row + 4 }, s.name), wide = text.getComputedTextLength();
+    if (at > left && at + 26 + wide > width) {  // no room: the next line of the legend
+      [at, row] = [left, row + 15];
+      key.setAttribute("d", `M${at} ${row}h20`);
+      text.setAttribute("x", at + 26);
+      text.setAttribute("y", row + 4);
+    }
+    at += 50 + wide;
+  }
+  const cross = put(svg, "line", { class: "cross", y1: top, y2: height - bottom, visibility: "hidden" });
+  hover(svg, (px) => {
+    const x = x0 + (px - left) / (width - left - right) * (x1 - x0), xs = series.flatMap((s) => s.xs);
+    if (!xs.length) return null;
+    const near = xs.reduce((best, v) => Math.abs(v - x) < Math.abs(best - x) ? v : best);
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, X(near));
+    cross.setAttribute("visibility", "visible");
+    const found = series.filter((s) => s.xs.includes(near));
+    return [`step ${plain(near)}`, ...found.map((s) => `${s.name} ${human(s.ys[s.xs.indexOf(near)])}`)];
+  });
+  svg.addEventListener("pointerleave", () => cross.setAttribute("visibility", "hidden"));
+  return { svg, X, width, left, right, top, base: height - bottom };
+}
+
+// Bars of a histogram whose bins are `wide` each, the first one beginning at first * wide; mark: {at, text} or null.
+// Returns rows for a table.
+function bars(host, { first, counts, wide, title, unit, mark }) {
+  const { svg, width } = canvas(host, 190, title), left = 44, right = 10, base = 156, high = 116;
+  const total = counts.reduce((a, b) => a + b, 0), each = Math.max(1, Math.ceil(counts.length / 48)), bins = [];
+  for (let i = 0; i < counts.length; i += each) {
+    bins.push([(first + i) * wide, counts.slice(i, i + each).reduce((a, b) => a + b, 0) / total]);
+  }
+  const x0 = Math.min(bins[0]?.[0] ?? 0, mark?.at ?? Infinity) - wide;
+  const x1 = Math.max((bins.at(-1)?.[0] ?? 0) + each * wide, mark?.at ?? -Infinity) + wide;
+  const top = Math.max(...bins.map(([, share]) => share), 1e-9), X = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
+  put(svg, "text", { class: "name", x: 0, y: 12 }, title);
+  for (const share of ticks(0, top, 3)) {
+    const y = base - share / top * high;
+    put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y });
+    put(svg, "text", { x: left - 6, y: y + 4, "text-anchor": "end" }, `${Number((100 * share).toPrecision(3))} %`);
+  }
+  const rows = bins.map(([x, share]) => [`${human(x)} to ${human(x + each * wide)}`, human(100 * share, "%")]);
+  bins.forEach(([x, share], i) => {
+    const size = { x: X(x), width: Math.max(1, X(x + each * wide) - X(x) - 1), y: base - share / top * high, height: share / top * high };
+    put(put(svg, "rect", { class: "bar normal", ...size }), "title", {}, rows[i].join(": "));
+  });
+  for (const x of wholeTicks(x0, x1, 6)) put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, plain(x));
+  put(svg, "text", { x: width - right, y: base + 31, "text-anchor": "end" }, unit);
+  if (mark) {
+    const late = X(mark.at) > width / 2;
+    put(svg, "line", { class: "cross", x1: X(mark.at), x2: X(mark.at), y1: 22, y2: base });
+    put(svg, "text", { x: X(mark.at) + (late ? -5 : 5), y: 30, "text-anchor": late ? "end" : "start" }, mark.text);
+  }
+  return rows;
+}
+
+// Replaces what is in a table.
+function fill(table, heads, rows) {
+  table.tHead?.remove();
+  table.tBodies[0]?.remove();
+  const head = put(put(table, "thead"), "tr"), body = put(table, "tbody");
+  heads.forEach((text, i) => put(head, "th", { scope: "col", class: i ? "num" : "" }, text));
+  for (const row of rows) {
+    const line = put(body, "tr");
+    row.forEach((text, i) => put(line, i ? "td" : "th", i ? { class: "num" } : { scope: "row" }, text));
+  }
+}

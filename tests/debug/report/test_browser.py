@@ -1,0 +1,192 @@
+"""What the page's script makes of a run, seen by a browser: headless Chromium, driven by the page's address."""
+
+import html as markup
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_samples import comparison_of, diagnosis_of
+from test_page import KINDS, NOTHING, Checker, degenerate
+
+from ottava.debug.report import render_report
+from ottava.debug.report.grid import Grid
+from ottava.debug.report.text import number
+from ottava.debug.run.reader import Run
+from ottava.debug.statistics import STATISTICS
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+LAYER = "layers.2.mlp.down_proj"
+
+
+def dom(page: Path, fragment: str = "", width: int = 1280) -> str:
+    """The document after its script has run."""
+    assert CHROMIUM is not None
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    flags += [f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=3000"]
+    command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri() + fragment]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert 'data-drawn="yes"' in done.stdout[:200]
+    return done.stdout
+
+
+def element(text: str, name: str) -> str:
+    """The inner text of an element with an id, tables row by row."""
+    inner = re.search(rf'<(\w+)[^>]* id="{name}"[^>]*>(.*?)</\1>', text, re.DOTALL)
+    assert inner is not None, name
+    return markup.unescape(re.sub(r"<[^>]+>", "|", inner[2]))
+
+
+def cells(text: str, name: str) -> dict[str, list[str]]:
+    """A table's rows by their first cell."""
+    rows = re.search(rf'<table id="{name}".*?</table>', text, re.DOTALL)
+    assert rows is not None, name
+    found = {}
+    for row in re.findall(r"<tr>(.*?)</tr>", rows[0], re.DOTALL):
+        first, *others = [
+            markup.unescape(re.sub("<[^>]+>", "", c)) for c in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)
+        ]
+        found[first] = others
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(small_run: Run, good_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    comparison = comparison_of(LAYER, 20)
+    made = render_report(small_run, diagnosis=diagnosis_of(LAYER, 20), baseline=good_run, comparison=comparison)
+    path.write_text(made, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(page: Path) -> str:
+    return dom(page)
+
+
+def slot_of(grid: Grid, layer: str, tensor: str) -> int:
+    return next(i for i, slot in enumerate(grid.slots) if (slot.layer, slot.tensor) == (layer, tensor))
+
+
+def test_page_opens_at_the_worst_cell(opened: str, small_run: Run) -> None:
+    grid = Grid.of(small_run.table(), 1000)
+    worst = grid.worst()
+    assert worst is not None
+    slot = grid.slots[worst.slot]
+    step = grid.looks[worst.look][0]
+    value = number(worst.value, STATISTICS[worst.metric].unit)
+    assert element(opened, "cell").endswith(f" of {slot.layer}; step {step}; {worst.metric} {value}")
+
+
+def test_every_picture_is_drawn_and_named(opened: str) -> None:
+    for name in ("loss", "norm", "strip", "heat", "window", "row-sqnr", "spread", "scales"):
+        inner = re.search(rf'<div id="{name}"><svg[^>]*aria-label="[^"]+"', opened)
+        assert inner is not None, name
+    assert opened.count('class="event"') == 3  # two triggers and a fallback; a burst and a dump are only listed
+    assert "NaN" not in re.sub(r"<script.*?</script>", "", opened, flags=re.DOTALL)
+    assert "undefined" not in re.sub(r"<script.*?</script>", "", opened, flags=re.DOTALL)
+
+
+def test_address_selects_cell_and_statistic(page: Path, small_run: Run) -> None:
+    """All statistics of that look are shown, written as Python writes them."""
+    table = small_run.table()
+    grid = Grid.of(table, 1000)
+    slot = slot_of(grid, "layers.0.self_attn.qkv_proj", "weight")
+    text = dom(page, f"#slot={slot}&metric=kurtosis&step=12")
+    rows = table.where(layer="layers.0.self_attn.qkv_proj", tensor="weight", step=12)
+    shown = cells(text, "numbers-table")
+    for name in grid.values:
+        assert shown[name][0] == number(float(rows.metric(name)[0]), STATISTICS[name].unit), name
+    assert element(text, "tensor-title") == "W of layers.0.self_attn.qkv_proj"
+    assert '<option value="kurtosis" selected' in text
+    assert '<option value="weight" selected' in text
+
+
+def test_window_predicts_what_the_cast_did(page: Path, small_run: Run) -> None:
+    """From the histogram alone, at the scale that was used: facts 3.8, underflow within 0.05 points of what was
+    measured; here the tensor is small, and 0.5 is asked."""
+    table = small_run.table()
+    grid = Grid.of(table, 1000)
+    for layer, tensor, step in ((LAYER, "input", 24), ("layers.1.mlp.down_proj", "grad_output", 2)):
+        text = dom(page, f"#slot={slot_of(grid, layer, tensor)}&step={step}")
+        assert f"This is step {step}." in text
+        shown = cells(text, "predicted")
+        row = table.where(layer=layer, tensor=tensor, step=step)
+        for name, metric, slack in (
+            ("cast to 0", "underflow_pct", 0.5),
+            ("subnormal", "subnormal_pct", 3.0),
+            ("clipped", "overflow_pct", 0.2),
+        ):
+            predicted, measured = shown[name]
+            assert measured == number(float(row.metric(metric)[0]), "%")
+            assert float(predicted.split()[0]) == pytest.approx(float(row.metric(metric)[0]), abs=slack)
+        assert float(shown["SQNR"][0].split()[0]) == pytest.approx(float(row.metric("sqnr_db")[0]), abs=2.0)
+
+
+def test_window_as_a_table_adds_up(opened: str) -> None:
+    shares = [
+        float(row[0].split()[0].replace("e−", "e-")) for key, row in cells(opened, "window-table").items() if "^" in key
+    ]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_series_is_that_of_the_run(page: Path, small_run: Run) -> None:
+    grid = Grid.of(small_run.table(), 1000)
+    rows = small_run.table().where(layer=LAYER, tensor="input", direction="row")
+    shown = cells(dom(page, f"#slot={slot_of(grid, LAYER, 'input')}"), "scales-table")
+    amaxes = {str(step): number(float(amax)) for step, amax in zip(rows["step"], rows.metric("amax"), strict=True)}
+    assert {step: row[0] for step, row in shown.items() if step != "step"} == amaxes
+
+
+def test_first_patch_is_shown_and_all_are_there(opened: str) -> None:
+    panels = re.findall(r'<div class="panel" role="tabpanel" id="patch-0-1-panel(\d)"[^>]*?( hidden="")?>', opened)
+    assert panels == [("1", ""), ("2", ' hidden=""'), ("3", ' hidden=""'), ("4", ' hidden=""')]
+    assert opened.count('aria-selected="true"') == 2  # one for each of the two remedies
+
+
+def test_nonsense_in_the_address_is_ignored(page: Path, opened: str) -> None:
+    assert element(dom(page, "#slot=9999&metric=nothing&look=x"), "cell") == element(opened, "cell")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_degenerate_runs_are_drawn(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(render_report(degenerate(tmp_path / "run", kind), diagnosis=NOTHING), encoding="utf-8")
+    text = dom(path)
+    assert ('aria-label="Heat map' in text) == (kind not in ("nothing", "loss only", "loss turns nan"))
+    assert ("no finite loss from here" in text.split("<script")[0]) == (kind == "loss turns nan")
+    if kind in ("light rows only", "reported only"):
+        assert "No histograms are known" in text
+    if kind == "light rows only":
+        assert cells(text, "scales-table")["3"] == ["5.00", number(448.0 / 100)]
+    if kind == "reported only":
+        assert cells(text, "numbers-table")["underflow_pct_numel"][0] == "3.00 %"
+
+
+def test_nothing_is_wider_than_a_phone(page: Path) -> None:
+    """The page itself does not scroll sideways; tables do, each in its own box."""
+    frame = page.with_name("frame.html")
+    script = """f.onload = () => setTimeout(() => {
+      const d = f.contentDocument.documentElement;
+      document.title = [d.scrollWidth - d.clientWidth, d.dataset.drawn];
+    }, 1500)"""
+    frame.write_text(
+        f'<html><iframe id="f" width="400" height="900" src="{page.name}"></iframe><script>{script}</script></html>'
+    )
+    assert CHROMIUM is not None
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    flags += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=4000", "--dump-dom"]
+    done = subprocess.run([CHROMIUM, *flags, frame.as_uri()], capture_output=True, text=True, timeout=90)
+    assert "<title>0,yes</title>" in done.stdout
+
+
+def test_page_is_whole_without_a_script(page: Path) -> None:
+    """What agents and screen readers read: worst tensors, losses and findings are there before any script runs."""
+    source = page.read_text(encoding="utf-8")
+    text = Checker(source).text
+    assert "The strip in words" in text
+    assert np.all([name in text for name in ("layers.0.self_attn.qkv_proj", LAYER, "underflow_pct")])
