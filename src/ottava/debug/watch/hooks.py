@@ -64,3 +64,4 @@ class GlobalHooks:
         self.attached = False
         for handle in self._handles or ():
             handle.remove()
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets to do

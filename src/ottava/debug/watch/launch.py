@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import os
 import runpy
 import sys
 import zipfile
@@ -88,7 +89,7 @@ def _run_file(name: str, arguments: list[str]) -> None:
         runpy.run_path(name, run_name="__main__")
         return
     _first_on_path(str(path.resolve().parent))
-    full = str(path.absolute())  # as Python has it since 3.9; sys.argv[0] is as given
+    full = os.path.join(os.getcwd(), name)  # as Python has it since 3.9, not normalized; sys.argv[0] is as given
     _run(compile(path.read_bytes(), full, "exec", dont_inherit=True), {"__file__": full, "__cached__": None})
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from ottava.debug.watch.adapters import adapter_of
+
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the module that they wrap."""
 WRAPPERS = frozenset(
@@ -66,7 +68,7 @@ class ModuleNames:
             if self.knows(module):
                 return
             self._roots = [(root, prefix) for root, prefix in self._roots if root() is not None]
-            if next(module.children(), None) is not None or next(module.parameters(recurse=False), None) is not None:
+            if module._modules or module._parameters or adapter_of(module) is not None:
                 for root, prefix in self._roots:  # made after its model was met?
                     if (alive := root()) is not None:
                         self._scan(alive, prefix)
