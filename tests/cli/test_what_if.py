@@ -42,17 +42,18 @@ def test_prints_recipes_and_the_cheapest(watched: Path, capsys: pytest.CaptureFi
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "1 of 2" in lines["tensorwise"]
     assert "layers.0.mlp.down_proj X" in lines["tensorwise"]
-    assert "2 of 2" in lines["rowwise"]
-    assert lines["rowwise:"].split(": ")[1] == "layers.0.mlp.down_proj"
+    assert "2 of 2" in lines["rowwise_with_gw_hp"]
+    assert lines["rowwise_with_gw_hp:"].split(": ")[1] == "layers.0.mlp.down_proj"
     assert lines["delayed:"].split(": ")[1] == "layers.0.mlp.up_proj"
 
 
 def test_layers_show_every_tensor(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(watched, "--layers", "*.down_proj", "--recipes", "tensorwise,mxfp8") == 0
+    assert run(watched, "--layers", "*.down_proj", "--recipes", "tensorwise,mxfp8") == 1
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("layers.0.mlp.down_proj")]
     assert len(rows) == 4  # two recipes, X and X.T
     assert "underflow_pct" in rows[0]
     assert rows[1].endswith("ok")
+    assert rows[3].endswith("at worst")
 
 
 def test_json_is_one_object(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
-from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers
+from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import SYMBOLS
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.recipe import GEMMS, GemmRecipe, Override, Recipe, get_recipe
+from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 
 Target = Literal["gradient", "loss"]
 _CELL_TENSORS = MappingProxyType(
@@ -279,11 +279,7 @@ class _Search:
 
     def _recipe(self, layers: Iterable[str], gemms: Sequence[str]) -> Recipe:
         """Only these GEMMs of these layers on."""
-        overrides = tuple(
-            Override(_pattern(name), tuple((gemm, getattr(self.cells[name], gemm)) for gemm in gemms))
-            for name in layers
-        )
-        return replace(get_recipe("bf16"), name="bisect", overrides=overrides)
+        return spelled_out({name: self.cells[name] for name in layers}, gemms)
 
     def _result(
         self, total: Deviation, suspect: Suspect | None, *, spread: bool, gemms: tuple[GemmProbe, ...]
@@ -318,11 +314,6 @@ def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any
 
 def _named(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
-
-
-def _pattern(name: str) -> str:
-    """A pattern that matches only this name."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name) or "*"
 
 
 def _share(part: float, whole: float) -> float:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ottava.autocast import autocast
 from ottava.debug.random_state import random_states, random_states_kept
 from ottava.quantizer import LinearQuantizers, Quantizer
-from ottava.recipe import Recipe
+from ottava.recipe import GEMMS, Override, Recipe, get_recipe
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> scalar; calls the model."""
@@ -156,6 +156,31 @@ def ottava_layers(model: nn.Module) -> dict[str, Any]:
             "copy of it"
         )
     return found
+
+
+def spelled_out(cells: Mapping[str, Recipe], gemms: Sequence[str] = GEMMS) -> Recipe:
+    """One recipe for `autocast` that gives each of these layers its own cells in those GEMMs, and all others none.
+
+    Example:
+        >>> import ottava
+        >>> recipe = spelled_out({"fc*": ottava.RECIPES["rowwise"]}, ["fprop"])
+        >>> [recipe.for_layer(name).fprop.quantized for name in ("fc*", "fc1")], recipe.for_layer("fc*").wgrad.quantized
+        ([True, False], False)
+    """
+    overrides = tuple(
+        Override(only_pattern(name), tuple((gemm, getattr(own, gemm)) for gemm in gemms)) for name, own in cells.items()
+    )
+    return replace(get_recipe("bf16"), name="replay", overrides=overrides)
+
+
+def only_pattern(name: str) -> str:
+    """An override's pattern that matches only this name.
+
+    Example:
+        >>> only_pattern("experts[3].fc1")
+        'experts[[]3].fc1'
+    """
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name) or "*"
 
 
 @contextmanager
