@@ -19,6 +19,23 @@ def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFix
     assert "calibrated" in capsys.readouterr().out
 
 
+def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one setting that differs, FC2's input as what suffers most, and a critical verdict with evidence."""
+    main = runpy.run_path(str(ROOT / "examples" / "good_bad_run.py"))["main"]
+    found = main(tmp_path, 24)
+    fc2 = [row for row in found["damage"] if row["tensor"].endswith("mlp.down_proj.X")]
+    assert found["damage"][0] in fc2
+    assert all(row["bad_underflow"] > 20 > 1 > row["good_underflow"] for row in fc2)
+    assert all(row["bad_sqnr"] < 15 < 30 < row["good_sqnr"] for row in fc2)
+    comparison, diagnosis = found["comparison"], found["diagnosis"]
+    assert [(entry["key"], entry["good"], entry["bad"]) for entry in comparison["config"]] == [("lr", 0.002, 0.1)]
+    assert comparison["first"]["direction"] == "forward"
+    assert comparison["first"]["step"] <= 4
+    assert diagnosis["verdict"] == "critical"
+    assert diagnosis["findings"][0]["evidence"]
+    assert "differ in lr" in capsys.readouterr().out
+
+
 def test_the_example_config_is_valid() -> None:
     """examples/train.yaml has no unknown key and names a recipe that exists."""
     from ottava.train.config import load_config
