@@ -20,7 +20,7 @@ from ottava.debug.tally import Tally
 LAYER = "layers.2.mlp.down_proj"
 NOTHING = {"verdict": "none", "sentence": "No FP8 evidence found; coverage 50 %.", "coverage_pct": 50.0, "findings": []}
 KEY = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
-VOID = {"meta", "br", "link", "input", "img"}
+VOID = {"wbr", "meta", "br", "link", "input", "img"}
 
 
 class Checker(HTMLParser):

@@ -86,7 +86,7 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
     put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
     put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, human(y));
   }
-  if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(2, width / 130))) {
+  if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(3, width / 110))) {
     put(svg, "text", { x: X(x), y: height - 6, "text-anchor": "middle" }, plain(x));
   }
   let at = left, row = 9;
@@ -130,8 +130,8 @@ function bars(host, { first, counts, wide, title, unit, mark }) {
   for (let i = 0; i < counts.length; i += each) {
     bins.push([(first + i) * wide, counts.slice(i, i + each).reduce((a, b) => a + b, 0) / total]);
   }
-  const x0 = Math.min(bins[0]?.[0] ?? 0, mark?.at ?? Infinity) - wide;
-  const x1 = Math.max((bins.at(-1)?.[0] ?? 0) + each * wide, mark?.at ?? -Infinity) + wide;
+  const x0 = Math.min(bins[0]?.[0] ?? 0, mark?.at ?? Infinity) - wide / 2;
+  const x1 = Math.max((bins.at(-1)?.[0] ?? 0) + each * wide, mark?.at ?? -Infinity) + wide / 2;
   const top = Math.max(...bins.map(([, share]) => share), 1e-9), X = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
   put(svg, "text", { class: "name", x: 0, y: 12 }, title);
   for (const share of ticks(0, top, 3)) {

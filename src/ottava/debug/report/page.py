@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ottava.debug.analysis.compare import compare
 from ottava.debug.analysis.diagnose import diagnose
@@ -113,7 +113,7 @@ def render_report(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"number": text.number, "elide": text.elide, "listed": text.listed}
+    environment.filters |= {"number": text.number, "elide": text.elide, "listed": text.listed, "breakable": _breakable}
     parts = {name: _part(name) for name in ("report.html.j2", "report.css", "chart.js", "report.js")}
     html: str = environment.from_string(parts["report.html.j2"]).render(
         name=run.path.resolve().name,
@@ -161,6 +161,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _breakable(name: str) -> Markup:
+    """A dotted name that may go on in the next line after a dot."""
+    return escape(name).replace(".", Markup(".<wbr>"))
 
 
 def _part(name: str) -> str:

@@ -99,7 +99,7 @@ function drawStrip([x0, x1]) {
     return [a, b];
   });
   put(svg, "text", { x: left - 8, y: 52, "text-anchor": "end" }, "step");
-  for (const x of x1 > x0 ? wholeTicks(x0, x1, Math.max(2, width / 130)) : []) {
+  for (const x of x1 > x0 ? wholeTicks(x0, x1, Math.max(3, width / 110)) : []) {
     put(svg, "text", { x: X(x), y: 52, "text-anchor": "middle" }, plain(x));
   }
   const lookAt = (px) => cells.findIndex(([a, b]) => px >= a && px <= b);
@@ -132,7 +132,7 @@ function drawHeat() {
   let y = 0;
   heatRows = [];
   for (const group of shown) {
-    put(svg, "text", { class: "group", x: 0, y: y + 15 }, `${group.kind}  ${elide(group.title, Math.floor(width / 9))}`);
+    put(svg, "text", { class: "group", x: 0, y: y + 15 }, `${group.kind}  ${elide(group.title, Math.floor(width / 9))}`.trim());
     y += 20;
     let free = 0;
     for (const [slot, label] of group.members) {
@@ -233,6 +233,7 @@ let seen = null;
 function histogramOf({ look, slot, exponents }) {
   const edge = (bin) => 2 ** (Math.floor(bin / 4) - 127) * (1 + (bin % 4) / 4);
   const bins = [...exponents.counts].map((count, i) => ({ low: edge(exponents.first + i), high: edge(exponents.first + i + 1), count }));
+  bins.at(-1).high = Math.min(bins.at(-1).high, Math.max(named("amax", slot, look) || Infinity, bins.at(-1).low * 1.0001));
   const used = named("scale_min", slot, look), several = named("scale_max", slot, look) > used * 1.001;
   const current = (formats[slots[slot].format] ?? formats.E4M3).max / (named("amax", slot, look) || bins.at(-1).high);
   return { bins, slot, look, several, known: used > 0, scale: used > 0 ? used : current, total: bins.reduce((sum, bin) => sum + bin.count, 0) };
