@@ -49,7 +49,7 @@ def train(folder: Path, learning_rate: float, steps: int) -> Run:
 
 
 def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
-    """For every cast its highest underflow and lowest row SQNR in either run; what is worst in the bad one comes first."""
+    """For every cast its highest underflow and lowest row SQNR in either run; worst in the bad one first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, run in (("good", good), ("bad", bad)):
         for slot, table in run.table().where(direction="row").groups():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import MappingProxyType
 
 KINDS = MappingProxyType(
@@ -20,6 +21,7 @@ KINDS = MappingProxyType(
 """Kind -> the last words of its layers' names, tried in this order; where nothing fits, the kind is "linear"."""
 
 
+@functools.lru_cache(maxsize=4096)
 def layer_kind(name: str) -> str:
     """The kind of a layer.
 

@@ -7,6 +7,7 @@ tallies are a `LazyTally`: choosing rows costs nothing, and a field becomes an a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -79,6 +80,7 @@ class StoredColumns:
 
     def __init__(self, stored: pa.Table | None) -> None:
         self.stored = stored
+        self._numbers: dict[str, Array] = {}
         self._lists: dict[str, tuple[Array, Array]] = {}
 
     def rows(self, name: str, index: Index) -> Array:
@@ -88,8 +90,9 @@ class StoredColumns:
             return self._histograms(name, bins, index) if there else np.zeros((len(index), bins))
         if not there or self.stored is None:
             return np.full(len(index), float(_FIELDS[name].default))  # type: ignore[arg-type]
-        values: Array = self.stored[name].to_numpy().astype(np.float64)[index]
-        return values
+        if name not in self._numbers:
+            self._numbers[name] = self.stored[name].to_numpy().astype(np.float64)
+        return self._numbers[name][index]
 
     def _histograms(self, name: str, bins: int, index: Index) -> Array:
         if name not in self._lists:
@@ -103,7 +106,7 @@ class StoredColumns:
         filled[row, shift[row] + within] = values[starts[row] + within]
         return filled
 
-    @property
+    @cached_property
     def _firsts(self) -> Array:
         assert self.stored is not None
         firsts: Array = self.stored[_HISTOGRAM_START].fill_null(0).to_numpy().astype(np.int64)
