@@ -51,7 +51,8 @@ def test_walk_is_named_modules() -> None:
 def test_wrappers_leave_no_trace_in_names(wrap: type) -> None:
     model = block()
     names = ModuleNames()
-    names.learn(wrap(model) if isinstance(wrap, type) else (kept := wrap(model)))
+    wrapped = wrap(model)
+    names.learn(wrapped)
     assert (names.of(model[0]), names.of(model[2])) == ("0", "2")
 
 
