@@ -27,7 +27,7 @@ def compare(
     """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
 
     The table is ranked by bits lost per element: 6 dB of SQNR are one bit, an element that was flushed or clipped lost
-    all of its bits, and four octaves of growth count as one.
+    all of its bits, and eight octaves of growth count as one.
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """

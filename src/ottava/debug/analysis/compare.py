@@ -6,8 +6,9 @@ Effects of different units are ranked by the bits that an element of the tensor 
 
     dB             6.02 dB of SQNR are one bit
     % of elements  a flushed or clipped element keeps none of the bits of its format's significand: pp / 100 * (m + 1)
-    octaves        of growth (amax, rms, kurtosis, MSE) cost no bits while the scale follows; a delayed scale clips
-                   after one octave and flushes after six: four octaves count as one bit
+    octaves        of growth (amax, rms, kurtosis; of MSE half as many) cost no bits while the scale follows, but a
+                   delayed scale clips after one octave and flushes after six: eight octaves count as one bit, so that
+                   size leads the table only where no cast got worse
 
 MSE has units, the square of its tensor's, and is compared with the same tensor's only.
 
@@ -36,7 +37,7 @@ Align = Literal["step", "tokens"]
 Place = tuple[str, str, str]
 """(layer, tensor, direction)."""
 
-_BITS_PER_DB, _OCTAVES_PER_BIT = 1 / 6.02, 4.0
+_BITS_PER_DB, _OCTAVES_PER_BIT = 1 / 6.02, 8.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
 _AROUND = 2  # looks on either side that make the band
 _FORWARD = ("input", "weight", "output")
@@ -68,7 +69,7 @@ class Metric:
             return effect * _BITS_PER_DB
         if self.unit == "pp":
             return effect / 100 * significand
-        return abs(effect) / _OCTAVES_PER_BIT
+        return abs(effect) / _OCTAVES_PER_BIT / (2 if self.name == "mse" else 1)
 
 
 METRICS = (

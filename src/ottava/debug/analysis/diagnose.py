@@ -335,10 +335,13 @@ def _evidence(found: _Fired) -> list[Evidence]:
             worst[place] = at
     evidence: list[Evidence] = []
     for place, at in sorted(worst.items(), key=lambda item: -excess[found.index[item[1]]]):
-        row = found.index[at]
+        row, named = found.index[at], set()
         for comparison, (holds, left, right) in answers.items():
             if holds is not None and holds[row] == 1:
                 metric = str(comparison.left)
+                if metric in named:
+                    continue
+                named.add(metric)
                 value, threshold = _plain(left[row]), _plain(right[row])
                 if isinstance(value, float) or not isinstance(found.rows, CastRows):
                     evidence.append(Evidence(*place, metric, value, threshold, _unit(metric), steps[at]))

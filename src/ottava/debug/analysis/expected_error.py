@@ -37,7 +37,7 @@ _QUARTER_OCTAVE_BITS, _TOP_BIN = 21, 508
 _SAMPLES = 16  # of a quarter octave, in which E4M3 has two steps
 _RANDOM_SAMPLES = 64
 _TOPS = 16  # of the octave in which the top of a block may land
-_CHUNK = 1 << 22
+_STEPS = 128  # of an octave, between which the scale of a tensor is rounded
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,20 +111,38 @@ def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Ex
     amax = np.asarray(tally.amax, dtype=np.float64)
     scale = current_scale(amax, spec) if scale is None else scale
     low, high = (_exponent_edges()[columns + side] for side in (0, 1))
-    # the largest element is known exactly, and is most of the energy where outliers rule
-    top = (low[None] <= amax[:, None]) & (amax[:, None] < high[None]) & (counts > 0)
-    parts = [_Sums.zeros(len(counts))]
-    step = max(1, _CHUNK // (len(columns) * _SAMPLES))
-    for start in range(0, len(counts), step):
-        rows = slice(start, start + step)
-        edges = np.broadcast_to(low, top[rows].shape), np.where(top[rows], amax[rows, None], high)
-        x = edges[0][..., None] + (edges[1] - edges[0])[..., None] * _midpoints(_samples(spec))
-        part = _round(x, scale[rows, None, None], spec)
-        alone = _round(amax[rows, None, None], scale[rows, None, None], spec)
-        weights = counts[rows] - top[rows]
-        sums = part.total(weights) + alone.total(top[rows].sum(axis=1, keepdims=True).astype(np.float64))
-        parts.append(sums.at(rows, len(counts)))
-    return functools.reduce(lambda a, b: a + b, parts).expected()
+    # the largest element is known exactly, and is most of the energy where outliers rule; its bin ends with it
+    top: Any = (low[None] <= amax[:, None]) & (amax[:, None] < high[None]) & (counts > 0)
+    alone = top.any(axis=1)
+    beside = (counts * top).sum(axis=1) - alone
+    lowest = np.where(alone, (low * top).sum(axis=1), 0.0)
+    x = lowest[:, None] + (amax - lowest)[:, None] * _midpoints(_samples(spec))
+    sums = _round(x, scale[:, None], spec) * beside[:, None]
+    sums += _round(amax[:, None], scale[:, None], spec) * alone[:, None]
+    below = np.where(top, 0.0, counts)
+    # scale = 2**k * f: a shift by whole bins, and one of the table's rows
+    octaves = np.rint(_STEPS * np.log2(scale)).astype(np.int64)
+    index = np.clip(columns + 4 * (octaves[:, None] // _STEPS), 0, EXPONENT_BINS - 1)
+    means = _bin_table(spec.format, spec.rounding)[octaves[:, None] % _STEPS, index]  # (rows, columns, 5)
+    sums[:, :4] += np.einsum("rb,rbk->rk", below, means[..., :4])
+    energy = below * (low**2 + low * high + high**2) / 3
+    sums[:, 4] += energy.sum(axis=1)
+    sums[:, 5] += (energy * means[..., 4]).sum(axis=1)
+    return Expected(counts.sum(axis=1), *sums.T)
+
+
+@functools.lru_cache(maxsize=16)
+def _bin_table(fmt: Format, rounding: Any) -> Array:
+    """(_STEPS, EXPONENT_BINS, 5): means over a bin that is multiplied with 2**(step / _STEPS): flushed, clipped,
+    relative, relative squared, e**2 over x**2."""
+    spec = QuantizationSpec(fmt, rounding=rounding)
+    edges = _exponent_edges().clip(max=1e37)
+    x = edges[:-1, None] + np.diff(edges)[:, None] * _midpoints(_samples(spec))
+    tables = []
+    for step in range(_STEPS):
+        values = _round(x, np.exp2(np.array(step / _STEPS)), spec)
+        tables.append(np.concatenate([values[:, :4], values[:, 5:] / np.maximum(values[:, 4:5], 1e-300)], axis=1))
+    return np.stack(tables)
 
 
 def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
@@ -141,7 +159,7 @@ def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
     # its block's scale is known, and so is its error
     amax = np.asarray(tally.amax, dtype=np.float64)
     own = np.minimum(amax**2, energy[:, 0])
-    noise += own * (_round(np.ones((len(amax), 1)), _top_of_largest(amax, spec)[:, None], spec).values[:, 3])
+    noise += own * (_round(np.ones((len(amax), 1)), _top_of_largest(amax, spec)[:, None], spec)[:, 3])
     noise -= own * lost[:, 0]
     return Expected(counts.sum(axis=1), flushed, clipped, relative, squared, energy.sum(axis=1), noise)
 
@@ -175,35 +193,8 @@ def _spread(tally: Tally, counts: Array) -> Array:
     return np.stack(shares)
 
 
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    """Per row and bin, means of: flushed, clipped, relative, relative squared, x**2, e**2; or sums of them."""
-
-    values: Array
-    """(..., 6)."""
-    elements: Array
-
-    @classmethod
-    def zeros(cls, rows: int) -> _Sums:
-        return cls(np.zeros((rows, 6)), np.zeros(rows))
-
-    def total(self, weights: Array) -> _Sums:
-        return _Sums((self.values * weights[..., None]).sum(axis=1), weights.sum(axis=1))
-
-    def at(self, rows: slice, count: int) -> _Sums:
-        placed = _Sums.zeros(count)
-        placed.values[rows], placed.elements[rows] = self.values, self.elements
-        return placed
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(self.values + other.values, self.elements + other.elements)
-
-    def expected(self) -> Expected:
-        return Expected(self.elements, *self.values.T)
-
-
-def _round(x: Array, scale: Array, spec: QuantizationSpec) -> _Sums:
-    """Means over the last dimension of x."""
+def _round(x: Array, scale: Array, spec: QuantizationSpec) -> Array:
+    """Means over the last dimension of x: flushed, clipped, relative, relative squared, x**2, e**2; (..., 6)."""
     y = torch.from_numpy(np.asarray(x * scale, dtype=np.float32))
     q = _rounded(y, spec.format, spec.rounding).double().numpy()
     exact = y.double().numpy()
@@ -211,7 +202,7 @@ def _round(x: Array, scale: Array, spec: QuantizationSpec) -> _Sums:
         relative = np.where(exact > 0, np.abs(exact - q) / exact, 1.0)
     flushed = (q == 0) if spec.format.has_zero else np.zeros_like(q, dtype=bool)
     columns = (flushed, exact > clip_limit(spec.format), relative, relative**2, x**2, (relative * x) ** 2)
-    return _Sums(np.stack([np.mean(column, axis=-1) for column in columns], axis=-1), np.empty(0))
+    return np.stack([np.mean(column, axis=-1) for column in columns], axis=-1)
 
 
 def _rounded(y: Tensor, fmt: Format, rounding: Any) -> Tensor:
@@ -246,7 +237,7 @@ def _block_table(fmt: Format, scale_format: Any, margin: int, rounding: Any) -> 
     x = low[:, None] + (high - low)[:, None] * _midpoints(_samples(spec))
     tables = []
     for tops in _tops(fmt, scale_format, margin):
-        values = np.mean([_round(x, np.asarray(top), spec).values for top in tops], axis=0)
+        values = np.mean([_round(x, np.asarray(top), spec) for top in tops], axis=0)
         tables.append(np.concatenate([values[:, :4], values[:, 5:] / values[:, 4:5]], axis=1))
     return np.stack(tables)
 
