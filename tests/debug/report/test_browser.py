@@ -167,6 +167,52 @@ def test_degenerate_runs_are_drawn(tmp_path: Path, kind: str) -> None:
         assert cells(text, "numbers-table")["underflow_pct_numel"][0] == "3.00 %"
 
 
+def driven(page: Path, script: str) -> str:
+    """The document after a script has acted on it, as a person would."""
+    acting = page.with_name("driven.html")
+    wait = f"<script>setTimeout(() => {{ {script} }}, 800)</script></body>"
+    acting.write_text(page.read_text(encoding="utf-8").replace("</body>", wait), encoding="utf-8")
+    return dom(acting, "#slot=0&metric=amax&look=0")
+
+
+def test_keys_move_in_the_heat_map_and_the_address_follows(page: Path, small_run: Run) -> None:
+    grid = Grid.of(small_run.table(), 1000)
+    press = (
+        "for (const key of ['ArrowRight', 'ArrowRight', 'ArrowDown', 'ArrowLeft']) document.querySelector('#heat svg')"
+    )
+    press += ".dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })); document.title = location.hash;"
+    text = driven(page, press)
+    assert f"; step {grid.looks[1][0]}; amax " in element(text, "cell")
+    assert element(text, "tensor-title") == f"X of {grid.slots[1].layer}"
+    assert f"<title>#slot=1&amp;metric=amax&amp;step={grid.looks[1][0]}</title>" in text
+
+
+def test_tensor_selector_stays_in_the_layer(page: Path) -> None:
+    text = driven(
+        page, "const s = document.getElementById('tensor'); s.value = 'weight'; s.dispatchEvent(new Event('change'))"
+    )
+    assert element(text, "tensor-title") == "W of layers.0.self_attn.qkv_proj"
+
+
+def test_scale_slider_and_format_predict_anew(page: Path) -> None:
+    """Scale up by 2**12 and a healthy tensor is clipped; down by 2**16, and half of it is cast to zero; E5M2 holds more."""
+    move = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
+    up, down = (cells(driven(page, move.format(shift)), "predicted") for shift in (12, -16))
+    assert float(up["clipped"][0].split()[0]) > 50
+    assert 30 < float(down["cast to 0"][0].split()[0]) < 60  # flushed below amax * 2**16 / (448 * 2**10), a 0.6 sigma
+    change = "const f = document.getElementById('format'); f.value = 'E5M2'; f.dispatchEvent(new Event('input'));"
+    wide = cells(driven(page, change + move.format(-16)), "predicted")
+    assert float(wide["cast to 0"][0].split()[0]) < 2  # 7 octaves more below
+    still = cells(driven(page, move.format(5) + ";document.getElementById('reset').click()"), "predicted")
+    assert still == cells(dom(page, "#slot=0&metric=amax&look=0"), "predicted")
+
+
+def test_tabs_show_the_other_patches(page: Path) -> None:
+    text = driven(page, "document.getElementById('patch-0-1-tab3').click()")
+    panels = re.findall(r'<div class="panel" role="tabpanel" id="patch-0-1-panel\d"[^>]*?( hidden="")?>', text)
+    assert panels == [' hidden=""', ' hidden=""', "", ' hidden=""']
+
+
 def test_nothing_is_wider_than_a_phone(page: Path) -> None:
     """The page itself does not scroll sideways; tables do, each in its own box."""
     frame = page.with_name("frame.html")

@@ -3,6 +3,8 @@
 import json
 import re
 from html.parser import HTMLParser
+from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -189,3 +191,44 @@ def test_hostile_numbers_stay_json(tmp_path: Path) -> None:
     text = re.search(r'id="facts">(.*?)</script>', html, re.DOTALL)[1]  # type: ignore[index]
     json.loads(text, parse_constant=lambda word: pytest.fail(word))
     assert np.isfinite(run.table().metric("nonfinite")).all()
+
+
+def palettes() -> dict[str, dict[str, str]]:
+    """Colours by name, light and dark."""
+    css = resources.files("ottava.debug.report").joinpath("report.css").read_text(encoding="utf-8")
+    light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    return {name: dict(re.findall(r"--(\w+): (#\w+);", text)) for name, text in (("light", light), ("dark", dark))}
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(scheme: str) -> None:
+    """WCAG AA: 4.5 to 1 for text on either background, 3 to 1 for curves."""
+    colours = {name: luminance(value) for name, value in palettes()[scheme].items()}
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((colours[one], colours[other]))
+        return (high + 0.05) / (low + 0.05)
+
+    for background in ("paper", "raised"):
+        for text in ("ink", "muted", "link", "warn", "bad"):
+            assert contrast(text, background) >= 4.5, (text, background)
+    for curve in ("s1", "s2", "s3"):
+        assert contrast(curve, "paper") >= 3, curve
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("ramp", ["h", "n"])
+def test_heat_is_told_by_lightness_alone(scheme: str, ramp: str) -> None:
+    """Colour-blind readers and black-and-white prints order the nine shades as all others do, away from the paper."""
+    colours = palettes()[scheme]
+    shades = [luminance(colours[f"{ramp}{i}"]) for i in range(9)]
+    away = [abs(shade - luminance(colours["paper"])) for shade in shades]
+    assert away == sorted(away)
+    assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) > 1.08 for a, b in pairwise(shades))

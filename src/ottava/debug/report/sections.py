@@ -252,7 +252,7 @@ def difference(comparison: Json) -> dict[str, Any]:
         "loss": _loss_facts(comparison.get("loss") or {}),
         "ranked": ranked,
         "more": max(0, len(comparison.get("ranked") or []) - len(ranked)),
-        "steps_compared": comparison.get("steps_compared"),
+        "unmatched": listed(map(str, comparison.get("unmatched") or []), most=6),
     }
 
 
@@ -278,9 +278,9 @@ def _loss_facts(loss: Json) -> str:
     parts = []
     if loss.get("diverged_at") is not None:
         parts.append(f"losses part at step {int(loss['diverged_at']):,}")
-    for key in ("good", "bad", "gap"):
+    for key, unit in (("good", ""), ("bad", ""), ("gap", "%")):
         if isinstance(loss.get(key), (int, float)):
-            parts.append(f"{key} {number(float(loss[key]))}")
+            parts.append(f"{key} {number(float(loss[key]), unit)}")
     return ", ".join(parts)
 
 
