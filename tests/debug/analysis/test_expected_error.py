@@ -127,7 +127,7 @@ def test_a_predicted_scale_clips_as_the_cast_would() -> None:
 
 
 def test_rows_of_a_table_do_not_see_each_other() -> None:
-    """Each row as if it were alone, also where a chunk ends between them."""
+    """Each row as if it were alone."""
     torch.manual_seed(0)
     tallies = []
     for scale in (1.0, 1e-12, 1e12):
