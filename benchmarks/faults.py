@@ -53,7 +53,7 @@ NOT_INJECTED = {
     "C6": "odd dimensions are slow: an answer about speed is needed",
     "C7": "downstream scores: an answer is needed",
     "N12b": "which GEMM a bisection named: an answer is needed",
-    "N15": "accumulation inside a tensor core: emulated GEMMs have none, and the rule needs the answer of an experiment",
+    "N15": "accumulation inside a tensor core: emulated GEMMs have none, and an answer is needed",
     "T4": "downstream scores: an answer is needed",
     "G1": "the general case behind the others; fires only where no cause is known",
 }
@@ -66,7 +66,9 @@ class ReluModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.RMSNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)})
+            nn.ModuleDict(
+                {"norm": nn.RMSNorm(width), "fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)}
+            )
             for _ in range(blocks)
         )
         self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, 256)
@@ -339,7 +341,9 @@ def master_from_fp8(lab: Lab, noise: float) -> None:
         parameter = ottava.quantize(layer.weight.detach(), ottava.QuantizationSpec(ottava.E4M3))
         master = parameter.dequantize(torch.float32) if noise == 0 else layer.weight.detach() * (1 + noise)
         if noise == 0:  # initialized from FP8 of a coarser format
-            master = ottava.quantize(layer.weight.detach(), ottava.QuantizationSpec(ottava.E5M2)).dequantize(torch.float32)
+            master = ottava.quantize(layer.weight.detach(), ottava.QuantizationSpec(ottava.E5M2)).dequantize(
+                torch.float32
+            )
         facts = check_master(master, parameter)
         if step == 1 and facts is not None and lab.report is not None:
             lab.report({"layer": layer.name, "tensor": "weight", **facts})
@@ -462,7 +466,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("constant gap", "N18", logs(loss=lambda s, x, k: x * (1 + k)), (0.012, 0.03), twin=True, logged=True),
     Fault(
-        "growing gap", "T2", logs(loss=lambda s, x, k: x * (1 + k * (s / STEPS) ** 3)), (0.05, 0.2), twin=True, logged=True
+        "growing gap", "T2", logs(loss=lambda s, x, k: x * (1 + k * (s / STEPS) ** 3)), (0.05, 0.2), twin=True,
+        logged=True,
     ),
     Fault(
         "spikes that the twin has not", "T1", logs(loss=lambda s, x, k: x + k * (s in (36, 42))), (3, 10), twin=True,
@@ -470,7 +475,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
 )  # fmt: skip
 
-CLEAN_RECIPES = ("tensorwise", "delayed", "guarded", "rowwise", "blockwise", "mxfp8", "tensorwise_e4m3", "nvfp4", "bf16")
+CLEAN_RECIPES = (
+    "tensorwise",
+    "delayed",
+    "guarded",
+    "rowwise",
+    "blockwise",
+    "mxfp8",
+    "tensorwise_e4m3",
+    "nvfp4",
+    "bf16",
+)
 """bf16: not converted; the casts of `tensorwise` are simulated beside its GEMMs."""
 
 
@@ -508,8 +523,8 @@ def _rank(number: int) -> Iterator[None]:
 
 
 def run(
-    folder: Path, fault: Fault | None, strength: float, size: str, *, recipe: str | Recipe = "", activation: str = "swiglu",
-    seed: int = 0, rank: int = 0, steps: int = 0,
+    folder: Path, fault: Fault | None, strength: float, size: str, *, recipe: str | Recipe = "",
+    activation: str = "swiglu", seed: int = 0, rank: int = 0, steps: int = 0,
 ) -> Run:  # fmt: skip
     """Trains under the watch, with a fault or clean."""
     recipe = recipe or (fault.recipe if fault else "tensorwise")
@@ -579,7 +594,10 @@ def try_fault(fault: Fault, strength: float, size: str, book: Any = None) -> Res
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         for rank in reversed(range(fault.ranks)):
-            watched = run(folder / "run", fault, strength, size, rank=rank) if rank == 0 else _other(folder, fault, strength, size, rank)
+            if rank:
+                _other(folder, fault, strength, size, rank)
+            else:
+                run(folder / "run", fault, strength, size)
         twin = run(folder / "twin", None, 0, size, recipe=fault.recipe, steps=fault.steps) if fault.twin else None
         result = diagnose(Run.open(folder / "run"), baseline=twin, rules=book)
     return _result(fault.name, fault.rule, result, size, strength, get_recipe(fault.recipe).name, fault.logged, started)
@@ -631,7 +649,10 @@ def scores(results: Sequence[Result]) -> dict[str, Any]:
 
 def table(results: Sequence[Result]) -> str:
     """Markdown: one row a fault, and one for clean runs of each recipe."""
-    lines = ["| fault | recipe | rule | right first | strengths | sizes | said instead |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| fault | recipe | rule | right first | strengths | sizes | said instead |",
+        "|---|---|---|---|---|---|---|",
+    ]
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.name, result.recipe, result.expected), []).append(result)
@@ -677,7 +698,9 @@ def main() -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "faults.md").write_text(table(results) + "\n", encoding="utf-8")
         (options.out / "faults.json").write_text(
-            json.dumps({"scores": summary, "results": [vars(r) for r in results], "not_injected": NOT_INJECTED}, indent=1)
+            json.dumps(
+                {"scores": summary, "results": [vars(r) for r in results], "not_injected": NOT_INJECTED}, indent=1
+            )
         )
     return 0 if all(r.right for r in results) else 1
 
@@ -685,7 +708,8 @@ def main() -> int:
 def _line(result: Result) -> str:
     mark = "ok   " if result.right else "WRONG"
     said = ", ".join([result.first, *result.others]) or "nothing"
-    return f"{mark} {result.name} {result.strength:g} {result.size} {result.recipe}: {result.expected or 'none'} / {said} ({result.seconds} s)"
+    what = f"{result.name} {result.strength:g} {result.size} {result.recipe}"
+    return f"{mark} {what}: {result.expected or 'none'} / {said} ({result.seconds} s)"
 
 
 if __name__ == "__main__":

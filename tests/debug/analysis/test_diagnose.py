@@ -228,6 +228,19 @@ def test_the_result_is_plain_json(tmp_path: Path) -> None:
     run = record(tmp_path / "run", massive("layers.1.mlp.down_proj", "input"))
     values = diagnose(run).to_dict()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
-    fields = "id title severity layers tensors steps evidence cause confidence refute_by remedies source".split()
+    fields = [
+        "id",
+        "title",
+        "severity",
+        "layers",
+        "tensors",
+        "steps",
+        "evidence",
+        "cause",
+        "confidence",
+        "refute_by",
+        "remedies",
+        "source",
+    ]
     assert set(values["findings"][0]) >= set(fields)
     assert set(values) >= {"verdict", "sentence", "coverage_pct", "findings", "questions"}

@@ -52,8 +52,8 @@ def test_every_fact_gives_one_value_per_row(run: Run, kind: str) -> None:
         asked = f"run.{name}" if kind == "run" else name
         try:
             assert rows.value(asked).shape == (rows.count,)
-        except Missing as what:
-            assert str(what)
+        except Missing:
+            continue  # a test of its own says which are
     assert all(fact.meaning for fact in names.values())
 
 

@@ -71,7 +71,12 @@ def test_an_operand_in_bf16_turns_off_the_gemms_that_read_it(run: Run) -> None:
 
 def test_transformer_engine_gets_yaml_that_matches_the_layers(run: Run) -> None:
     found = render(
-        BOOK.remedies["bf16_operand"], context_of(run), id="N1", layers=LAYERS[1::2], tensor="input", recipe="tensorwise"
+        BOOK.remedies["bf16_operand"],
+        context_of(run),
+        id="N1",
+        layers=LAYERS[1::2],
+        tensor="input",
+        recipe="tensorwise",
     )
     section = yaml.safe_load(found["patch"]["te"])["ottava_n1"]
     pattern = section["layers"]["layer_name_regex_pattern"]

@@ -16,7 +16,9 @@ from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
 
 
-def record(folder: Path, names: list[str], flushed: dict[str, int], steps: tuple[int, ...] = (1, 5), shift: float = 0) -> Run:
+def record(
+    folder: Path, names: list[str], flushed: dict[str, int], steps: tuple[int, ...] = (1, 5), shift: float = 0
+) -> Run:
     with RunWriter(folder) as writer:
         for step in range(1, 11):
             writer.step(step, loss=step + shift)

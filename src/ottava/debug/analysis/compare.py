@@ -296,7 +296,8 @@ def _band(metric: Metric, references: Sequence[_Series], at: float) -> tuple[flo
     low, high = min(around), max(around)
     if metric.unit == "octaves":
         return low * 2.0**-metric.tolerance, high * 2.0**metric.tolerance
-    return low - metric.tolerance, high + metric.tolerance
+    share = 0.1 * high if metric.unit == "pp" else 0.0  # half of a tensor flushed is 50 % or 55 %
+    return low - metric.tolerance - share, high + metric.tolerance + share
 
 
 def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at: int | None) -> dict[str, Any] | None:

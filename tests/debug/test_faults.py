@@ -1,0 +1,73 @@
+"""Faults put into watched training: the right rule comes first, and clean twins are left alone.
+
+A part of benchmarks/faults.py, which has all of them, at more strengths and in a second size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ottava.debug.analysis.rules import load_rules
+
+SUITE = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
+
+
+def load_suite() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ottava_faults", SUITE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+suite = load_suite()
+QUICK = (
+    "stale FP8 weight",
+    "scale of W rounded alone",
+    "dY.T cast from another tensor",
+    "massive tokens in FC2's input",
+    "wide gradient in E4M3",
+    "amax jumps under delayed scales",
+    "clustered values, rounded up",
+    "zero rows without a floor under amax",
+)
+FAULTS = {fault.name: fault for fault in suite.FAULTS}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", QUICK)
+def test_the_right_rule_comes_first(name: str) -> None:
+    fault = FAULTS[name]
+    result = suite.try_fault(fault, fault.strengths[-1], "small")
+    assert result.first == fault.rule
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe, activation", [("delayed", "swiglu"), ("mxfp8", "relu"), ("bf16", "swiglu")])
+def test_no_rule_fires_on_a_clean_twin(recipe: str, activation: str) -> None:
+    result = suite.try_clean(recipe, activation, "small", seed=1)
+    assert [result.first, *result.others] == [""]
+
+
+def test_every_rule_is_injected_or_says_why_not() -> None:
+    injected = {fault.rule for fault in suite.FAULTS}
+    assert injected | set(suite.NOT_INJECTED) == set(load_rules().rules)
+    assert not injected & set(suite.NOT_INJECTED)
+
+
+def test_scores_count_what_they_say() -> None:
+    def result(expected: str, first: str) -> object:
+        return suite.Result("x", expected, first, [], "small", 1.0, "tensorwise", False, 0.5, 0.0)
+
+    scores = suite.scores([result("N1", "N1"), result("N1", "N3"), result("N2", ""), result("", ""), result("", "N5")])
+    assert scores["recall"] == 1 / 3
+    assert scores["precision"] == 1 / 3
+    assert scores["clean_runs_with_a_finding"] == 1
+    assert "| x | tensorwise | N1 | 1 of 2 |" in suite.table([result("N1", "N1"), result("N1", "N3")])
