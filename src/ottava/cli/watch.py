@@ -7,7 +7,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,8 +66,7 @@ def watch(
     The exit code is the script's.
     """
     from ottava.debug.watch import watch as start
-    from ottava.debug.watch.config import WatchConfigError
-    from ottava.debug.watch.launch import LaunchError, check_script, own_traceback, run_script
+    from ottava.debug.watch.launch import LaunchError, check_script
 
     check_script(command)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -84,7 +83,16 @@ def watch(
     }
     settings = {name: value for name, value in given.items() if value not in (None, [])}
     seen = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    code: Any = 0
+    code = _run(seen, command)
+    _tell(seen, code, as_json=as_json)
+    return code
+
+
+def _run(seen: Watch, command: list[str]) -> int:
+    """Runs the script to its end, and says what it died of as Python does; returns its exit code."""
+    from ottava.debug.watch.config import WatchConfigError
+    from ottava.debug.watch.launch import LaunchError, own_traceback, run_script
+
     try:
         with seen:
             try:
@@ -95,12 +103,11 @@ def watch(
     except (LaunchError, WatchConfigError):
         raise
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else _said(end.code)
+        return end.code if isinstance(end.code, int) else _said(end.code)
     except (Exception, KeyboardInterrupt) as error:
         sys.excepthook(type(error), error.with_traceback(own_traceback(error)), error.__traceback__)
-        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
-    _tell(seen, code, as_json=as_json)
-    return int(code)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
+    return 0
 
 
 def _folder(command: list[str]) -> Path:

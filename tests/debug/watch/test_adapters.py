@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_modules import Seen, noise, tapped
 from torch import Tensor, nn
 
 import ottava
@@ -21,6 +20,7 @@ from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.modules import ModuleTap
 from ottava.quantized_tensor import QuantizedTensor
+from watch_samples import Seen, noise, tapped
 
 
 def linear_of(seen: Seen, layer: str, x: Tensor, weight: Tensor, dy: Tensor) -> None:
@@ -287,7 +287,7 @@ def test_what_is_simulated_for_torchao_is_what_it_casts(recipe: str, monkeypatch
     tallies, _ = collector.drain()
     assert tap.coverage()[0]["type"] == "Float8Linear"
     assert len(casts) >= 3
-    for role, x, cast in casts:
+    for role, x, _ in casts:
         x2 = x.reshape(-1, x.shape[-1])
         same = handed[role]
         assert torch.equal(x2, same) or torch.equal(x2.t(), same), role

@@ -5,72 +5,24 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ottava
-from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
 from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.modules import ModuleTap
 from ottava.recipe import RECIPES, Recipe
-
-ALL = tuple(SYMBOLS)
-
-
-class Seen:
-    """What a tap handed over."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[str, str, Tensor]] = []
-
-    def __call__(self, layer: str, tensor: str, x: Tensor) -> None:
-        assert x.dim() == 2
-        assert not x.requires_grad
-        self.tensors.append((layer, tensor, x.clone()))
-
-    def of(self, layer: str, tensor: str) -> list[Tensor]:
-        return [x for name, which, x in self.tensors if (name, which) == (layer, tensor)]
-
-    def one(self, layer: str, tensor: str) -> Tensor:
-        (x,) = self.of(layer, tensor)
-        return x
-
-    @property
-    def counts(self) -> Counter[tuple[str, str]]:
-        return Counter((layer, tensor) for layer, tensor, _ in self.tensors)
-
-
-@contextmanager
-def tapped(**settings: Any) -> Iterator[tuple[Seen, ModuleTap]]:
-    seen = Seen()
-    tap = ModuleTap(seen, **settings)
-    tap.attach()
-    try:
-        yield seen, tap
-    finally:
-        tap.detach()
-
-
-def noise(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def network(width: int = 16) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(inplace=True), nn.Linear(2 * width, width))
-
+from watch_samples import ALL, CHECKPOINTS, Seen, network, noise, reentrant, tapped
 
 ONCE = Counter({(layer, tensor): 1 for layer in ("0", "2") for tensor in ("input", "weight", "grad_output")})
 
@@ -166,29 +118,6 @@ def test_sees_nothing_when_detached_and_leaves_no_hook() -> None:
 
 
 # --- each forward of training counts once ---------------------------------------------------------------------------
-
-
-def keep_some(*args: Any, **kwargs: Any) -> Any:
-    aten = torch.ops.aten
-    saved = (aten.mm.default, aten.addmm.default, aten._to_copy.default, aten.amax.default, aten.clone.default)
-    return create_selective_checkpoint_contexts(
-        lambda ctx, op, *a, **k: CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-    )
-
-
-reentrant = partial(checkpoint, use_reentrant=True)
-plainly = partial(checkpoint, use_reentrant=False)
-CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "none": lambda model, x: model(x),
-    "reentrant": reentrant,
-    "non-reentrant": plainly,
-    "to the end": partial(checkpoint, use_reentrant=False, early_stop=False),
-    "reentrant in reentrant": lambda model, x: reentrant(lambda x: reentrant(model, x), x),
-    "reentrant in non-reentrant": lambda model, x: plainly(lambda x: reentrant(model, x), x),
-    "non-reentrant in reentrant": lambda model, x: reentrant(lambda x: plainly(model, x), x),
-    "non-reentrant in non-reentrant": lambda model, x: plainly(lambda x: plainly(model, x), x),
-    "selective": partial(checkpoint, use_reentrant=False, context_fn=keep_some),
-}
 
 
 @pytest.mark.parametrize("forward", CHECKPOINTS.values(), ids=CHECKPOINTS)
@@ -395,160 +324,6 @@ def test_layers_of_ottava_are_left_to_their_doors_unless_these_stay_shut() -> No
         with ottava.autocast(enabled=False):  # high precision: nothing is cast, so the tap shows what would be
             model(x).sum().backward()
     assert seen.counts == ONCE
-
-
-# --- training is bit for bit what it is unwatched --------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Pre-norm attention by hand and a gated MLP, with dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.gate, self.down = nn.Linear(width, 96), nn.Linear(width, 96), nn.Linear(96, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
-        x = x + nn.functional.dropout(self.proj(mixed.transpose(1, 2).flatten(2)), 0.1)
-        h = self.norm2(x)
-        return x + nn.functional.dropout(self.down(nn.functional.silu(self.gate(h)) * self.up(h)), 0.1)
-
-
-class Transformer(nn.Module):
-    """Tied embedding and head."""
-
-    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
-        self.head.weight = self.embed.weight
-        self.block = Block(32)
-        self.run_block = forward
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.run_block(self.block, self.embed(tokens)))
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant", "selective"])
-def test_training_is_bit_identical(checkpointing: str, autocast: bool) -> None:
-    def train(watched: bool) -> tuple[list[Tensor], Tensor]:
-        torch.manual_seed(3)
-        model = Transformer(CHECKPOINTS[checkpointing])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        collector = Collector(WatchConfig(recipes="nvfp4", fine=False, tensors=ALL))
-        tap = ModuleTap(collector.simulate, tensors=ALL, wants=collector.wants)
-        losses = []
-        for step in range(3):
-            collector.looking = step != 1
-            if watched:
-                tap.attach()
-            for part in range(2):
-                tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2 * step + part))
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    logits = model(tokens[:, :-1])
-                loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-                loss.backward()
-                losses.append(loss.detach())
-            tap.detach()
-            tallies, _ = collector.drain()
-            assert len(tallies) == 48 if watched and step != 1 else not tallies
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*losses, *(p.detach() for p in model.parameters())], torch.get_rng_state()
-
-    (with_tap, after), (without, after_without) = train(True), train(False)
-    assert torch.equal(after, after_without)
-    for a, b in zip(with_tap, without, strict=True):
-        assert torch.equal(a, b)
-
-
-# --- compiled code --------------------------------------------------------------------------------------------------
-
-
-def compiled(model: nn.Module, how: str, count: Any) -> Callable[[Tensor], Tensor]:
-    if how == "function":
-        return torch.compile(lambda x: model(x), backend=count)
-    if how == "module":
-        model.compile(backend=count)
-        return model
-    if how == "wrapper":
-        return torch.compile(model, backend=count)
-    model[0] = torch.compile(model[0], backend=count)
-    return model
-
-
-@pytest.fixture
-def counter() -> Iterator[Any]:
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield CompileCounter()
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("between", [True, False], ids=["some steps", "every step"])
-@pytest.mark.parametrize("watched_first", [True, False], ids=["watched first", "compiled first"])
-@pytest.mark.parametrize("given", [True, False], ids=["model", "process"])
-@pytest.mark.parametrize("how", ["wrapper", "function", "module", "part"])
-def test_compiled_layers_are_reported_and_never_recompiled(
-    how: str, given: bool, watched_first: bool, between: bool, counter: Any
-) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
-    run = compiled(model, how, counter)
-    seen = Seen()
-    tap = ModuleTap(seen, model=model if given else None)
-    said = []
-    if not watched_first:
-        run(noise(4, 8)).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        frames = []
-        for _ in range(4):
-            tap.attach()
-            run(noise(4, 8)).sum().backward()
-            tap.detach()
-            said.append(tap.looked())
-            if between:
-                run(noise(4, 8)).sum().backward()
-            frames.append(torch._dynamo.utils.counters["frames"]["total"])
-    assert len(set(frames)) == 1, "a look made Dynamo compile again"
-    assert frames[0] <= 2
-    visible = {"1"} if how == "part" else set()
-    assert {layer for layer, _ in seen.counts} == visible
-    assert [text is not None for text in said] == [False, True, False, False]
-    assert "compiled='eager'" in said[1]
-    assert [str(w.message) for w in caught if "watch:" in str(w.message)] == [said[1]]
-    hidden = [entry for entry in tap.coverage() if entry["name"] not in visible]
-    total = 2 if how == "part" else 3
-    # where nothing calls a hook, only a model that was given is known
-    assert len(hidden) == (0 if how in ("function", "module") and not given else total)
-    assert all("compiled" in entry["why"] and not entry["seen"] for entry in hidden)
-
-
-@pytest.mark.parametrize("how", ["wrapper", "function", "module", "part"])
-def test_looked_at_eagerly_compiled_layers_are_all_seen(how: str, counter: Any) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), nn.Linear(8, 8))
-    run = compiled(model, how, counter)
-    run(noise(4, 8)).sum().backward()
-    frames = torch._dynamo.utils.counters["frames"]["total"]
-    with tapped() as (seen, _), torch.compiler.set_stance("force_eager"):
-        run(noise(4, 8)).sum().backward()
-    run(noise(4, 8)).sum().backward()
-    assert torch._dynamo.utils.counters["frames"]["total"] == frames
-    places = {(layer, t) for layer in ("0.0", "0.2", "1") for t in ("input", "weight", "grad_output")}
-    assert seen.counts == Counter(places)
-
-
-def test_torch_does_not_grumble_about_our_hooks(counter: Any) -> None:
-    model = torch.compile(network(), backend=counter)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with tapped():
-            model(noise(4, 16)).sum().backward()
 
 
 # --- what is said of layers that are not seen ------------------------------------------------------------------------
