@@ -86,6 +86,17 @@ def test_agrees_with_real_casts_in_every_cell_of_every_recipe(name: str) -> None
         assert decibels(said.noise[0] / said.signal[0]) == pytest.approx(decibels(real.see / real.sxx), abs=1.5), spec
 
 
+def test_energy_is_in_the_blocks_near_the_top() -> None:
+    """Two-level scales lose quiet blocks; those hold no energy, so the SQNR is that of the loud ones."""
+    torch.manual_seed(0)
+    x, spec = TENSORS["tokens"](), SPECS["E2M1[1x16, e4m3]"]
+    real = measure(x, ottava.quantize(x, spec))
+    said = expect(rows_of(real), spec)
+    assert said is not None
+    assert real.n_underflow / real.n_nonzero > 0.1
+    assert decibels(said.noise[0] / said.signal[0]) == pytest.approx(decibels(real.see / real.sxx), abs=1.0)
+
+
 def test_the_failure_that_sqnr_does_not_see() -> None:
     """Massive tokens: SQNR stays where it was, underflow and element SQNR do not; rows cure it (facts, 3.6)."""
     torch.manual_seed(0)
