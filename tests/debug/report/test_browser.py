@@ -195,7 +195,7 @@ def test_tensor_selector_stays_in_the_layer(page: Path) -> None:
 
 
 def test_scale_slider_and_format_predict_anew(page: Path) -> None:
-    """Scale up by 2**12 and a healthy tensor is clipped; down by 2**16, and half of it is cast to zero; E5M2 holds more."""
+    """Scale up by 2**12: clipped. Down by 2**16: half of a healthy tensor is cast to zero, and less in E5M2."""
     move = "const s = document.getElementById('shift'); s.value = {}; s.dispatchEvent(new Event('input'))"
     up, down = (cells(driven(page, move.format(shift)), "predicted") for shift in (12, -16))
     assert float(up["clipped"][0].split()[0]) > 50

@@ -31,7 +31,7 @@ from ottava.debug.statistics import STATISTICS
 REPORT = "report.html"
 _MOST_POINTS = 800
 _TABLE_STEPS = 120
-_MOST_PREDICTED_ROWS = 8000
+_MOST_PREDICTED_ROWS = 3000
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,16 @@ def write_report(run: Run, *, baseline: Run | None = None, path: Path | str | No
         The file.
     Raises:
         OSError: it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from ottava.debug.run.writer import RunWriter
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with RunWriter(folder) as writer:
+        ...         writer.step(1, loss=2.5)
+        ...     path = write_report(Run.open(folder))
+        ...     print(path.name, path.read_text(encoding="utf-8")[:15])
+        report.html <!doctype html>
     """
     return make_report(run, baseline=baseline).write(Path(path) if path is not None else run.path / REPORT)
 
