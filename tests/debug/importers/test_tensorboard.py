@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import ottava
 from ottava.debug.event_file import EventWriter
 from ottava.debug.importers import import_run
 from ottava.debug.importers.collected import ImportRunError
@@ -94,3 +96,21 @@ def test_losses_of_a_resumed_run_are_one_series(tmp_path: Path) -> None:
         writer.close()
     steps_read = import_run(tmp_path / "tb", tmp_path / "run").steps
     assert np.array_equal(steps_read["loss"], [1, 2, 3, 4])
+
+
+def test_what_our_own_watch_sends_comes_back(tmp_path: Path) -> None:
+    """A watched training step with the TensorBoard sink, imported: the worst tensors with the numbers of the run."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ottava.watch(model, tmp_path / "run", sinks=["tensorboard"]) as seen:
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+    run = Run.open(seen.folder)
+    back = import_run(tmp_path / "run" / "tensorboard", tmp_path / "back")
+    assert back.steps["loss"].tolist() == pytest.approx(run.steps["loss"].tolist())
+    table, again = run.table().where(direction="row"), back.table().where(direction="row")
+    assert {(key.layer, key.tensor) for key in again.slots()} == {(key.layer, key.tensor) for key in table.slots()}
+    for key, rows in table.groups():
+        (amax,) = again.where(layer=key.layer, tensor=key.tensor).metric("amax")
+        assert amax == pytest.approx(rows.metric("amax")[0])

@@ -51,6 +51,10 @@ _TAG = re.compile(
 )
 
 
+_OVER_LAYERS = ("worst/", "median/")
+"""Beginnings of tags with which our own sink sums up all layers; they name none."""
+
+
 def find(source: Path) -> list[Path]:
     """Event files, at any depth."""
     paths = [source] if source.is_file() else sorted(source.rglob("*tfevents*"))
@@ -78,7 +82,7 @@ def read(paths: list[Path], collected: Collected) -> None:
 
 def _take(scalar: Scalar, collected: Collected) -> bool:
     match = _TAG.fullmatch(scalar.tag)
-    if match is None:
+    if match is None or scalar.tag.startswith(_OVER_LAYERS):
         return False
     statistic = STATISTIC_WORDS.get(match["statistic"].lower(), match["statistic"])
     if statistic not in STATISTICS:

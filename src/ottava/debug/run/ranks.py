@@ -1,5 +1,5 @@
 """How far ranks lie apart. A mean over ranks hides the one that is broken, and ranks that should agree but do not are a
-bug: amaxes reduced over the wrong group (Megatron-LM PR 442) let tensor-parallel ranks drift apart for a thousand steps."""
+bug: amaxes reduced over the wrong group (Megatron-LM PR 442) let tensor-parallel ranks drift apart for 1,000 steps."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ from ottava.debug.run.schema import (
 )
 from ottava.debug.tally import Tally, tally_fields
 
-
 _PARTS_MERGED = 64
 """A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
 
