@@ -25,7 +25,8 @@ class LossTap:
 
     Edge cases: roots that are no scalars (a pipeline stage hands back gradients) are passed over, and so is a backward
         inside a backward, as of reentrant checkpointing. A loop that divides its loss by the number of micro-batches
-        has that quotient as its root. `torch.autograd.grad` is not a training step and is not seen.
+        has that quotient as its root. `torch.autograd.grad` is not a training step and is not seen, nor is a backward
+        inside compiled code: hand its loss to `Watch.log`.
 
     Example:
         >>> losses = []
