@@ -88,6 +88,7 @@ def test_a_poisoned_batch_is_data_and_is_skipped() -> None:
     plain = Training()
     want = [plain.step(batch).item() for batch in clean]
     assert losses[:37] + losses[38:] == want
+    assert list(guard._losses) == want[-24:]  # what the next one is compared with
     assert guard.high_precision_until == 0
 
 
