@@ -69,7 +69,7 @@ def test_difference_says_where_it_begins() -> None:
     )
     assert [(row["metric"], row["good"], row["bad"], row["bar"]) for row in shown["ranked"]] == [
         ("underflow_pct", "0.0200 %", "61.7 %", 100.0),
-        ("sqnr_db", "31.4 dB", "35.0 dB", 5.8),
+        ("sqnr_db", "31.4 dB", "35.0 dB", 25.0),
     ]
     assert shown["loss"] == "losses part at step 24, good 0.310, bad 2.40, gap 674 %"
     assert sections.difference({})["ranked"] == []

@@ -228,7 +228,8 @@ def _or(value: float | None, other: float = 0.0) -> float:
 def difference(comparison: Json) -> dict[str, Any]:
     """A Comparison as the page shows it."""
     ranked = []
-    effects = [abs(_or(item.get("effect"), 0.0)) for item in comparison.get("ranked") or []]
+    # bits are the one scale of all statistics that effects are ranked by
+    effects = [abs(_or(item.get("bits", item.get("effect")))) for item in comparison.get("ranked") or []]
     top = max((e for e in effects if math.isfinite(e)), default=0.0) or 1.0
     for item, effect in zip((comparison.get("ranked") or [])[:25], effects, strict=False):
         statistic = STATISTICS.get(item["metric"])
