@@ -199,7 +199,7 @@ from pathlib import Path
 sys.path[:0] = [{folder!r}, {tests!r}]
 from test_sinks import a_look
 from ottava.debug.watch.sinks import make_sinks, publish
-sinks = make_sinks([{{{name!r}: {{"project": "mine", "tags": ["fp8"]}}}}], Path("runs/a"))
+sinks = make_sinks([{{name: {{"project": "mine", "tags": ["fp8"]}}}} for name in ("wandb", "trackio")], Path("runs/a"))
 publish(sinks, 100, a_look(), {{"loss": 2.5}})
 for sink in sinks:
     sink.event(101, "trigger", {{"reason": "clipping"}})
@@ -207,20 +207,22 @@ for sink in sinks:
 """
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_loggers_get_a_run_of_their_own(tmp_path: Path, name: str) -> None:
+def test_loggers_get_a_run_of_their_own(tmp_path: Path) -> None:
     """init with the settings, log with the step, finish: a stand-in module in a process of its own records them."""
-    (tmp_path / f"{name}.py").write_text(FAKE_LOGGER, encoding="utf-8")
-    script = SENDS.format(folder=str(tmp_path), tests=str(Path(__file__).parent), name=name)
+    for name in ("wandb", "trackio"):
+        (tmp_path / f"{name}.py").write_text(FAKE_LOGGER, encoding="utf-8")
+    script = SENDS.format(folder=str(tmp_path), tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    calls = json.loads(done.stdout)
-    assert calls[0] == ["init", "mine", "a", {"tags": ["fp8"]}]
-    logged = [values for call, *rest in calls if call == "log" for values in rest]
-    assert all(values["step"] in (100, 101) for values in logged)
-    assert logged[0]["train/loss"] == 2.5
-    assert logged[0]["worst/X/underflow_pct"] > 10
-    assert logged[-1]["events/trigger"] == 1
-    assert calls[-1] == ["finish"]
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(records) == 2
+    for calls in records:
+        assert calls[0] == ["init", "mine", "a", {"tags": ["fp8"]}]
+        logged = [values for call, *rest in calls if call == "log" for values in rest]
+        assert all(values["step"] in (100, 101) for values in logged)
+        assert logged[0]["train/loss"] == 2.5
+        assert logged[0]["worst/X/underflow_pct"] > 10
+        assert logged[-1]["events/trigger"] == 1
+        assert calls[-1] == ["finish"]
 
 
 class _Running:
