@@ -31,6 +31,13 @@ def test_a_rise_for_good_is_found_where_it_begins(start: int) -> None:
     assert start < curve.diverged_at < start + 12
 
 
+def test_a_run_that_is_wild_from_the_start_diverges() -> None:
+    """Its own noise does not hide that it ends at twice its lowest loss."""
+    generator = np.random.default_rng(0)
+    loss = 6 + 20 * (STEPS > 12) + 5 * generator.standard_normal(len(STEPS)) * (STEPS > 12)
+    assert LossCurve(STEPS, loss).diverged == "yes"
+
+
 def test_a_spike_that_heals_is_no_divergence() -> None:
     loss = falling()
     loss[100:104] += 2

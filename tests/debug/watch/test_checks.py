@@ -44,6 +44,13 @@ def test_a_real_cast_is_never_reported(spec: ottava.QuantizationSpec) -> None:
         assert check_operands("weight", x, row, col) is None
 
 
+def test_the_bound_is_half_a_step() -> None:
+    """Between 1 and 1.125 lies one step of E4M3: 1.06 rounds to 1, 1.09 does not."""
+    x_q = ottava.quantize(torch.tensor([[448.0, 1.0]]), SPECS["E4M3[tensor]"])
+    assert share_beyond_a_step(torch.tensor([[448.0, 1.06]]), x_q) == 0
+    assert share_beyond_a_step(torch.tensor([[448.0, 1.09]]), x_q) == 0.5
+
+
 def test_clipped_elements_and_tensors_in_high_precision_are_no_news() -> None:
     x = tensor()
     spec = ottava.QuantizationSpec(ottava.E4M3, scaling="delayed")

@@ -94,7 +94,9 @@ class LossCurve:
         if len(self.loss) < 20:
             return math.inf
         lowest = int(np.argmin(self.smooth))
-        limit = self.smooth[lowest] + max(_RISE_NOISE * self.noise, _RISE * abs(self.smooth[lowest]))
+        low = abs(self.smooth[lowest])
+        # a diverging run is noisy itself: twice the lowest loss is divergence whatever the noise
+        limit = self.smooth[lowest] + max(min(_RISE_NOISE * self.noise, low), _RISE * low)
         above = self.smooth > limit
         if not above[-1]:
             return math.inf
