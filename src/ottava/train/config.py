@@ -130,6 +130,18 @@ class EvaluationConfig(Section):
     """Batches of batch_size sequences, the same ones each time and for every seed."""
 
 
+class GuardConfig(Section):
+    """Undoing loss spikes; see `ottava.debug.SpikeGuard`."""
+
+    every: Positive = 50
+    """Steps from one snapshot in memory to the next."""
+    snapshots: Positive = 3
+    z: Annotated[float, Field(gt=0.0)] = 6.0
+    """Robust standard deviations above the median of the last losses that make a spike."""
+    hold: Positive = 100
+    """Steps in high precision after FP8 was to blame."""
+
+
 class TrainConfig(Section):
     """One training run, completely: the same config on the same machine gives the same curve, bit for bit."""
 
@@ -156,6 +168,18 @@ class TrainConfig(Section):
     watch: dict[str, Any] | None = None
     """Settings of `ottava.watch`, {} for its defaults: statistics of every cast go into the run folder, for
     `ottava report`, `diagnose` and `compare`. null: nobody watches."""
+
+    guard: GuardConfig | None = None
+    """{} rewinds at a loss spike, replays in high precision, and skips the batch or leaves FP8 for a while. null: off."""
+    auto_fallback: Literal["off", "propose", "apply"] = "off"
+    """What is done about layers that are badly cast, look after look: proposals are events of the watch; "apply" also
+    changes the recipes of these layers. Needs `watch`."""
+
+    @model_validator(mode="after")
+    def _fallback_needs_eyes(self) -> Self:
+        if self.auto_fallback != "off" and self.watch is None:
+            raise ValueError(f"auto_fallback is {self.auto_fallback!r}, but nobody watches: set watch={{}}, too")
+        return self
 
     @field_validator("watch")
     @classmethod

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from ottava.autocast import autocast
 from ottava.debug.recording import AmaxLog
+from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
+from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.watch import Watch, watch
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
@@ -119,6 +121,8 @@ class Trainer:
         }
         self.folder.write_manifest(self.step, facts)
         self._watch = self._watched()
+        self._fallback = self._falls_back()
+        self._guard = self._guarded()
 
     @property
     def done(self) -> bool:
@@ -139,10 +143,9 @@ class Trainer:
         with self._random_generators():
             _set_random_states(self._random, self.device)
             while self.step < last and not self.diverged:
-                record = self._train_step()
-                self.history.append(record)
-                self.folder.append(record)
-                records.append(record)
+                before = self.step
+                self._train_step(self.step + 1)
+                records = [*(r for r in records if r.step <= before), *self._records_since(before)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
                     self.save()
@@ -186,6 +189,43 @@ class Trainer:
         if self._watch is not None:
             self._watch.close()
 
+    def _guarded(self) -> SpikeGuard | None:
+        settings = self.config.guard
+        if settings is None:
+            return None
+        guard = SpikeGuard(
+            self.model,
+            self._optimizer,
+            self._update,
+            **settings.model_dump(),
+            fallback=None if self._fallback is None else self._fallback.on_spike,
+            log=None if self._watch is None else self._watch.writer,
+            on_rewind=self._cut_back,
+        )
+        guard.step = self.step
+        return guard
+
+    def _falls_back(self) -> Fallback | None:
+        if self.config.auto_fallback == "off" or self._watch is None:
+            return None
+        verify = self._verify
+        fallback = Fallback(self.model, mode=self.config.auto_fallback, verify=verify, log=self._watch.writer)
+        self._watch.on_look(fallback.on_look)
+        return fallback
+
+    def _verify(self, model: nn.Module, proposal: Proposal) -> Verdict:
+        """Whether the gradient of that step's batch comes nearer to that of high precision."""
+        settings = self.config
+        batch = self.corpus.batch(
+            seed=settings.seed, step=proposal.step, batch_size=settings.batch_size, length=settings.sequence_length
+        )
+
+        def loss_of(replayed: nn.Module, tensors: tuple[Tensor, Tensor]) -> Tensor:
+            with self._compute():
+                return loss(replayed, tensors[0].to(self.device), tensors[1].to(self.device))
+
+        return by_gradient(batch, loss_of)(model, proposal)
+
     def _watched(self) -> Watch | None:
         if self.config.watch is None:
             return None
@@ -193,10 +233,23 @@ class Trainer:
         seen.describe(config=flatten(self.config.model_dump(mode="json", exclude={"watch"})))
         return seen
 
-    def _train_step(self) -> StepRecord:
+    def _train_step(self, step: int) -> None:
+        """One step, or what the guard makes of it."""
+        if self._guard is None:
+            self._update(step)
+            return
+        self._guard(step)
+        self._fill_records(step)
+        self.diverged, self.step = False, step
+
+    def _update(self, step: int) -> tuple[float, float]:
+        """Forward, backward, optimizer; its line in the records. A function of the step and the trainer's state.
+
+        Returns:
+            The loss and the norm of the gradient; where one is not finite, nothing was updated.
+        """
         settings = self.config
         started = time.perf_counter()
-        step = self.step + 1
         inputs, targets = self.corpus.batch(
             seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
         )
@@ -223,7 +276,8 @@ class Trainer:
             self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
             self.close()
         evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
-        return StepRecord(
+        self._fill_records(step - 1)
+        record = StepRecord(
             step=step,
             loss=loss_value,
             grad_norm=grad_norm,
@@ -232,6 +286,28 @@ class Trainer:
             seconds=seconds,
             val_loss=self.evaluate() if evaluates else None,
         )
+        self._keep_record(record)
+        return loss_value, grad_norm
+
+    def _keep_record(self, record: StepRecord) -> None:
+        self.history.append(record)
+        self.folder.append(record)
+
+    def _records_since(self, step: int) -> list[StepRecord]:
+        return [record for record in self.history[-(self.step - step + 1) :] if record.step > step]
+
+    def _fill_records(self, step: int) -> None:
+        """Steps whose batches the guard left out have a line without a loss."""
+        for missing in range((self.history[-1].step if self.history else 0) + 1, step + 1):
+            self._keep_record(StepRecord(missing, math.nan, math.nan, 0.0, 0, 0.0, None))
+
+    def _cut_back(self, step: int) -> None:
+        """The guard has rewound the model: the records follow."""
+        self.step, self.diverged = step, False
+        self.history = self.folder.cut_history(step)
+        self._amaxes = AmaxLog(self.folder.path, step=step)
+        if self._watch is not None:
+            self._watch.rewind(step)
 
     def _compute(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")

@@ -133,6 +133,11 @@ class RunWriter:
         if len(self._rows) >= self.flush_rows:
             self.flush()
 
+    def rewind(self, step: int) -> None:
+        """Takes away what this rank wrote of steps after `step`; events stay, for they happened."""
+        self.flush()
+        self._cut_back(step)
+
     def flush(self) -> None:
         """Puts waiting rows on disk."""
         if not self._rows:

@@ -16,7 +16,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -107,7 +108,8 @@ class Watch:
         self._flight: deque[tuple[int, Light]] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
-        self._active = False
+        self._active = self._paused = False
+        self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
         self._started = self._step_started = time.perf_counter()
         self._stance: Any = None
@@ -129,6 +131,32 @@ class Watch:
     def step(self) -> None:
         """Ends a step; only for loops whose optimizer is none of torch's."""
         self._end_step()
+
+    def on_look(self, callback: Callable[[int, Table], object]) -> None:
+        """From now on, calls this with the step and its statistics after every full look; a `Fallback`'s, for one."""
+        self._callbacks.append(callback)
+
+    def rewind(self, step: int) -> None:
+        """Goes back to the end of an earlier step, as the training does: what is on record of later ones goes."""
+        self.writer.rewind(step)
+        self._disarm()
+        self.collector.drain()
+        self.steps_done, self._active, self._loss_parts, self._logged = step, False, [], {}
+        self._arm(step + 1)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is none of the run: no hook is there, and no step ends."""
+        self._disarm()
+        self.losses.detach()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            if not self._closed:
+                self.losses.attach()
+                self._arm(self.steps_done + 1)
 
     def flush(self) -> None:
         """Puts all that was seen on disk."""
@@ -182,7 +210,7 @@ class Watch:
         self._loss_parts.append(loss.detach().to(torch.float32))
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._active and self._is_ours(optimizer):  # of two optimizers, the first ends the step
+        if self._active and not self._paused and self._is_ours(optimizer):  # of two optimizers, the first ends the step
             self._end_step()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -257,8 +285,12 @@ class Watch:
     def _after_look(self, step: int, tallies: Mapping[SlotKey, Tally], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
             self._check_patterns([*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())])
-        if self.sinks and tallies:
-            publish(self.sinks, step, Table.of(step, tallies), numbers)
+        if tallies and (self.sinks or self._callbacks):
+            table = Table.of(step, tallies)
+            publish(self.sinks, step, table, numbers)
+            with self.paused():
+                for callback in self._callbacks:
+                    callback(step, table)
         self.writer.flush()
         self._describe_run()
         limit = self.config.max_overhead if self.config.every is None else None
