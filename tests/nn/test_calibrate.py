@@ -283,3 +283,15 @@ def test_what_cannot_be_calibrated_is_said() -> None:
         ottava.calibrate(network(), [])
     with pytest.raises(ValueError, match="unknown recipe 'delaied'; did you mean 'delayed'"):
         ottava.calibrate(network(), [noise(0)], "delaied")
+
+
+def test_gradients_are_seen_behind_an_in_place_activation_of_a_3d_output() -> None:
+    """torch's linear gives a view of its result there, and nn.ReLU(inplace=True) cuts the view out of the graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(inplace=True)).bfloat16()
+    ottava.convert(model, "delayed")
+    x = torch.randn(3, 4, WIDTH).bfloat16()
+    with ottava.autocast(enabled=False, calibrating=True):
+        y = model(x)
+        (2 * y).sum().backward()
+    assert model[0].quantizers.grad_output.amax_history[0] == 2

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.watch.collector import Collector
+from ottava.debug.watch.hooks import GlobalHooks
+from ottava.debug.watch.operands import repeats_a_forward, unobserved
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 
@@ -42,8 +42,7 @@ class DoorTap:
         """Those that cast something while it was watched."""
         self._model = None if model is None else weakref.ref(model)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-        self._waiting: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GlobalHooks(self._before, self._after)
         if model is not None:
             self.find(model)
 
@@ -54,18 +53,11 @@ class DoorTap:
 
     def attach(self) -> None:
         """From now on casts are seen."""
-        if not self._handles:
-            self._handles = [
-                register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after, with_kwargs=True),
-            ]
+        self._hooks.attach()
 
     def detach(self) -> None:
         """No more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._waiting.clear()
+        self._hooks.detach()
 
     def _adopt(self, module: nn.Module, name: str = "") -> None:
         doors = module._modules.get("quantizers")
@@ -80,12 +72,16 @@ class DoorTap:
             self._places[door] = (layer, tensor)
 
     def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # first, and so in _after: Dynamo traces global hooks
+            return
         if "quantizers" in module._modules and self._model is None:
             doors = module._modules["quantizers"]
             if isinstance(doors, LinearQuantizers) and doors.input not in self._places:
                 self._adopt(module)
 
     def _after(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if not isinstance(door, Quantizer) or (place := self._place(door)) is None:
             return
         layer, tensor = place
@@ -94,7 +90,10 @@ class DoorTap:
         self.seen.add(layer)
         if not self.collector.wants(layer, tensor):
             return
-        x: Tensor = args[0]
+        with unobserved(args[0]):  # no graph, no autocast, no dispatch mode: selective checkpointing counts operations
+            self._take(layer, tensor, door, args[0], output)
+
+    def _take(self, layer: str, tensor: str, door: Quantizer, x: Tensor, output: Any) -> None:
         row, col = output
         recipe = self._recipe(layer)
         seen = {"source": "door", "recipe": recipe}
@@ -124,13 +123,7 @@ class DoorTap:
         """Whether this cast belongs to training and is no repetition: recomputation runs a forward again."""
         if tensor == "grad_output":
             return True
-        if torch._C._current_graph_task_id() == -1:
-            self._waiting[door] = self._waiting.get(door, 0) + record  # forwards that a recomputation may repeat
-            return record
-        if self._waiting.get(door, 0):
-            self._waiting[door] -= 1
-            return False
-        return record  # its forward ran without gradients: reentrant checkpointing
+        return record and not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
 
 
 def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:

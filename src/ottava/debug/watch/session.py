@@ -102,7 +102,9 @@ class Watch:
         self.dumps = DumpPlan(config.dump, self.writer)
         self.collector = Collector(config, self.dumps)
         self.doors = DoorTap(self.collector, model, Checks(self._disagrees))
-        self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
+        self.modules = ModuleTap(
+            self.collector.simulate, tensors=config.tensors, model=model, wants=self.collector.wants
+        )
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._flight: deque[tuple[int, Light]] = deque(maxlen=config.flight)
@@ -198,10 +200,6 @@ class Watch:
 
     # --- what the taps tell ---------------------------------------------------------------------------------------
 
-    def _see(self, layer: str, tensor: str, x: Tensor) -> None:
-        if self.collector.wants(layer, tensor):
-            self.collector.simulate(layer, tensor, x)
-
     def _disagrees(self, facts: Mapping[str, Any]) -> None:
         self.writer.event(self.steps_done + 1, "check", **facts)
 
@@ -229,6 +227,8 @@ class Watch:
         step = self.steps_done
         looked = self.collector.looking
         self._disarm()
+        if (looked or self.config.light) and (text := self.modules.looked()) is not None:
+            self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
         numbers = self._numbers(entered)
         self.writer.step(step, **numbers)
