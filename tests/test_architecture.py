@@ -45,6 +45,9 @@ MUTABLE_ON_PURPOSE = {
     "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
+READS_THE_ENVIRONMENT = {
+    "ottava.kernels.native_build": "CXX, and whether and where libraries are built: kernels have no entry point",
+}
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
     | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger"}
@@ -195,7 +198,7 @@ def nothing_is_global(module: Module) -> list[str]:
 
 def environment_stays_outside(module: Module) -> list[str]:
     """Environment variables are read by entry points only."""
-    if module.room == "cli":
+    if module.room == "cli" or module.name in READS_THE_ENVIRONMENT:
         return []
     names = ("environ", "environb", "getenv", "putenv")
     complaints = []
