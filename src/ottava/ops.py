@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import reference, scaled_mm
+from ottava.kernels import native_cpu, reference, scaled_mm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -43,6 +43,19 @@ class GemmKernel(Protocol):
         """(M, K), (N, K) -> (M, N)."""
 
 
+class QuantizeKernel(Protocol):
+    """What a kernel file that casts offers."""
+
+    NAME: str
+
+    def supports_quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> str | None:
+        """None, or the reason why not."""
+
+    def quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
+        """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
+
+
+_QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (reference, scaled_mm)
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
@@ -187,6 +200,23 @@ def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, b
     return "\n".join(lines)
 
 
+def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
+    """Which kernel `quantize` would run on this matrix, and why not those before it, one a line.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
+        'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
+    """
+    lines = []
+    for kernel in _QUANTIZE_KERNELS:
+        if reason := kernel.supports_quantize(x.detach(), spec, scale):
+            lines.append(reason)
+        else:
+            return "\n".join([*lines, f"{kernel.NAME}: runs"])
+    raise AssertionError("the reference takes every cast")
+
+
 def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
     shapes = f"a {tuple(a.shape)} and b {tuple(b.shape)}"
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
@@ -251,8 +281,12 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
+    x = x.detach()  # codes carry no gradient
+    for kernel in _QUANTIZE_KERNELS:
+        if kernel.supports_quantize(x, spec, scale) is None:
+            break
     with _no_autocast(x.device):
-        return reference.quantize(x.detach(), spec, scale)  # codes carry no gradient
+        return kernel.quantize(x, spec, scale)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -27,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+_LOGGER = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")  # a fused multiply-add would round once
@@ -106,14 +108,26 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
 
 
 @functools.lru_cache(maxsize=32)
-def load(name: str) -> Built:
+def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None) -> Built:
     """The library of NAME.cpp in this folder, built if need be; asked once a process and name.
+
+    What is lost without it, or built anew each time, is logged once.
+
+    Args:
+        declare: gives its functions their argument types.
 
     Example:
         >>> load("nothing_of_that_name").library is None
         True
     """
-    return build(name, from_environment())
+    built = build(name, from_environment())
+    if built.library is None:
+        _LOGGER.info("%s.cpp: %s. What it would have run takes the slower reference.", name, built.reason)
+    elif declare is not None:
+        declare(built.library)
+    if built.note:
+        _LOGGER.info("%s", built.note)
+    return built
 
 
 def build(name: str, settings: BuildSettings) -> Built:
