@@ -10,51 +10,17 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <new>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "native_float.h"
 
 namespace {
 
 enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TWO_LEVEL = 4 };
-constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
 constexpr int64_t UNIT_BYTES = 1 << 16;    // of x, read twice: for amax and for the codes
-
-inline float float_of(int32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
-inline int32_t bits_of(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }
-
-// --- the input's dtypes: how an element and a magnitude become fp32, exactly -----------------------------------------
-
-struct Float32 {
-  using Int = int32_t;
-  static constexpr Int mask = MAGNITUDE;
-  static inline float value(Int bits) { return float_of(bits); }
-};
-
-struct BFloat16 {
-  using Int = int16_t;
-  static constexpr Int mask = 0x7fff;
-  static inline float value(Int bits) { return float_of(int32_t(bits) << 16); }
-};
-
-struct Float16 {
-  using Int = int16_t;
-  static constexpr Int mask = 0x7fff;
-  static inline float value(Int bits) {
-    const int32_t sign = int32_t(bits) & int32_t(0x80000000), magnitude = (int32_t(bits) & 0x7fff) << 13;
-    const int32_t rebias = 112 << 23, smallest_normal = 113 << 23;
-    const int32_t special = magnitude >= (31 << 23) ? 2 * rebias : rebias;
-    const int32_t normal = magnitude + special;
-    const int32_t subnormal = bits_of(float_of(magnitude + smallest_normal) - float_of(smallest_normal));
-    return float_of((magnitude < (1 << 23) ? subnormal : normal) | sign);
-  }
-};
 
 }  // namespace
 
@@ -362,37 +328,14 @@ extern "C" int ottava_quantize(const void* x, int dtype, int64_t rows, int64_t c
   return 0;
 }
 
-namespace {
-
-struct Decoder {
-  int32_t shift, sign_shift, magnitudes, rebias, smallest_normal, special;
-
-  explicit Decoder(const Cast& c) {
-    shift = 23 - c.mantissa_bits;
-    sign_shift = 32 - c.bits;
-    magnitudes = (1 << (c.bits - 1)) - 1;
-    rebias = (127 - c.bias) << 23;
-    smallest_normal = rebias + (1 << 23);
-    const int32_t largest = bits_of(c.max) - rebias;  // infinity and NaN are the codes beyond it
-    special = c.nan_code < 0 ? MAGNITUDE : largest + (1 << shift);
-  }
-
-  inline int32_t operator()(int32_t code) const {
-    const int32_t magnitude = (code & magnitudes) << shift, sign = int32_t(uint32_t(code) << sign_shift) & ~MAGNITUDE;
-    const int32_t normal = magnitude + (magnitude >= special ? 2 * rebias : rebias);
-    const int32_t subnormal = bits_of(float_of(magnitude + smallest_normal) - float_of(smallest_normal));
-    return (magnitude < (1 << 23) ? subnormal : normal) | sign;
-  }
-};
-
-}  // namespace
-
 // n codes -> fp32, or bf16 where half != 0; both exact
 extern "C" void ottava_decode(const uint8_t* __restrict codes, int64_t n, const Cast* cast, void* out, int half,
                               int threads) {
   const int64_t share = std::max<int64_t>(n / SMALLEST_SHARE, 1), spans = (n + SPAN - 1) / SPAN;
   const int team = int(std::min<int64_t>(std::max(threads, 1), share));
-  const Decoder decode(*cast);
+  const int32_t special = bits_of(cast->max) - ((127 - cast->bias) << 23);  // the code after the largest number's
+  const Decoder decode(cast->mantissa_bits, cast->bias, cast->bits,
+                       cast->nan_code < 0 ? -1 : (special >> (23 - cast->mantissa_bits)) + 1);
 #pragma omp parallel for schedule(static) num_threads(team)
   for (int64_t s = 0; s < spans; s++) {
     const Decoder here = decode;
