@@ -3,6 +3,8 @@
     report = ottava.convert(model, "tensorwise")      # nn.Linear -> FP8, in place, same Parameters
     ...train as before...
     print(ottava.receipt(model))                      # what every GEMM really ran
+    with ottava.watch(model):                         # what every cast did to its tensor, on record
+        ...train...
 
 Start with README.md; `docs/design.md` says why things are as they are.
 """
@@ -11,6 +13,7 @@ from importlib.metadata import version
 
 from ottava import debug, nn
 from ottava.autocast import autocast
+from ottava.debug.watch import watch
 from ottava.formats import E2M1, E4M3, E5M2, E8M0
 from ottava.nn import assert_fp8, calibrate, convert, receipt
 from ottava.ops import gemm, quantize
@@ -43,4 +46,5 @@ __all__ = [
     "nn",
     "quantize",
     "receipt",
+    "watch",
 ]

@@ -23,11 +23,17 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ottava.cli.bisect import bisect
+from ottava.cli.compare import compare
 from ottava.cli.demo import demo
+from ottava.cli.diagnose import diagnose
 from ottava.cli.formats import formats
+from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
 from ottava.cli.plan import plan
+from ottava.cli.report import report
 from ottava.cli.train import train
+from ottava.cli.watch import watch
 from ottava.cli.what_if import what_if
 
 BUG, INTERRUPTED = 70, 130
@@ -45,8 +51,15 @@ app.command()(demo)
 app.command()(train)
 app.command()(plan)
 app.command()(inspect)
+app.command()(compare)
+app.command()(diagnose)
+app.command()(report)
 app.command()(formats)
+app.command("import")(import_run)
+# whatever follows the script is the script's
+app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.command("what-if")(what_if)
+app.command()(bisect)
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,7 +85,9 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line (None: the process's own) and exits with its code; errors go to stderr in a few lines."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    words.sort(key=lambda word: word != "--debug")  # a stable sort: --debug works anywhere, as people type it
+    own = words.index("--") if "--" in words else len(words)
+    # a stable sort: --debug works anywhere, as people type it, but after -- it is somebody else's
+    words[:own] = sorted(words[:own], key=lambda word: word != "--debug")
     try:
         code = app(args=words, prog_name="ottava", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

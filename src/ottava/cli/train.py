@@ -31,6 +31,9 @@ def train(
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/<CONFIG>.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Put statistics of every cast into the run folder; --set watch.every=10")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
@@ -38,13 +41,15 @@ def train(
 
     Every setting has a default: see them with --print-config. The run folder gets the settings, a line per step
     (metrics.jsonl), checkpoints, and a receipt of what each GEMM really ran. A killed run goes on with --resume and
-    ends bit for bit where it would have ended.
+    ends bit for bit where it would have ended. With --watch it can be asked where FP8 hurt: `ottava diagnose RUN`,
+    `ottava report RUN`.
     """
     from ottava.train import Trainer, load_config
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # What was saved needs no CONFIG; if nothing was, load_config says so.
-    resolved = load_config(folder / "config.yaml" if resume and config is None else config, settings or ())
+    wanted = [*(["watch={}"] if watch else []), *(settings or ())]
+    resolved = load_config(folder / "config.yaml" if resume and config is None else config, wanted)
     if print_config:
         values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
         typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
@@ -85,6 +90,7 @@ def _run(trainer: Trainer, config: TrainConfig, *, progress_on_stderr: bool) -> 
                 display.say(f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte")
         if not trainer.done:
             trainer.save()
+            trainer.close()
     return not trainer.done
 
 

@@ -1,16 +1,26 @@
 """Where FP8 hurts: statistics of every tensor at the door where it is cast."""
 
+from ottava.debug.analysis.compare import compare
+from ottava.debug.analysis.diagnose import diagnose
+from ottava.debug.analysis.what_if import predict
 from ottava.debug.history import replay
 from ottava.debug.observer import Observation, observe
 from ottava.debug.recording import read_series
+from ottava.debug.run.reader import Run
 from ottava.debug.state_file import read_scaling_state
 from ottava.debug.statistics import STATISTICS, Statistic
+from ottava.debug.watch.config import WatchConfig
 
 __all__ = [
     "STATISTICS",
     "Observation",
+    "Run",
     "Statistic",
+    "WatchConfig",
+    "compare",
+    "diagnose",
     "observe",
+    "predict",
     "read_scaling_state",
     "read_series",
     "replay",

@@ -10,7 +10,8 @@ KINDS = MappingProxyType(
         "router": "router mlp.gate gate.wg",
         "qkv": "q_proj k_proj v_proj qkv_proj q k v qkv query key value query_key_value c_attn in_proj Wqkv wq wk wv "
         "to_q to_k to_v linear_qkv linear_q linear_kv layernorm_qkv",
-        "proj": "o_proj out_proj linear_proj attn.proj attn.c_proj attention.dense attention.output.dense wo to_out.0",
+        "proj": "o_proj out_proj linear_proj attn.proj attn.c_proj attention.proj "
+        "self_attention.proj attention.dense attention.output.dense wo to_out.0",
         "fc2": "down_proj fc2 linear_fc2 dense_4h_to_h w2 mlp.c_proj down linear2 fc_out ffn.wo wo_ff output.dense",
         "fc1": "gate_proj up_proj gate_up_proj fc1 linear_fc1 dense_h_to_4h w1 w3 c_fc up gate linear1 fc_in "
         "intermediate.dense",

@@ -1,7 +1,8 @@
 """Fills a `Tally` from a tensor and what it was cast to: one walk over bands of rows, on any device.
 
-Elements are brought near 1 by a power of two before they are squared, so that neither gradients of 1e-20 nor
-activations of 1e30 leave fp32; a row is summed in fp32, rows are summed in fp64. Counts are exact.
+The elements of a row are brought near 1 by a power of two before they are squared, so that neither gradients of 1e-20
+nor activations of 1e30 leave fp32, nor a row that is 30 decades below another one; a row is summed in fp32, rows are
+summed in fp64. Counts are exact.
 """
 
 from __future__ import annotations
@@ -131,10 +132,7 @@ class _Walk:
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
         self.clip, self.beyond = _clip(self.format)
-        # amax * unit is in [1, 2)
-        exponent = torch.where(amax > 0, floor_log2(amax), 0).clamp(-126, 126)
-        self.unit = power_of_two(-exponent)
-        self.unit32 = self.unit.to(torch.float32)
+        self.unit = _unit(amax)
         zero = torch.zeros((), dtype=torch.float64, device=x.device)
         self.sums: dict[str, Tensor] = {
             f.name: zero.new_zeros(f.metadata["bins"]) if f.metadata["bins"] else zero for f in SUM_FIELDS
@@ -160,9 +158,12 @@ class _Walk:
         zeros = x.numel() - nonzero
         error = x - q
         self._count(size, magnitude, nonzero, zeros, q, numbers, scale_inv)
-        row_signal = self._sum(x, magnitude, error)
+        if not x.numel():
+            return
+        blocks = block_amaxes(magnitude, BLOCK_1X128)
+        squares = self._sum(x, magnitude, error, _unit(blocks.amax(1, keepdim=True)))
         self._extend(bits, error)
-        self._histograms(magnitude, bits, zeros, row_signal)
+        self._histograms(magnitude, bits, zeros, blocks, squares)
 
     def _count(
         self,
@@ -187,12 +188,14 @@ class _Walk:
             # where even the scale of a block underflowed, an element is lost, not clipped
             self._add("n_overflow", (clipped & (q != 0)).sum())
 
-    def _sum(self, x: Tensor, magnitude: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-        y, e = x * self.unit32, error * self.unit32
+    def _sum(self, x: Tensor, magnitude: Tensor, error: Tensor, unit: Tensor) -> Tensor:
+        """Adds the sums; returns x**2 in units of the tensor. unit: of each row, (rows, 1)."""
+        unit32 = unit.to(torch.float32)
+        y, e = x * unit32, error * unit32
         squares = y * y
         rows = {
             "sx": y.sum(1),
-            "sabs": magnitude.mul(self.unit32).sum(1),
+            "sabs": magnitude.mul(unit32).sum(1),
             "sxx": squares.sum(1),
             "sx4": (squares * squares).sum(1),
             "see": (e * e).sum(1),
@@ -201,8 +204,7 @@ class _Walk:
         }
         powers = {"sx": 1, "sabs": 1, "sxx": 2, "sx4": 4, "see": 2, "sxe": 2, "srel": 0}
         for name, per_row in rows.items():
-            self._add(name, per_row.sum(dtype=torch.float64) / self.unit ** powers[name])
-        self.squares = squares
+            self._add(name, (per_row.to(torch.float64) / unit.squeeze(1) ** powers[name]).sum())
         signal, noise = rows["sxx"], rows["see"]
         alive = signal > 0
         decibels = -10 * torch.log10(noise / torch.where(alive, signal, 1.0))
@@ -210,23 +212,18 @@ class _Walk:
         weights = alive.to(torch.float64)
         self._add("row_sqnr", torch.bincount(bins.to(torch.int64), weights, minlength=ROW_SQNR_BINS))
         self._add("n_rows", weights.sum())
-        return signal, noise
+        return squares.to(torch.float64).mul_((self.unit / unit).square()) if self.fine else squares
 
     def _extend(self, bits: Tensor, error: Tensor) -> None:
-        if not bits.numel():
-            return
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
         amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
         self.extremes["amin"] = torch.maximum(self.extremes["amin"], -amin)
         self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
 
-    def _histograms(self, magnitude: Tensor, bits: Tensor, zeros: Tensor, row_signal: tuple[Tensor, Tensor]) -> None:
+    def _histograms(self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor) -> None:
         counts = torch.bincount((bits >> _QUARTER_OCTAVE).flatten(), minlength=EXPONENT_BINS).to(torch.float64)
         counts[0] -= zeros
         self._add("exponents", counts)
-        if not magnitude.numel():
-            return
-        blocks = block_amaxes(magnitude, BLOCK_1X128)
         spread = floor_log2(self.amax / torch.where(blocks > 0, blocks, 1.0)).clamp(0, SPREAD_BINS - 1)
         self._add(
             "block_spread", torch.bincount(spread.flatten(), (blocks > 0).flatten().double(), minlength=SPREAD_BINS)
@@ -235,14 +232,13 @@ class _Walk:
             return
         for name, granularity in _BLOCKS:
             largest = blocks if granularity == BLOCK_1X128 else block_amaxes(magnitude, granularity)
-            inverse = torch.where(largest > 0, largest, 1.0).reciprocal().clamp_(max=torch.finfo(torch.float32).max)
-            relative = granularity.multiply_(magnitude.clone(), inverse)
+            relative = _divided(magnitude, torch.where(largest > 0, largest, 1.0), granularity)
             below = (_TOP_BIN - (relative.view(torch.int32) >> _QUARTER_OCTAVE)).clamp_(0, RELATIVE_BINS - 1).flatten()
             counts = torch.bincount(below, minlength=RELATIVE_BINS).to(torch.float64)
             counts[-1] -= zeros  # zeros are as far below as can be
             self._add(f"below_{name}", counts)
-            energy = torch.bincount(below, self.squares.flatten(), minlength=RELATIVE_BINS)
-            self._add(f"energy_below_{name}", energy.to(torch.float64) / self.unit**2)
+            energy = torch.bincount(below, squares.flatten(), minlength=RELATIVE_BINS)  # one long sum: in fp64
+            self._add(f"energy_below_{name}", energy / self.unit**2)
 
     def _add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value
@@ -251,6 +247,20 @@ class _Walk:
         """The two vectors."""
         sums = torch.cat([self.sums[f.name].to(torch.float64).reshape(-1) for f in SUM_FIELDS])
         return Packed(sums, torch.stack([self.extremes[f.name] for f in EXTREME_FIELDS]))
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """The power of two, fp64, that brings the largest magnitude into [1, 2); as far as fp32 has it."""
+    return power_of_two(-torch.where(largest > 0, floor_log2(largest), 0).clamp(-126, 126))
+
+
+def _divided(magnitude: Tensor, per_block: Tensor, granularity: Granularity) -> Tensor:
+    """Not times a reciprocal: that of a subnormal number is infinite, and x * (1 / x) may be less than 1."""
+    rows, cols = granularity.block_shape((magnitude.shape[0], magnitude.shape[1]))
+    if magnitude.shape[0] % rows == 0 and magnitude.shape[1] % cols == 0:
+        blocks = magnitude.view(magnitude.shape[0] // rows, rows, magnitude.shape[1] // cols, cols)
+        return (blocks / per_block[:, None, :, None]).view(magnitude.shape)
+    return magnitude / granularity.expand(per_block, (magnitude.shape[0], magnitude.shape[1]))
 
 
 def _clip(fmt: Format) -> tuple[float, Callable[[Tensor, Tensor], Tensor]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,10 +169,15 @@ def test_an_infinity_is_a_trigger(tmp_path: Path) -> None:
 def test_a_crash_leaves_the_last_steps_on_record(tmp_path: Path) -> None:
     """The exception passes on; what came before it is there."""
     model = build()
-    with pytest.raises(ZeroDivisionError), watch(model, tmp_path / "run", every=1000) as seen:
-        train(model, 12)
-        raise ZeroDivisionError
-    run = Run.open(seen.folder)
+
+    def crash() -> None:
+        with watch(model, tmp_path / "run", every=1000):
+            train(model, 12)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    run = Run.open(tmp_path / "run")
     assert run.events[-1]["kind"] == "flight"
     assert "ZeroDivisionError" in run.events[-1]["why"]
     assert sorted(set(run.table(phase="light")["step"].tolist())) == list(range(1, 13))
@@ -197,11 +204,33 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     """Loud, with the names there are; TransformerEngine's inspection logs nothing in silence."""
     model = build()
-    with (
-        pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"),
-        watch(model, tmp_path / "run", layers=("0", "*.fc2")),
-    ):
+    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+        watch(model, tmp_path / "run", layers=("0", "*.fc2"))
+    assert not (tmp_path / "run").exists()
+    seen = watch(None, tmp_path / "run", layers=("0", "*.fc2"))
+    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
         train(model, 2)
+    seen.close()
+
+
+def test_a_crash_without_a_context_leaves_the_last_steps_too(tmp_path: Path) -> None:
+    """The script never hears of the watch again."""
+    script = (
+        "import torch, ottava\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"ottava.watch(model, {str(tmp_path / 'run')!r}, every=1000)\n"
+        "for step in range(5):\n"
+        "    model(torch.randn(8, 64)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise RuntimeError('out of luck')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "out of luck" in ended.stderr
+    run = Run.open(tmp_path / "run")
+    assert "out of luck" in run.events[-1]["why"]
+    assert sorted(set(run.table(phase="light")["step"].tolist())) == [1, 2, 3, 4, 5]
 
 
 def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -251,3 +280,19 @@ def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:
     assert manifest["config"] == {"lr": 1e-3}
     assert manifest["versions"]["torch"] == torch.__version__
     assert isinstance(seen, Watch)
+
+
+def test_operands_that_disagree_are_an_event(tmp_path: Path) -> None:
+    """A cached cast of a weight that has changed since: the signature of TransformerEngine #1047."""
+    model = build()
+    door = model[0].quantizers.weight
+    old = door(model[0].weight, *(ottava.RECIPES["tensorwise"].fprop.rhs,) * 2)
+    with watch(model, tmp_path / "run", every=1) as seen:
+        train(model, 1)
+        door.forward = lambda *args, **kwargs: old
+        model[0].weight.data.copy_(torch.randn(128, 64))
+        train(model, 2)
+    checks = [event for event in Run.open(seen.folder).events if event["kind"] == "check"]
+    assert [(event["step"], event["check"], event["layer"], event["tensor"]) for event in checks] == [
+        (2, "stale_weight", "0", "weight")
+    ]

@@ -171,7 +171,7 @@ def predict(
         ...     with RunWriter(folder) as writer:
         ...         writer.tally(1, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
         ...     found = predict(Run.open(folder).table(), [RECIPES["tensorwise"], RECIPES["rowwise"]])
-        >>> [(p.recipe, p.direction, p.underflow_pct > 50, p.clears) for p in found[:2]]
+        >>> [(p.recipe, p.direction, p.underflow_pct > 10, p.clears) for p in found[:2]]
         [('tensorwise', 'row', True, False), ('rowwise', 'row', False, True)]
         >>> cheapest(found)
         {'fc2': 'rowwise'}

@@ -7,12 +7,12 @@ passed over.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ottava.debug.layer_names import layer_kind
+from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged
 from ottava.debug.run.schema import (
-    _HISTOGRAM_START,
     EVENTS,
     IDENTITY,
     MANIFEST,
@@ -36,8 +36,8 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally, tally_fields
 from ottava.errors import unknown_name
 
+_LOG = logging.getLogger(__name__)
 _TRAINER_STEPS = "metrics.jsonl"  # what `ottava train` writes; the same words
-_MERGE = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum})
 _KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """Statistics that light rows have, too."""
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
@@ -116,9 +116,12 @@ class Table:
 
     def take(self, index: Any) -> Table:
         """The rows of these numbers, in this order."""
-        tallies = Tally(**{f.name: getattr(self.tallies, f.name)[index] for f in tally_fields()})
+        index = np.asarray(index, dtype=np.int64)
+        whole = self.tallies
+        if not isinstance(whole, LazyTally):
+            whole = LazyTally(DenseColumns(whole), np.arange(len(self)))
         columns = {name: values[index] for name, values in self.columns.items()}
-        return Table(columns, tallies, [self.reported[i] for i in index])
+        return Table(columns, whole.take(index), [self.reported[i] for i in index])
 
     def slots(self) -> list[SlotKey]:
         """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
@@ -143,13 +146,7 @@ class Table:
 
     def merged(self) -> Tally:
         """All rows as one tally."""
-        values = {}
-        for f in tally_fields():
-            column = getattr(self.tallies, f.name)
-            values[f.name] = (
-                _MERGE[f.metadata["merge"]].reduce(column, axis=0) if len(self) else getattr(Tally(), f.name)
-            )
-        return Tally(**values)
+        return merged(self.tallies, len(self))
 
     def dicts(self, *metrics: str) -> list[dict[str, Any]]:
         """Rows as plain values: the identity, and these statistics (all of them by default)."""
@@ -184,6 +181,8 @@ class Run:
             raise RunError(f"{path} {why}; needs a folder that `ottava watch` or `ottava train --watch` wrote")
         try:
             facts = json.loads(manifest.read_text(encoding="utf-8"))
+            if not isinstance(facts, dict):
+                raise ValueError(f"{type(facts).__name__} instead of an object")
         except ValueError as error:
             raise RunError(f"{manifest}: is damaged ({error})") from error
         if facts.get("schema_version") != SCHEMA_VERSION:
@@ -231,9 +230,9 @@ class Run:
         for path in sorted((self.path / STATS).glob("part-*.parquet"), key=_part_order):
             try:
                 parts.append(pq.read_table(path))
-            except (pa.ArrowInvalid, OSError):
-                continue  # torn
-        return _table(pa.concat_tables(parts, promote_options="permissive") if parts else None)
+            except (pa.ArrowInvalid, OSError) as error:
+                _LOG.warning("%s is torn and passed over (%s)", path, str(error).partition("\n")[0])
+        return _latest(_table(pa.concat_tables(parts, promote_options="permissive") if parts else None))
 
 
 def _part_order(path: Path) -> tuple[int, int]:
@@ -269,38 +268,49 @@ def _table(stored: pa.Table | None) -> Table:
     columns: dict[str, Any] = {}
     for name in IDENTITY:
         kind: Any = np.int64 if name in ("step", "rank") else object
-        columns[name] = np.array([] if stored is None else stored[name].to_pylist(), dtype=kind)
-    values: dict[str, Any] = {}
-    for f in tally_fields():
-        column = None if stored is None or f.name not in stored.column_names else stored[f.name]
-        if not f.metadata["bins"]:
-            default = f.default
-            values[f.name] = np.full(count, default) if column is None else column.to_numpy().astype(np.float64)
-            continue
-        filled = np.zeros((count, f.metadata["bins"]))
-        starts = stored[_HISTOGRAM_START].to_pylist() if stored is not None and f.name == "exponents" else [0] * count
-        for i, row in enumerate([] if column is None else column):
-            entries = row.values
-            if entries is not None and len(entries):
-                first = starts[i] or 0
-                filled[i, first : first + len(entries)] = entries.to_numpy(zero_copy_only=False)
-        values[f.name] = filled
+        column: Any = [] if stored is None else stored[name]
+        if stored is not None and kind is object:
+            column = column.cast(pa.string())
+        columns[name] = np.array(column, dtype=kind)
     reported = [] if stored is None else [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
-    return Table(columns, Tally(**values), reported)
+    return Table(columns, LazyTally(StoredColumns(stored), np.arange(count)), reported)
+
+
+def _groups(table: Table, names: Sequence[str]) -> tuple[Any, dict[tuple[Any, ...], int]]:
+    """For each row the number of its group, and the groups: rows that agree in these columns."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    rows = zip(*(table[name].tolist() for name in names), strict=True)
+    group = np.array([numbers.setdefault(key, len(numbers)) for key in rows], dtype=np.int64)
+    return group, numbers
+
+
+def _latest(table: Table) -> Table:
+    """Of rows that were written twice, after a resumption or a rewind, the later ones."""
+    group, numbers = _groups(table, ("rank", *_GROUP))
+    if len(numbers) == len(table):
+        return table
+    last = np.zeros(len(numbers), dtype=np.int64)
+    last[group] = np.arange(len(table))  # of several assignments to one place, the last one stays
+    return table.take(np.sort(last))
 
 
 def _merge(table: Table, names: list[str]) -> Table:
     """Rows that agree in these columns as one."""
-    index: dict[tuple[Any, ...], int] = {}
-    group = np.array(
-        [index.setdefault(key, len(index)) for key in zip(*(table[n] for n in names), strict=True)], dtype=int
-    )
-    first = np.array([int(np.flatnonzero(group == i)[0]) for i in range(len(index))], dtype=int)
-    values: dict[str, Any] = {}
-    for f in tally_fields():
-        column = getattr(table.tallies, f.name)
-        merged = np.full((len(index), *column.shape[1:]), 0.0 if f.metadata["bins"] else f.default)
-        merge: Callable[..., None] = _MERGE[f.metadata["merge"]].at
-        merge(merged, group, column)
-        values[f.name] = merged
-    return Table({name: table[name][first] for name in names}, Tally(**values), [table.reported[i] for i in first])
+    group, numbers = _groups(table, names)
+    first = np.full(len(numbers), len(table), dtype=np.int64)
+    np.minimum.at(first, group, np.arange(len(table)))
+    assert isinstance(table.tallies, LazyTally)
+    tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(numbers)))
+    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(numbers)))
+
+
+def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:
+    """Finished statistics of ranks cannot be averaged: of each, the worst; of what is never bad, the largest."""
+    result: list[dict[str, float]] = [{} for _ in range(count)]
+    for number, known in zip(group, reported, strict=True):
+        kept = result[int(number)]
+        for name, value in known.items():
+            low = (name in STATISTICS and STATISTICS[name].worse == "low") or name.endswith("_min") or name == "amin"
+            worse = np.fmin if low else np.fmax  # a number beats NaN
+            kept[name] = float(worse(kept[name], value)) if name in kept else value
+    return list(result)

@@ -14,6 +14,7 @@ Statistics are stored as sums that merge exactly, never as finished numbers. Any
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
@@ -24,14 +25,16 @@ SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
 
 TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
-SYMBOLS = {
-    "input": "X",
-    "weight": "W",
-    "grad_output": "dY",
-    "output": "Y",
-    "grad_input": "dX",
-    "grad_weight": "dW",
-}
+SYMBOLS = MappingProxyType(
+    {
+        "input": "X",
+        "weight": "W",
+        "grad_output": "dY",
+        "output": "Y",
+        "grad_input": "dX",
+        "grad_weight": "dW",
+    }
+)
 """How papers write the tensors of y = x @ w.T; both are understood where a user names one."""
 
 
@@ -76,7 +79,7 @@ def stats_schema() -> pa.Schema:
         columns.append(pa.field(f.name, pa.int64() if f.name.startswith("n_") or f.name == "n" else pa.float64()))
     for f in tally_fields("histogram"):
         counts = not f.name.startswith("energy")
-        columns.append(pa.field(f.name, pa.list_(pa.int64() if counts else pa.float32())))
+        columns.append(pa.field(f.name, pa.list_(pa.int64() if counts else pa.float64())))
     columns.append(pa.field(_HISTOGRAM_START, pa.int32()))
     columns.append(pa.field(REPORTED, pa.map_(pa.string(), pa.float64())))
     return pa.schema(columns, metadata={"ottava_schema_version": str(SCHEMA_VERSION)})

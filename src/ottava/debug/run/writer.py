@@ -36,6 +36,10 @@ from ottava.debug.run.schema import (
 from ottava.debug.tally import Tally, tally_fields
 
 
+_PARTS_MERGED = 64
+"""A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
+
+
 class RunWriter:
     """Appends to a run folder, making it.
 
@@ -67,6 +71,7 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self._rows: list[dict[str, Any]] = []
+        self._small: list[Path] = []
         manifest = self.path / MANIFEST
         if manifest.exists() and rank == 0:
             if not append:
@@ -77,7 +82,10 @@ class RunWriter:
         (self.path / STATS).mkdir(parents=True, exist_ok=True)
         if append and step is not None:
             self._cut_back(step)
-        self._part = len(list((self.path / STATS).glob(f"part-{rank}-*.parquet")))
+        numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
+        self._part = max(numbers, default=-1) + 1
+        for name in (STEPS, EVENTS) if append and rank == 0 else ():
+            _end_line(self.path / name)
         self.describe()
 
     def describe(self, **facts: Any) -> None:
@@ -142,8 +150,11 @@ class RunWriter:
         scratch = target.with_suffix(".tmp")
         pq.write_table(pa.Table.from_arrays(columns, schema=schema), scratch, compression="zstd")
         os.replace(scratch, target)
+        self._small.append(target)
         self._part += 1
         self._rows.clear()
+        if len(self._small) >= _PARTS_MERGED:
+            self._merge_parts()
 
     @property
     def dumps(self) -> Path:
@@ -177,6 +188,17 @@ class RunWriter:
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
             _replace(lines, b"".join(kept_lines))
 
+    def _merge_parts(self) -> None:
+        """Many small parts as one. A process killed between the last two lines leaves rows twice: readers take one."""
+        target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
+        scratch = target.with_suffix(".tmp")
+        pq.write_table(pa.concat_tables([pq.read_table(part) for part in self._small]), scratch, compression="zstd")
+        os.replace(scratch, target)
+        self._part += 1
+        for part in self._small:
+            part.unlink()
+        self._small = []
+
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
         line = json.dumps(_jsonable(values)) + "\n"
         with (self.path / name).open("ab", buffering=0) as stream:
@@ -202,6 +224,13 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _jsonable(value.item())
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _end_line(path: Path) -> None:
+    """Ends a line that a kill tore, so that the next one is not lost with it."""
+    if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
+        with path.open("ab", buffering=0) as stream:
+            stream.write(b"\n")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
 from ottava.debug.watch.config import WatchConfig
+from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -39,17 +41,17 @@ class Light(NamedTuple):
     """fp32 (n,): of the cast, where it has one scale; else NaN."""
 
 
-OnCast = Callable[[SlotKey, Tensor, QuantizedTensor], None]
-
-_CELLS = {
-    "input": ("fprop.lhs", "wgrad.rhs"),
-    "weight": ("fprop.rhs", "dgrad.rhs"),
-    "grad_output": ("dgrad.lhs", "wgrad.lhs"),
-    # what no GEMM of this layer casts is measured as the next one would: an output is an input, a gradient a gradient
-    "output": ("fprop.lhs", "fprop.lhs"),
-    "grad_input": ("dgrad.lhs", "dgrad.lhs"),
-    "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
-}
+_CELLS = MappingProxyType(
+    {
+        "input": ("fprop.lhs", "wgrad.rhs"),
+        "weight": ("fprop.rhs", "dgrad.rhs"),
+        "grad_output": ("dgrad.lhs", "wgrad.lhs"),
+        # what this layer does not cast is measured as the next one would cast it
+        "output": ("fprop.lhs", "fprop.lhs"),
+        "grad_input": ("dgrad.lhs", "dgrad.lhs"),
+        "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
+    }
+)
 
 
 class Collector:
@@ -57,12 +59,12 @@ class Collector:
 
     Args:
         config: what is watched.
-        on_cast: called with every cast in a step that is looked at; for dumps.
+        dumps: which casts are written out as they are.
     """
 
-    def __init__(self, config: WatchConfig, on_cast: OnCast | None = None) -> None:
+    def __init__(self, config: WatchConfig, dumps: DumpPlan | None = None) -> None:
         self.config = config
-        self.on_cast = on_cast
+        self.dumps = dumps
         self.looking = False
         """Whether the running step is looked at in full."""
         self.look = 0
@@ -87,7 +89,7 @@ class Collector:
         self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
     ) -> None:
         """Takes in a cast that was made: x (R, C), and its codes."""
-        with self._timed():
+        with self.timed():
             key = _key(layer, tensor, direction, recipe, x_q.spec, source)
             if direction == "row" or (layer, tensor) not in self._light:
                 self._note(key, x, x_q.scale_inv)
@@ -95,10 +97,12 @@ class Collector:
                 rows = sample_rows(x, self.config.sample, self.look)
                 sample = (x, x_q) if rows is None else (x[rows], take_rows(x_q, rows))
                 self._add(key, *sample, whole=x)
+                if self.dumps is not None and self.dumps.wants(key):
+                    self.dumps.take(key, x, x_q)
 
     def simulate(self, layer: str, tensor: str, x: Tensor) -> None:
         """Casts x (R, C) as the configured recipes would, and takes that in."""
-        with self._timed():
+        with self.timed():
             casts = self._cells_of(layer, tensor)
             if not casts or not x.numel():
                 return
@@ -112,7 +116,11 @@ class Collector:
                 rows = sample_rows(matrix, self.config.sample, self.look)
                 sample = matrix if rows is None else matrix[rows]
                 x_q = self._simulated((layer, tensor), sample, matrix, spec)
-                self._add(_key(layer, tensor, direction, recipe.name, spec, "hook"), sample, x_q, whole=matrix)
+                key = _key(layer, tensor, direction, recipe.name, spec, "hook")
+                self._add(key, sample, x_q, whole=matrix)
+                if self.dumps is not None and self.dumps.wants(key):
+                    whole_q = x_q if rows is None else self._simulated((layer, tensor), matrix, matrix, spec)
+                    self.dumps.take(key, matrix, whole_q)
 
     def finished(self, layer: str, tensor: str) -> None:
         """A tap has handed in all casts of a tensor; a weight is the same in every micro-batch of a step."""
@@ -121,7 +129,7 @@ class Collector:
 
     def drain(self) -> tuple[dict[SlotKey, Tally], Light]:
         """What was seen in the step that ended. Reads the tallies back, if there are any."""
-        with self._timed():
+        with self.timed():
             tallies = {key: packed.tally() for key, packed in self._sums.items()}
             noted = self._light
             if self._reach:
@@ -141,8 +149,6 @@ class Collector:
         self._light[place] = (key, seen, scale)
 
     def _add(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor, *, whole: Tensor) -> None:
-        if self.on_cast is not None:
-            self.on_cast(key, x, x_q)
         new = measure_packed(x.detach(), x_q, whole=whole.detach(), fine=self.config.fine)
         if (old := self._sums.get(key)) is None:
             self._sums[key] = new
@@ -190,7 +196,8 @@ class Collector:
                 yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """What runs inside is counted as time spent on watching."""
         started = time.perf_counter()
         try:
             yield

@@ -105,7 +105,8 @@ class DoorTap:
             self.collector.cast(layer, tensor, "col", x.t(), col, **seen)
         self.collector.finished(layer, tensor)
         if self.on_operands is not None and self.collector.looking:
-            self.on_operands(layer, tensor, door, x, row, col)
+            with self.collector.timed():
+                self.on_operands(layer, tensor, door, x, row, col)
 
     def _place(self, door: Quantizer) -> tuple[str, str] | None:
         place = self._places.get(door)

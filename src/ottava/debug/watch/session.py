@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -29,9 +29,11 @@ from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
+from ottava.debug.watch.checks import Checks
 from ottava.debug.watch.collector import Collector, Light
 from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
 from ottava.debug.watch.doors import DoorTap
+from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.debug.watch.loss import LossTap
 from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.schedule import Schedule, Trigger
@@ -91,11 +93,14 @@ class Watch:
         self.rank = int(os.environ.get("RANK", "0"))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
+        if model is not None:
+            self._check_patterns([name for name, module in model.named_modules() if module._parameters])
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
-        self.collector = Collector(config)
-        self.doors = DoorTap(self.collector, model)
+        self.dumps = DumpPlan(config.dump, self.writer)
+        self.collector = Collector(config, self.dumps)
+        self.doors = DoorTap(self.collector, model, Checks(self._disagrees))
         self.modules = ModuleTap(self._see, tensors=config.tensors, model=model)
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
@@ -109,7 +114,7 @@ class Watch:
         self._closed = False
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
         self.losses.attach()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         self._arm(step + 1)
 
     def log(self, **numbers: float) -> None:
@@ -134,7 +139,7 @@ class Watch:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._hook.remove()
         self.losses.detach()
         self._disarm()
@@ -151,6 +156,13 @@ class Watch:
             self._keep_flight(f"{kind.__name__ if kind else 'error'}: {error}")
         self.close()
 
+    def _at_exit(self) -> None:
+        """The process ends without a word to us."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._closed:
+            self._keep_flight(f"{type(error).__name__}: {error}")
+        self.close()
+
     @property
     def overhead(self) -> float:
         """Share of the time since the start that went into watching, on the host."""
@@ -161,6 +173,9 @@ class Watch:
     def _see(self, layer: str, tensor: str, x: Tensor) -> None:
         if self.collector.wants(layer, tensor):
             self.collector.simulate(layer, tensor, x)
+
+    def _disagrees(self, facts: Mapping[str, Any]) -> None:
+        self.writer.event(self.steps_done + 1, "check", **facts)
 
     def _saw_loss(self, loss: Tensor) -> None:
         self._active = True
@@ -193,6 +208,7 @@ class Watch:
             self.writer.tally(step, key, tally)
         if light.keys:
             self._flight.append((step, light))
+        self.dumps.looked(tallies)
         self._ask_triggers(step, numbers.get("loss"), tallies, light)
         if looked:
             self._looks += 1
@@ -220,6 +236,7 @@ class Watch:
         for trigger in triggers:
             self.writer.event(step, "trigger", **trigger.facts())
         self._keep_flight(triggers[0].reason)
+        self.dumps.triggered()
         self.writer.event(step, "burst", until=self.schedule.burst_until)
 
     def _keep_flight(self, why: str) -> None:
@@ -239,7 +256,7 @@ class Watch:
 
     def _after_look(self, step: int, tallies: Mapping[SlotKey, Tally], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
-            self._check_patterns()
+            self._check_patterns([*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())])
         if self.sinks and tallies:
             publish(self.sinks, step, Table.of(step, tallies), numbers)
         self.writer.flush()
@@ -250,8 +267,7 @@ class Watch:
             self.schedule.every *= 2
             self.writer.event(step, "overhead", share=self.overhead, every=self.schedule.every)
 
-    def _check_patterns(self) -> None:
-        names = [*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())]
+    def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern in self.config.layers:
             if pattern == "*" and not names:
                 self.writer.event(self.steps_done, "warning", text="no layer with a GEMM was found")
@@ -262,7 +278,8 @@ class Watch:
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _arm(self, step: int) -> None:
-        self.collector.looking = self.schedule.looks(step)
+        dumping = self.dumps.begin(step)
+        self.collector.looking = self.schedule.looks(step) or dumping
         self.collector.look = self._looks
         if self.collector.looking or self.config.light:
             self.doors.attach()

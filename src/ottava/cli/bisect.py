@@ -1,0 +1,180 @@
+"""`ottava bisect`: which cast of which layer, from one batch of a training run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from ottava.debug.watch.dumps import GemmDump
+    from ottava.train.checkpoint import Checkpoint
+    from ottava.train.config import TrainConfig
+
+SCHEMA_VERSION = 1
+_CHECKPOINT = re.compile(r"step-(\d+)\.safetensors")
+
+
+def bisect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump."),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Batch of this step; default: the one after the checkpoint.")
+    ] = None,
+    batch: Annotated[Path | None, typer.Option("--batch", metavar="FILE", help="A dumped batch instead.")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="Default: the run's own.")] = None,
+    target: Annotated[
+        str, typer.Option("--target", metavar="gradient|loss", help="What is compared with high precision.")
+    ] = "gradient",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Replay one batch with parts of the recipe off: which GEMM, which layer, which operand, and why.
+
+    The run's model is loaded from its newest checkpoint (or the one given); the run folder is only read. Every probe
+    turns all but some casts off and compares the gradient with that of high precision. A dump of a layer's GEMM
+    operands is taken apart without a model. For a model of your own call ottava.debug.remedy.bisect.bisect.
+
+    Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
+    no checkpoint or it is damaged.
+    """
+    from ottava.debug.remedy.bisect import Probe
+    from ottava.debug.remedy.bisect import bisect as search
+
+    if path.is_file() and not _CHECKPOINT.fullmatch(path.name):
+        return _operands(path, as_json=as_json)
+    checkpoint, config = _opened(path)
+    model, loss, data, states, position = _replayed(checkpoint, config, step, batch)
+
+    def tell(probe: Probe) -> None:
+        typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
+
+    wanted = recipe if recipe is not None else None
+    told = _known_target(target)
+    result = search(model, data, loss, wanted, target=told, random=states, on_probe=None if as_json else tell)
+    if as_json:
+        facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
+        typer.echo(json.dumps({**facts, **result.to_dict()}, allow_nan=False))
+    else:
+        typer.echo(f"{checkpoint.path}, batch of step {position}\n\n{result}")
+    return 1 if result.suspect is not None and not result.spread else 0
+
+
+def _known_target(target: str) -> Literal["gradient", "loss"]:
+    if target not in ("gradient", "loss"):
+        raise ValueError(f"--target {target!r}: needs gradient or loss")
+    return "gradient" if target == "gradient" else "loss"
+
+
+def _opened(path: Path) -> tuple[Checkpoint, TrainConfig]:
+    """The checkpoint that a path means, and the settings of its run."""
+    from ottava.train.checkpoint import CheckpointError, read_checkpoint
+    from ottava.train.config import load_config
+
+    folder = path.parent.parent if path.is_file() else path
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: does not exist; needs a run folder or a checkpoint of `ottava train`")
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{folder}: has no config.yaml, so its model cannot be rebuilt here: it is no run of `ottava train`. In "
+            "your own code call ottava.debug.remedy.bisect.bisect(model, batch, loss)"
+        )
+    chosen = path
+    if not path.is_file():
+        steps = {int(m[1]): f for f in folder.glob("checkpoints/step-*") if (m := _CHECKPOINT.fullmatch(f.name))}
+        if not steps:
+            raise CheckpointError(f"{folder}: has no checkpoint yet; train some steps, or lower checkpoint.every")
+        chosen = steps[max(steps)]
+    return read_checkpoint(chosen), load_config(folder / "config.yaml")
+
+
+def _replayed(
+    checkpoint: Checkpoint, config: TrainConfig, step: int | None, dumped: Path | None
+) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any, dict[str, Tensor], int]:
+    """The model of a checkpoint, its loss, a batch, random states to start from, and the step of the batch."""
+    import torch
+
+    from ottava.debug.watch.dumps import BatchDump, DumpError, read_dump
+    from ottava.nn.convert import convert
+    from ottava.train.checkpoint import CheckpointError
+    from ottava.train.data import ByteCorpus
+    from ottava.train.model import ByteTransformer
+    from ottava.train.model import loss as loss_of
+
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(here if config.device == "auto" else config.device)
+    if device.type == "cuda" and here == "cpu":
+        typer.echo(f"the run was on {device}, which is not here: replayed on the CPU, GEMMs emulated", err=True)
+        device = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        model = ByteTransformer(config.model, config.sequence_length)
+    convert(model, config.build_recipe())
+    tensors = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{checkpoint.path}: does not fit the model of its run's config: {error}") from error
+    model.to(device)
+    states = {n.removeprefix("random."): t for n, t in checkpoint.tensors.items() if n == "random.cpu"}
+    position = checkpoint.step + 1 if step is None else step
+    if dumped is not None:
+        read = read_dump(dumped)
+        if not isinstance(read, BatchDump):
+            raise DumpError(f"{dumped}: is a dump of a tensor, not of a batch")
+        data, position = read.batch, read.step
+    else:
+        if position < 1:
+            raise ValueError(f"--step {position}: steps are counted from 1")
+        corpus = ByteCorpus.load(config.data)
+        corpus.require(config.sequence_length)
+        data = corpus.batch(
+            seed=config.seed, step=position, batch_size=config.batch_size, length=config.sequence_length
+        )
+
+    def loss(net: nn.Module, pair: Any) -> Tensor:
+        inputs, targets = pair
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            return loss_of(net, inputs.to(device), targets.to(device))
+
+    return model, loss, data, states, position
+
+
+def _operands(path: Path, *, as_json: bool) -> int:
+    """Takes dumped operands of GEMMs apart."""
+    from ottava.debug.remedy.probe import probe_gemms
+    from ottava.debug.watch.dumps import DumpError, GemmDump, read_dump
+
+    dump = read_dump(path)
+    if not isinstance(dump, GemmDump):
+        raise DumpError(
+            f"{path}: is not a dump of GEMM operands; those of a layer's x, w and dy are (Dumper.dump_gemms)"
+        )
+    probes = probe_gemms(dump, dump.recipe)
+    if as_json:
+        facts = {"schema_version": SCHEMA_VERSION, "layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
+        typer.echo(json.dumps({**facts, "gemms": [probe.to_dict() for probe in probes]}, allow_nan=False))
+        return 0
+    typer.echo(_table(dump, probes))
+    return 0
+
+
+def _table(dump: GemmDump, probes: list[Any]) -> str:
+    lines = [f"{dump.layer}, step {dump.step}, recipe {dump.recipe.name}: SQNR of each GEMM's result in dB", ""]
+    lines.append(f"{'gemm':6}  {'only lhs':>8}  {'only rhs':>8}  {'both':>8}  {'native':>8}  {'row p50':>8}  operands")
+    for p in probes:
+        cells = (p.only_lhs_db, p.only_rhs_db, p.both_db, p.native_db, p.row_p50_db)
+        lines.append(f"{p.gemm:6}  " + "  ".join(f"{value:8.2f}" for value in cells) + f"  {p.lhs} x {p.rhs}")
+    if probes and all(p.emulated for p in probes):
+        lines += [
+            "",
+            "native GEMMs are emulated here, with fp32 sums: nothing is said about a tensor core's accumulator",
+        ]
+    return "\n".join(lines)

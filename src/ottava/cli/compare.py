@@ -1,0 +1,78 @@
+"""`ottava compare`: a good run beside a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ottava.debug.analysis.compare import Comparison
+
+SCHEMA_VERSION = 1
+
+
+def compare(
+    good: Annotated[Path, typer.Argument(metavar="GOOD", help="Folder of the run that went well.")],
+    bad: Annotated[Path, typer.Argument(metavar="BAD", help="Folder of the run that did not.")],
+    align: Annotated[str, typer.Option("--align", help="Pair looks by step, or by tokens.")] = "step",
+    control: Annotated[
+        list[Path] | None, typer.Option("--control", metavar="RUN", help="Another good run (another seed).")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
+
+    The table is ranked by bits lost per element: 6 dB of SQNR are one bit, an element that was flushed or clipped lost
+    all of its bits, and four octaves of growth count as one.
+
+    Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
+    """
+    from ottava.debug.analysis.compare import compare as compare_runs
+    from ottava.debug.run.reader import Run
+
+    runs = [Run.open(path) for path in (good, bad, *(control or ()))]
+    result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
+    if as_json:
+        values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
+        typer.echo(json.dumps(values, allow_nan=False))
+    else:
+        typer.echo(_text(result, top))
+    return 1 if result.diverged else 0
+
+
+def _text(result: Comparison, top: int) -> str:
+    from ottava.debug.run.schema import SYMBOLS
+
+    lines = [result.verdict, "", "Settings that differ" if result.config else "Settings: none differ"]
+    if result.config:
+        lines += _table(["", "good", "bad"], [[f"  {d['key']}", d["good"], d["bad"]] for d in result.config])
+    if result.unmatched:
+        lines += ["", f"Only in one run: {', '.join(result.unmatched[:8])}"]
+    if result.first is not None and result.first["then"]:
+        lines += ["", f"Then: {', '.join(result.first['then'])}"]
+    rows = [
+        [
+            f"  {entry['layer']}",
+            SYMBOLS.get(entry["tensor"], entry["tensor"]) + (".T" if entry["direction"] == "col" else ""),
+            entry["metric"],
+            f"{entry['good']:.4g}",
+            f"{entry['bad']:.4g}",
+            f"{entry['effect']:+.3g} {entry['unit']}",
+            f"{entry['bits']:.2f}",
+            entry["step"],
+        ]
+        for entry in result.ranked[:top]
+    ]
+    lines += ["", f"Largest differences, of {result.steps_compared} looks"]
+    head = ["  layer", "tensor", "statistic", "good", "bad", "effect", "bits lost", "step"]
+    return "\n".join(lines + (_table(head, rows) if rows else ["  none"]))
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,77 @@
+"""`ottava import`: a run that another tool watched, as a run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SCHEMA_VERSION = 1
+
+
+def import_run(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to make.")],
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all that are there.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Recipe the run trained with, where the source does not say.")
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="What a scalar is: 'my loss=loss'.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Read the statistics of another tool, so that compare, diagnose and report work on them.
+
+    Understands the logs and tensor dumps of TransformerEngine's debug features (nvdlfw_inspect), also as BioNeMo
+    arranges them, and TensorBoard files of TransformerEngine, torchao, Megatron and others. Nothing in a file is
+    executed.
+
+    Exit code 0; 2 for an unknown kind, recipe or tag; 4 if nothing could be imported.
+    """
+    from ottava.debug.importers import import_run as read
+    from ottava.recipe import get_recipe
+
+    tags = dict(_pair(text) for text in tag or ())
+    run = read(source, target, kind=kind, recipe=get_recipe(recipe).name if recipe else None, tags=tags)
+    table = run.table()
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "run_dir": str(target),
+        "rows": len(table),
+        "layers": len(run.manifest["layers"]),
+        "ranks": run.ranks,
+        "steps": run.manifest["imported"]["steps"],
+        "losses": len(run.steps["step"]),
+        **{name: run.manifest["imported"][name] for name in ("files", "not_understood", "notes")},
+    }
+    typer.echo(json.dumps(facts) if as_json else _text(facts))
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    tag, equals, name = text.rpartition("=")
+    if not equals or not tag or not name:
+        raise ValueError(f"--tag {text!r}: needs TAG=NAME, such as 'my loss=loss'")
+    return tag, name
+
+
+def _text(facts: dict[str, object]) -> str:
+    files: dict[str, int] = facts["files"]  # type: ignore[assignment]
+    unknown: dict[str, int] = facts["not_understood"]  # type: ignore[assignment]
+    notes: list[str] = facts["notes"]  # type: ignore[assignment]
+    lines = [
+        f"{facts['run_dir']}: {facts['rows']:,} rows of {facts['layers']:,} layers at {facts['steps']:,} steps, "
+        f"{facts['losses']:,} of them with a loss or other number",
+        "read: " + ", ".join(f"{count} {name} file{'s' if count != 1 else ''}" for name, count in files.items()),
+    ]
+    if unknown:
+        shown = ", ".join(f"{name} ({count:,})" for name, count in list(unknown.items())[:6])
+        lines.append(f"not understood: {shown}" + (", ..." if len(unknown) > 6 else ""))
+    return "\n".join(
+        [*lines, *(f"note: {note}" for note in notes[:12]), "next: ottava diagnose " + str(facts["run_dir"])]
+    )

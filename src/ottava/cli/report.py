@@ -1,0 +1,44 @@
+"""`ottava report`: what a watched run looks like, in one HTML file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SCHEMA_VERSION = 1
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.", show_default=False)],
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", metavar="GOOD", help="Folder of a good run to compare with.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Where to write; RUN/report.html by default.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Write RUN/report.html: what is wrong, since when, in which tensor, and what to do.
+
+    The file needs no network and no server. Every picture in it also stands there as a table.
+
+    Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
+    """
+    from ottava.debug.report import make_report
+    from ottava.debug.run.reader import Run
+
+    made = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
+    path = made.write(out or run / "report.html")
+    verdict, sentence, size = made.diagnosis["verdict"], made.diagnosis["sentence"], path.stat().st_size
+    if as_json:
+        values = {"schema_version": SCHEMA_VERSION, "run_dir": str(run), "report": str(path), "bytes": size}
+        typer.echo(json.dumps(values | {"verdict": verdict, "sentence": sentence}, allow_nan=False))
+    else:
+        typer.echo(f"{sentence}\n{path}  {size / 1000:,.0f} kB")
+    if open_it:
+        typer.launch(path.resolve().as_uri())
+    return int(verdict == "critical")

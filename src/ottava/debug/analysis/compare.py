@@ -1,0 +1,429 @@
+"""A good run beside a bad one: which setting differs, which tensor suffers most, and which left the good band first.
+
+Looks are paired by optimizer step, or by tokens seen; casts by layer, tensor and direction, whatever their recipe.
+
+Effects of different units are ranked by the bits that an element of the tensor lost, the one unit they share:
+
+    dB             6.02 dB of SQNR are one bit
+    % of elements  a flushed or clipped element keeps none of the bits of its format's significand: pp / 100 * (m + 1)
+    octaves        of growth (amax, rms, kurtosis, MSE) cost no bits while the scale follows; a delayed scale clips
+                   after one octave and flushes after six: four octaves count as one bit
+
+MSE has units, the square of its tensor's, and is compared with the same tensor's only.
+
+The band of a tensor's statistic is what the good run (and control runs, such as other seeds) did in the looks around
+the same place, widened by a tolerance, for a few looks are a poor estimate of a spread. A tensor leaves it when two
+looks in a row lie outside, or the last one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.loss import LossCurve
+from ottava.debug.run.reader import Run, Table
+from ottava.debug.run.schema import SYMBOLS, RunError
+from ottava.errors import unknown_name
+from ottava.formats import FORMATS
+
+Align = Literal["step", "tokens"]
+Place = tuple[str, str, str]
+"""(layer, tensor, direction)."""
+
+_BITS_PER_DB, _OCTAVES_PER_BIT = 1 / 6.02, 4.0
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
+_AROUND = 2  # looks on either side that make the band
+_FORWARD = ("input", "weight", "output")
+_LOSS_GAP = 0.01  # of the loss: acceptance gates ask for less, see facts 2.4
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One statistic that is compared."""
+
+    name: str
+    unit: Literal["dB", "pp", "octaves"]
+    """Of the effect."""
+    tolerance: float
+    """Widens the band on both sides."""
+    worse: Literal["low", "high", "both"]
+    growth: bool = False
+    """Size, not error."""
+
+    def effect(self, good: float, bad: float) -> float:
+        """How much worse; negative where it is better. For growth, how much different."""
+        if self.unit == "octaves":
+            return math.log2(bad / good) if good > 0 and bad > 0 else math.nan
+        return good - bad if self.worse == "low" else bad - good
+
+    def bits(self, effect: float, significand: int) -> float:
+        """The effect in bits lost per element."""
+        if self.unit == "dB":
+            return effect * _BITS_PER_DB
+        if self.unit == "pp":
+            return effect / 100 * significand
+        return abs(effect) / _OCTAVES_PER_BIT
+
+
+METRICS = (
+    Metric("row_sqnr_p50_db", "dB", 1.5, "low"),
+    Metric("row_sqnr_p10_db", "dB", 3.0, "low"),
+    Metric("underflow_pct", "pp", 0.5, "high"),
+    Metric("overflow_pct", "pp", 0.05, "high"),
+    Metric("subnormal_pct", "pp", 3.0, "high"),
+    Metric("rms", "octaves", 1.0, "both", growth=True),
+    Metric("amax", "octaves", 1.5, "both", growth=True),
+    Metric("kurtosis", "octaves", 1.5, "high", growth=True),
+    Metric("mse", "octaves", 3.0, "high", growth=True),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between a good and a bad run."""
+
+    config: list[dict[str, Any]]
+    """{key, good, bad}: settings, versions, recipes and coverage that differ."""
+    loss: dict[str, Any]
+    """{diverged_at, good, bad, gap}: the step since which the bad loss stays above, None; the last losses; percent."""
+    ranked: list[dict[str, Any]]
+    """{layer, tensor, direction, metric, good, bad, effect, unit, bits, step}: worst first."""
+    first: dict[str, Any] | None
+    """{step, layer, tensor, metric, good_band, value, direction, lead_steps, then}: what left the band first."""
+    steps_compared: int
+    unmatched: list[str]
+    """Layers that only one of the runs has."""
+    verdict: str
+    """One sentence or two."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the bad run's loss or any of its casts left the good run's band."""
+        return self.first is not None or self.loss["diverged_at"] is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run] = ()) -> Comparison:
+    """Compares two runs.
+
+    Args:
+        good, bad: their folders.
+        align: "step", or "tokens" where batch sizes differ.
+        controls: other good runs (other seeds), which widen the band.
+    Raises:
+        ValueError: another alignment.  RunError: tokens were not logged, or no cast is in both runs.
+    Edge cases: runs of different length are compared where both are; runs without a loss have no divergence of it.
+    """
+    if align not in ("step", "tokens"):
+        raise ValueError(f"compare: {unknown_name('alignment', align, ('step', 'tokens'))}")
+    sides = [_Side(run, align) for run in (good, bad, *controls)]
+    _match_layers(sides)
+    places = [place for place in sides[1].series if place in sides[0].series]
+    if not places:
+        raise RunError(
+            f"{good.path} and {bad.path}: no cast is in both of them; needs two runs whose layers have the same names "
+            f"(good: {_some(sides[0])}; bad: {_some(sides[1])})"
+        )
+    loss = _compare_loss(good, bad, controls)
+    ranked, exits = _walk(sides, places)
+    first = _first(exits, places, loss["diverged_at"])
+    own, other = ({place[0] for place in side.series} for side in sides[:2])
+    config = _config(good.manifest, bad.manifest)
+    compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
+    verdict = _verdict(config, loss, first, ranked, compared)
+    return Comparison(config, loss, ranked, first, compared, sorted(own ^ other), verdict)
+
+
+@dataclass(frozen=True)
+class _Series:
+    """One cast of one run over its looks."""
+
+    step: Any
+    at: Any
+    """Where on the common axis: steps, or tokens."""
+    values: Mapping[str, Any]
+    significand: int
+
+
+class _Side:
+    """One run: its casts by place, with every compared statistic."""
+
+    def __init__(self, run: Run, align: str) -> None:
+        self.run = run
+        self.series = _series(context_of(run).table, run, align)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives layers their common names."""
+        self.series = {(names.get(place[0], place[0]), *place[1:]): s for place, s in self.series.items()}
+
+    @property
+    def layers(self) -> list[str]:
+        """In the order of the forward."""
+        return list(dict.fromkeys(layer for layer, _, _ in self.series))
+
+    def paired(self, other: _Side, place: Place) -> list[int]:
+        """Steps of this run for which the other one has a look near by."""
+        mine, theirs = self.series[place], other.series[place]
+        return [int(mine.step[i]) for i in range(len(mine.step)) if _nearest(theirs.at, mine.at[i]) is not None]
+
+
+def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
+    position = _tokens(run) if align == "tokens" else None
+    found: dict[Place, _Series] = {}
+    for slot, rows in table.groups():
+        place = (slot.layer, slot.tensor, slot.direction)
+        if place in found:  # the same tensor under a second recipe
+            continue
+        steps = rows["step"]
+        at = steps.astype(np.float64) if position is None else np.interp(steps, *position)
+        values = {metric.name: rows.metric(metric.name) for metric in METRICS}
+        found[place] = _Series(
+            steps, at, values, FORMATS[slot.format].mantissa_bits + 1 if slot.format in FORMATS else 4
+        )
+    return found
+
+
+def _tokens(run: Run) -> tuple[Any, Any]:
+    tokens = run.steps.get("tokens")
+    if tokens is None or not np.isfinite(tokens).any():
+        raise RunError(f"{run.path}: no tokens in steps.jsonl; log them (watch.log(tokens=...)), or align by step")
+    known = np.nan_to_num(tokens)
+    # a count of the step, or of all steps so far
+    return run.steps["step"], known if len(known) > 1 and bool((np.diff(known) > 0).all()) else known.cumsum()
+
+
+def _nearest(axis: Any, at: float) -> int | None:
+    """Index of the nearest look, unless it is further away than looks are from each other."""
+    if not len(axis):
+        return None
+    i = int(np.abs(axis - at).argmin())
+    spacing = float(np.median(np.diff(axis))) if len(axis) > 1 else 0.0
+    return i if abs(float(axis[i]) - at) <= max(spacing, 0.0) / 2 + 1e-9 * abs(at) else None
+
+
+def _match_layers(sides: Sequence[_Side]) -> None:
+    """Gives equal layers equal names: as they are, without wrappers' prefixes, or else by their order."""
+    wanted = sides[0].layers
+    bare = {_bare(name): name for name in wanted}
+    for side in sides[1:]:
+        names = {name: bare[_bare(name)] for name in side.layers if name not in wanted and _bare(name) in bare}
+        left = [name for name in side.layers if name not in wanted and name not in names]
+        free = [name for name in wanted if name not in side.layers and name not in names.values()]
+        if not names and len(left) == len(free) == len(wanted):
+            names = dict(zip(left, free, strict=True))
+        side.rename(names)
+
+
+def _bare(name: str) -> str:
+    for word in _WRAPPERS:
+        name = name.replace(word, "") if word.startswith("_") else name.removeprefix(word)
+    return name
+
+
+def _some(side: _Side) -> str:
+    return ", ".join(side.layers[:3]) or "none"
+
+
+def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The worst effect of every cast and statistic, and where each left its band."""
+    ranked, exits = [], []
+    for place in places:
+        mine = sides[1].series[place]
+        references = [side.series[place] for side in (sides[0], *sides[2:]) if place in side.series]
+        for metric in METRICS:
+            entries = _effects(place, metric, mine, references[0])
+            worst = max(entries, key=lambda entry: entry["bits"], default=None)
+            if worst is not None and worst["bits"] > 0.01:
+                ranked.append({key: value for key, value in worst.items() if key != "at"})
+            if (left := _exit(metric, entries, references)) is not None:
+                exits.append(left)
+    ranked.sort(key=lambda entry: -entry["bits"])
+    return ranked, exits
+
+
+def _effects(place: Place, metric: Metric, mine: _Series, good: _Series) -> list[dict[str, Any]]:
+    """One entry per pair of looks at which both numbers are known."""
+    layer, tensor, direction = place
+    entries = []
+    for i, at in enumerate(mine.at):
+        if (j := _nearest(good.at, float(at))) is None:
+            continue
+        a, b = float(good.values[metric.name][j]), float(mine.values[metric.name][i])
+        effect = metric.effect(a, b)
+        if math.isfinite(effect):
+            shown = {"good": _tidy(a), "bad": _tidy(b), "effect": _tidy(effect), "unit": metric.unit}
+            bits = _tidy(metric.bits(effect, mine.significand))
+            where = {"layer": layer, "tensor": tensor, "direction": direction, "metric": metric.name}
+            entries.append({**where, **shown, "bits": bits, "step": int(mine.step[i]), "at": float(at)})
+    return entries
+
+
+def _exit(metric: Metric, entries: Sequence[dict[str, Any]], references: Sequence[_Series]) -> dict[str, Any] | None:
+    """The first of two looks in a row outside the band, or the last look."""
+    before: dict[str, Any] | None = None
+    for n, entry in enumerate(entries):
+        low, high = _band(metric, references, entry["at"])
+        over, under = entry["bad"] > high, entry["bad"] < low
+        if not (over if metric.worse == "high" else under if metric.worse == "low" else over or under):
+            before = None
+            continue
+        entry = {**entry, "good_band": [_tidy(low), _tidy(high)]}
+        if before is not None or n == len(entries) - 1:
+            return before or entry
+        before = entry
+    return None
+
+
+def _band(metric: Metric, references: Sequence[_Series], at: float) -> tuple[float, float]:
+    """What the references did in the looks around a place, and the tolerance."""
+    around: list[float] = []
+    for series in references:
+        nearest = int(np.abs(series.at - at).argmin())
+        part = series.values[metric.name][max(0, nearest - _AROUND) : nearest + _AROUND + 1]
+        around += [float(value) for value in part if math.isfinite(value)]
+    if not around:
+        return -math.inf, math.inf
+    low, high = min(around), max(around)
+    if metric.unit == "octaves":
+        return low * 2.0**-metric.tolerance, high * 2.0**metric.tolerance
+    return low - metric.tolerance, high + metric.tolerance
+
+
+def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at: int | None) -> dict[str, Any] | None:
+    """The earliest exit; of several at one step, the first in the order of the forward, else of the backward.
+
+    Size comes after error: where a cast got worse at the same look, that is what is named.
+    """
+    if not exits:
+        return None
+    order = {place[0]: number for number, place in reversed(list(enumerate(places)))}
+    growth = {metric.name: metric.growth for metric in METRICS}
+
+    def key(entry: dict[str, Any]) -> tuple[Any, ...]:
+        forward = entry["tensor"] in _FORWARD
+        place = order[entry["layer"]]
+        # the backward comes later, and goes through the layers the other way
+        return entry["step"], not forward, place if forward else -place, growth[entry["metric"]], -entry["bits"]
+
+    ordered = sorted(exits, key=key)
+    first = ordered[0]
+    then: list[str] = []
+    for entry in ordered[1:]:
+        name = f"{entry['layer']}.{SYMBOLS.get(entry['tensor'], entry['tensor'])} at step {entry['step']}"
+        if entry["layer"] != first["layer"] and all(not t.startswith(f"{entry['layer']}.") for t in then):
+            then.append(name)
+    return {
+        "step": first["step"],
+        "layer": first["layer"],
+        "tensor": first["tensor"],
+        "metric": first["metric"],
+        "good_band": first["good_band"],
+        "value": first["bad"],
+        "direction": "forward" if first["tensor"] in _FORWARD else "backward",
+        "lead_steps": None if diverged_at is None else diverged_at - first["step"],
+        "then": then[:5],
+    }
+
+
+def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:
+    """Since when the bad loss stays above the good one's band."""
+    curves = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
+    a, b = curves[:2]
+    common, mine, theirs = np.intersect1d(a.steps, b.steps, return_indices=True)
+    result: dict[str, Any] = {"diverged_at": None, "good": None, "bad": None, "gap": None}
+    known = [i for i in range(len(common)) if math.isfinite(a.loss[mine[i]])]
+    if not known:
+        return result
+    band = np.array([_loss_limit(curves[0], curves[2:], float(common[i])) for i in range(len(common))])
+    smooth = np.where(np.isnan(b.smooth[theirs]), np.inf, b.smooth[theirs])
+    outside = (smooth > band) | ~np.isfinite(b.loss[theirs])
+    if outside[-1] and outside.any():
+        inside = np.flatnonzero(~outside)
+        start = int(inside[-1]) + 1 if len(inside) else 0
+        result["diverged_at"] = int(common[start])
+    last = known[-1]
+    result["good"], result["bad"] = _tidy(float(a.loss[mine[last]])), _tidy(float(b.loss[theirs[last]]))
+    gap = a.gap(b)[0]
+    result["gap"] = _tidy(-gap) if math.isfinite(gap) else None
+    return result
+
+
+def _loss_limit(good: LossCurve, controls: Sequence[LossCurve], step: float) -> float:
+    """A hundredth, or four times the noise, above the largest of the good curves around a step."""
+    values = []
+    for curve in (good, *controls):
+        near = int(np.abs(curve.steps - step).argmin())
+        part = curve.smooth[max(0, near - _AROUND) : near + _AROUND + 1]
+        values += [float(v) for v in part if math.isfinite(v)]
+    return max(values, default=math.inf) + max(_LOSS_GAP * abs(max(values, default=0.0)), 4 * good.noise)
+
+
+def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Settings that differ, the training's own first."""
+    found = []
+    for section in ("config", "versions", "host", "settings"):
+        a, b = _flat(good.get(section) or {}), _flat(bad.get(section) or {})
+        for key in dict.fromkeys((*a, *b)):
+            if a.get(key) != b.get(key):
+                name = key if section == "config" else f"{section}.{key}"
+                found.append({"key": name, "good": a.get(key), "bad": b.get(key)})
+    recipes = [sorted({layer.get("recipe") or "" for layer in run.get("layers") or ()}) for run in (good, bad)]
+    if recipes[0] != recipes[1]:
+        found.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _verdict(
+    config: Sequence[Mapping[str, Any]],
+    loss: Mapping[str, Any],
+    first: Mapping[str, Any] | None,
+    ranked: Sequence[Mapping[str, Any]],
+    compared: int,
+) -> str:
+    own = [f"{d['key']} ({d['good']} and {d['bad']})" for d in config if "." not in d["key"]][:3]
+    parts = [f"The runs differ in {', '.join(own)}." if own else "No setting of the training differs."]
+    if first is None:
+        parts.append(f"In {compared} looks no cast leaves the good run's band.")
+    else:
+        symbol = SYMBOLS.get(first["tensor"], first["tensor"])
+        low, high = (f"{b:.4g}" for b in first["good_band"])
+        parts.append(
+            f"First to leave the good run's band: {first['layer']}.{symbol} at step {first['step']}, {first['metric']} "
+            f"{first['value']:.4g} (good: {low} to {high}), in the {first['direction']}"
+            + (f", {first['lead_steps']} steps before the loss." if (first["lead_steps"] or 0) > 0 else ".")
+        )
+    if loss["diverged_at"] is not None:
+        parts.append(f"The loss stays above from step {loss['diverged_at']} on.")
+    elif loss["good"] is None:
+        parts.append("No loss to compare.")
+    else:
+        parts.append("The loss does not leave the good run's.")
+    worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
+    if first is not None and worst is not None:
+        symbol = SYMBOLS.get(worst["tensor"], worst["tensor"])
+        parts.append(
+            f"Most damaged: {worst['layer']}.{symbol}, {worst['metric']} {worst['bad']:.4g} instead of "
+            f"{worst['good']:.4g} at step {worst['step']}."
+        )
+    return " ".join(parts)
+
+
+def _tidy(value: float) -> float:
+    """Six digits are more than anything here is known by."""
+    return float(f"{value:.6g}")

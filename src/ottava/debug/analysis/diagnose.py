@@ -1,0 +1,430 @@
+"""Explains a run: asks every rule of the rule book, ranks what fires, and says what could not be asked.
+
+Order: software bugs, then configuration, then numerics; within each, severity times confidence. A finding whose rows
+another finding explains is shown under that one ("also"). Where nothing fires, the answer is "no FP8 evidence found"
+with the share of layers that was seen; it is never "healthy".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.conditions import Call, Comparison, Condition, Missing, Name, Values
+from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.patches import render
+from ottava.debug.analysis.rows import CastRows, Context, EventRows, RunRows, StepRows
+from ottava.debug.analysis.rules import Rule, Rulebook, TriageNode, load_rules
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.statistics import STATISTICS
+
+_STAGES = ("bug", "config", "numeric")
+_SEVERITY = (("critical", 1.0), ("warning", 0.4))
+_SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
+_MOST_EVIDENCE = 8
+_Rows = CastRows | StepRows | EventRows | RunRows
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number that made a rule fire."""
+
+    layer: str
+    tensor: str
+    metric: str
+    value: float | str
+    threshold: float | str
+    unit: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule that fired."""
+
+    id: str
+    title: str
+    stage: str
+    severity: str
+    layers: list[str]
+    tensors: list[str]
+    steps: list[int]
+    """First and last."""
+    evidence: list[Evidence]
+    """The worst first, one a tensor."""
+    cause: str
+    confidence: float
+    refute_by: str
+    remedies: list[dict[str, Any]]
+    source: list[str]
+    also: list[str]
+    """Other symptoms that it explains."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known about a run."""
+
+    verdict: str
+    """critical, warning or none."""
+    sentence: str
+    coverage_pct: float
+    """Share of the linear layers that were seen; NaN where the run does not say."""
+    findings: list[Finding]
+    questions: list[dict[str, Any]]
+    """The triage tree: {id, question, answer, say, needs}."""
+    untested: list[dict[str, str]]
+    """Rules that could not be asked: {id, title, needs}."""
+    tested: int
+    """Rules that could."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values = asdict(self)
+        values["coverage_pct"] = None if math.isnan(self.coverage_pct) else self.coverage_pct
+        return values  # evidence holds finite numbers only
+
+    def fails(self, on: str) -> bool:
+        """Whether the worst finding is at least that severe.
+
+        Example:
+            >>> Diagnosis("warning", "", 100.0, [], [], [], 0).fails("critical")
+            False
+        """
+        order = ("none", "warning", "critical")
+        return self.verdict != "none" and order.index(self.verdict) >= order.index(on)
+
+
+@dataclass
+class _Fired:
+    """A rule, and the rows for which it holds."""
+
+    rule: Rule
+    rows: _Rows
+    index: Values
+    """Row numbers."""
+    also: list[str] = field(default_factory=list)
+
+    def places(self) -> list[tuple[str, str]]:
+        """(layer, tensor) of every row, "" where it has none."""
+        if isinstance(self.rows, CastRows):
+            return [(self.rows.slots[i].layer, self.rows.slots[i].tensor) for i in self.index]
+        if isinstance(self.rows, EventRows):
+            layers, tensors = self.rows.words("layer"), self.rows.words("tensor")
+            return [(layers[i], tensors[i]) for i in self.index]
+        return [("", "")] * len(self.index)
+
+    def steps(self) -> list[int]:
+        """Of every row."""
+        if isinstance(self.rows, RunRows):
+            return []
+        return [int(s) for s in self.rows.value("step")[self.index]]
+
+
+def diagnose(
+    run: Run,
+    *,
+    baseline: Run | None = None,
+    rules: Path | str | Rulebook | None = None,
+    answers: Mapping[str, str] | None = None,
+) -> Diagnosis:
+    """Asks every rule of a run.
+
+    Args:
+        run: the run folder.
+        baseline: the same training in BF16, or a good run; some rules need it.
+        rules: a file of your own rules, or a loaded rule book.
+        answers: what the run cannot know, by name of the question in rules.yaml.
+    Raises:
+        RulesError: the file is wrong, or nobody asked for that answer.
+
+    Example:
+        >>> import tempfile, torch, ottava
+        >>> from ottava.debug.measure import measure
+        >>> from ottava.debug.run.schema import SlotKey
+        >>> from ottava.debug.run.writer import RunWriter
+        >>> x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+        >>> x[:4] *= 1e5                                                         # massive tokens
+        >>> tally = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
+        >>> key = SlotKey("mlp.fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> with tempfile.TemporaryDirectory() as folder, RunWriter(f"{folder}/run") as writer:
+        ...     writer.tally(1, key, tally)
+        ...     writer.flush()
+        ...     diagnose(Run.open(f"{folder}/run")).findings[0].id
+        'N1'
+    """
+    book = rules if isinstance(rules, Rulebook) else load_rules(rules)
+    answers = dict(answers or {})
+    book.check_answers(answers)
+    context = context_of(run, baseline, answers, book.config)
+    fired, untested = _ask_all(context, [rule for rule in book.rules.values() if not _asks_for_findings(rule)])
+    numeric = sum(1 for found in fired if found.rule.stage == "numeric")
+    later, more = _ask_all(
+        replace(context, findings=numeric), [r for r in book.rules.values() if _asks_for_findings(r)]
+    )
+    fired = _explained(fired + later)
+    findings = sorted((_finding(found, book, context) for found in fired), key=_rank)
+    coverage = _coverage(context)
+    return Diagnosis(
+        max((f.severity for f in findings), key=lambda s: dict(_SEVERITY)[s], default="none"),
+        _sentence(findings, coverage, context, len(book.rules) - len(untested + more), len(book.rules)),
+        coverage,
+        findings,
+        _walk(book.triage, context),
+        untested + more,
+        len(book.rules) - len(untested + more),
+    )
+
+
+def _asks_for_findings(rule: Rule) -> bool:
+    return any("run.findings" in condition.names for condition in rule.conditions)
+
+
+def _ask_all(context: Context, rules: Iterable[Rule]) -> tuple[list[_Fired], list[dict[str, str]]]:
+    tables: dict[str, _Rows] = {kind.kind: kind(context) for kind in (CastRows, StepRows, EventRows, RunRows)}
+    fired, untested = [], []
+    for rule in rules:
+        rows: _Rows = tables[rule.over]
+        eligible = np.ones(rows.count, dtype=bool)
+        for column, words in rule.where.items():
+            eligible &= np.isin(rows.value(column).astype(str), list(words))
+        if not eligible.any() and rule.over == "casts":
+            where = ", ".join(f"{column} {' or '.join(words)}" for column, words in rule.where.items())
+            untested.append({"id": rule.id, "title": rule.title, "needs": f"casts of {where or 'any tensor'}"})
+            continue
+        if rule.over == "events" and not _was_checked(rule, context):
+            untested.append({"id": rule.id, "title": rule.title, "needs": "checks at the doors of ottava layers"})
+            continue
+        answer, missing = rule.when.ask(rows)
+        index = np.flatnonzero((answer == 1) & eligible)
+        index = _repeated(rows, index, rule.least)
+        if len(index):
+            fired.append(_Fired(rule, rows, index))
+        elif missing and (np.isnan(answer[eligible]).any() or not rows.count):
+            untested.append({"id": rule.id, "title": rule.title, "needs": "; ".join(sorted(missing))})
+    return fired, untested
+
+
+def _was_checked(rule: Rule, context: Context) -> bool:
+    """Whether somebody could have written such an event: checks run at our own doors."""
+    if "check" not in rule.where or any(event.get("kind") == "check" for event in context.run.events):
+        return True
+    return "door" in set(context.table["source"])
+
+
+def _repeated(rows: _Rows, index: Values, least: int) -> Values:
+    """Rows of series of which enough hold; a series that is shorter must hold throughout."""
+    if least <= 1 or isinstance(rows, (RunRows, EventRows)) or not len(index):
+        return index
+    kept = [own for s in rows.series() if len(own := np.intersect1d(s, index)) >= min(least, len(s)) > 0]
+    return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=int)
+
+
+def _explained(fired: list[_Fired]) -> list[_Fired]:
+    """Without the rows that are consequences of other findings."""
+    by_id = {found.rule.id: found for found in fired}
+    order = sorted(fired, key=lambda f: (_STAGES.index(f.rule.stage), -len(f.rule.explains)))
+    for found in order:
+        if not len(found.index):
+            continue
+        for name in found.rule.explains:
+            other = by_id.get(name)
+            if other is None or not len(other.index) or other is found:
+                continue
+            kept = [i for i, under in zip(other.index, _under(found, other), strict=True) if not under]
+            if len(kept) < len(other.index):
+                other.index = np.array(kept, dtype=int)
+                found.also.append(f"{other.rule.id} {other.rule.title}")
+    return [found for found in fired if len(found.index)]
+
+
+def _under(cause: _Fired, effect: _Fired) -> list[bool]:
+    """For each row of the effect, whether the cause reaches it."""
+    places, steps = effect.places(), effect.steps()
+    if cause.rule.reach == "run" or isinstance(effect.rows, (RunRows, StepRows)):
+        return [True] * len(places)
+    since: dict[Any, int] = {}
+    for key, step in zip(_keys(cause, cause.rule.reach), cause.steps() or [0] * len(cause.index), strict=True):
+        since[key] = min(step, since.get(key, step))
+    keys = _keys(effect, cause.rule.reach)
+    return [key in since and step >= since[key] for key, step in zip(keys, steps, strict=True)]
+
+
+def _keys(found: _Fired, reach: str) -> list[Any]:
+    if reach == "slot" and isinstance(found.rows, CastRows):
+        # both directions of a tensor: the same values, cast along another dimension
+        return [(found.rows.slots[i].layer, found.rows.slots[i].tensor) for i in found.index]
+    return [layer if reach == "layer" else (layer, tensor) for layer, tensor in found.places()]
+
+
+def _holds(condition: Condition | None, found: _Fired) -> bool | None:
+    """Whether a condition holds for any row of a finding; None where it is unknown."""
+    if condition is None:
+        return None
+    answer, _ = condition.ask(found.rows)
+    mine = answer[found.index]
+    return True if (mine == 1).any() else None if np.isnan(mine).all() else False
+
+
+def _finding(found: _Fired, book: Rulebook, context: Context) -> Finding:
+    rule, places, steps = found.rule, found.places(), found.steps()
+    confidence = rule.confidence
+    for condition in rule.support:
+        holds = _holds(condition, found)
+        confidence += 0.0 if holds is None else _SUPPORTED if holds else _UNSUPPORTED
+    if _holds(rule.refuted_when, found):
+        confidence += _REFUTED
+    layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
+    tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
+    recipe = found.rows.slots[found.index[0]].recipe if isinstance(found.rows, CastRows) else _main_recipe(context)
+    remedies = sorted((book.remedies[name] for name in rule.remedies), key=lambda r: r.rung)
+    remedies = [r for r in remedies if r.name != "current_scaling" or _some_predicted(context)]
+    return Finding(
+        rule.id,
+        rule.title,
+        rule.stage,
+        "critical" if rule.severity == "critical" or _holds(rule.critical, found) else "warning",
+        layers,
+        tensors,
+        [min(steps), max(steps)] if steps else [],
+        _evidence(found),
+        rule.cause,
+        round(min(max(confidence, 0.05), 0.95), 2),
+        rule.refute_by,
+        [
+            render(r, context, id=rule.id, layers=layers, tensor=tensors[0] if len(tensors) == 1 else "", recipe=recipe)
+            for r in remedies
+        ],
+        list(rule.source),
+        found.also,
+    )
+
+
+def _some_predicted(context: Context) -> bool:
+    """Current scaling is no remedy for a run that has it; without statistics, who knows."""
+    scaling = set(context.table["scaling"])
+    return not scaling or bool(scaling - {"current"})
+
+
+def _main_recipe(context: Context) -> str:
+    recipes = list(context.table["recipe"])
+    return max(set(recipes), key=recipes.count) if recipes else ""
+
+
+def _evidence(found: _Fired) -> list[Evidence]:
+    """The worst row of every place, the worst place first, with each comparison that held there."""
+    comparisons = [c for c in found.rule.when.comparisons if isinstance(c.left, (Name, Call))]
+    answers = {c: _numbers(c, found) for c in comparisons}
+    excess = np.full(found.rows.count, -math.inf)
+    for comparison, (holds, left, right) in answers.items():
+        if holds is not None and comparison.sign in "<=>=":
+            excess = np.fmax(excess, np.where(holds == 1, _excess(comparison.sign, left, right), -math.inf))
+    places, steps = found.places(), found.steps() or [None] * len(found.index)  # type: ignore[list-item]
+    worst: dict[tuple[str, str], int] = {}
+    for at, place in enumerate(places):
+        if place not in worst or excess[found.index[at]] > excess[found.index[worst[place]]]:
+            worst[place] = at
+    evidence: list[Evidence] = []
+    for place, at in sorted(worst.items(), key=lambda item: -excess[found.index[item[1]]]):
+        row = found.index[at]
+        for comparison, (holds, left, right) in answers.items():
+            if holds is not None and holds[row] == 1:
+                metric = str(comparison.left)
+                value, threshold = _plain(left[row]), _plain(right[row])
+                if isinstance(value, float) or not isinstance(found.rows, CastRows):
+                    evidence.append(Evidence(*place, metric, value, threshold, _unit(metric), steps[at]))
+    return evidence[:_MOST_EVIDENCE]
+
+
+def _numbers(comparison: Comparison, found: _Fired) -> tuple[Values | None, Values, Values]:
+    missing: set[str] = set()
+    left, right = comparison.left.values(found.rows, missing), comparison.right.values(found.rows, missing)
+    if left is None or right is None:
+        return None, np.array([]), np.array([])
+    return comparison.values(found.rows, missing), left, right
+
+
+def _excess(sign: str, left: Values, right: Values) -> Values:
+    """How far beyond the threshold, in octaves where both are positive."""
+    with np.errstate(all="ignore"):
+        high = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
+        more, less = high if sign.startswith(">") else high[::-1]
+        ratio = np.log2(np.where((more > 0) & (less > 0), more / less, 1.0))
+        return np.where((more > 0) & (less > 0), ratio, more - less)
+
+
+def _plain(value: Any) -> float | str:
+    if isinstance(value, str):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _unit(metric: str) -> str:
+    if metric in STATISTICS:
+        return STATISTICS[metric].unit
+    ends = {"_db": "dB", "_pct": "%", "_octaves": "octaves"}
+    return next((unit for end, unit in ends.items() if metric.removesuffix(")").endswith(end)), "")
+
+
+def _rank(finding: Finding) -> tuple[int, float]:
+    return _STAGES.index(finding.stage), -dict(_SEVERITY)[finding.severity] * finding.confidence
+
+
+def _coverage(context: Context) -> float:
+    try:
+        return float(context.scalar("run.coverage_pct"))
+    except Missing:
+        return math.nan
+
+
+def _sentence(findings: Sequence[Finding], coverage: float, context: Context, tested: int, rules: int) -> str:
+    seen = "coverage is not known" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
+    if not findings:
+        diverged = context.loss.diverged == "yes"
+        ill = f" The loss diverges from step {context.loss.diverged_at:.0f} on all the same." if diverged else ""
+        return f"no FP8 evidence found; {seen}, {tested} of {rules} rules could be asked.{ill}"
+    first = findings[0]
+    place = ""
+    if first.evidence:
+        worst = first.evidence[0]
+        value = f"{worst.value:.4g}" if isinstance(worst.value, float) else worst.value
+        where = f"{worst.layer}.{SYMBOLS.get(worst.tensor, worst.tensor)}: " if worst.layer else ""
+        unit = f" {worst.unit}" if worst.unit else ""
+        at = "" if worst.step is None else f" at step {worst.step}"
+        place = f" ({where}{worst.metric} {value}{unit}{at})"
+    rest = len(findings) - 1
+    more = f"; {rest} more finding{'s' if rest > 1 else ''}" if rest else ""
+    return f"{first.severity}: {first.title}{place}{more}. {seen[0].upper()}{seen[1:]}."
+
+
+def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:
+    """The questions of the triage tree that are reached; an unknown answer goes on as no."""
+    rows = RunRows(context)
+    path: list[dict[str, Any]] = []
+    at = next(iter(tree), None)
+    while at is not None and at not in [step["id"] for step in path]:
+        node = tree[at]
+        answer, missing = node.known.ask(rows)
+        unknown = bool(np.isnan(answer).all())
+        yes = bool((answer == 1).any())
+        branch = node.yes if yes else node.no
+        word = "unknown" if unknown else "yes" if yes else "no"
+        path.append(
+            {
+                "id": node.id,
+                "question": node.question,
+                "answer": word,
+                "say": "" if unknown else branch.say,
+                "needs": sorted(missing) if unknown else [],
+                "ask": node.answer if unknown else None,
+            }
+        )
+        at = branch.next
+    return path

@@ -1,0 +1,237 @@
+"""What rules can ask of a run: names and functions over its casts, its steps, its events, and the run as a whole.
+
+Each kind of rows has its vocabulary; `config.`, `answer.` and `run.` names are the same in every row. Adding a fact is
+adding an entry to a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.conditions import Missing, Node, Values
+from ottava.debug.analysis.loss import robust_distance
+from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.statistics import STATISTICS
+
+_EARLY = 3  # looks at either end of a series that early() and late() take the median of
+_QUARTERS_TO_ZERO = 4 * 18.8074  # quarter octaves from a block's largest element, cast to 448, to what E4M3 flushes
+
+
+def _median_of(values: Any, part: slice) -> float:
+    known = values[np.isfinite(values)][part]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+def _previous(values: Any) -> Any:
+    return np.concatenate(([np.nan], values[:-1]))
+
+
+def _rises(values: Any) -> float:
+    """Kendall's tau against time: 1 if every later value is larger, 0 without a trend."""
+    known = values[np.isfinite(values)]
+    if len(known) < 4:
+        return math.nan
+    later = np.sign(known[None, :] - known[:, None])[np.triu_indices(len(known), 1)]
+    return float(later.mean())
+
+
+def _over(compute: Callable[[Any], Any]) -> Callable[[tuple[AnyRows, Node]], Values]:
+    return lambda call: call[0].over_series(call[1], compute)
+
+
+def _ratio(part: Any, whole: Any) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), np.nan)
+
+
+def _column(name: str) -> Callable[[CastRows], Values]:
+    return lambda rows: rows.table[name]
+
+
+def _metric(name: str) -> Callable[[CastRows], Values]:
+    return lambda rows: np.asarray(rows.table.metric(name))
+
+
+def _flushed_in_blocks(rows: CastRows) -> Values:
+    bins = np.asarray(rows.table.tallies.below_1x128)
+    return np.asarray(100 * _ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
+
+
+def _at_block_amax(rows: CastRows) -> Values:
+    bins = np.asarray(rows.table.tallies.below_1x32)
+    return np.asarray(100 * _ratio(bins[:, :2].sum(1), bins.sum(1)))
+
+
+_SERIES = MappingProxyType(
+    {
+        "early": Fact("median of the first three looks", _over(lambda v: _median_of(v, slice(None, _EARLY)))),
+        "late": Fact("median of the last three looks", _over(lambda v: _median_of(v, slice(-_EARLY, None)))),
+        "usual": Fact("median of all looks", _over(lambda v: _median_of(v, slice(None)))),
+        "before": Fact("the look before", _over(_previous)),
+        "rises": Fact("Kendall's tau over the looks: 1 if it only ever rises", _over(_rises)),
+        "repeats": Fact("looks for which the condition holds", _over(lambda v: float(np.nansum(v)))),
+        "abs": Fact("magnitude", lambda call: np.abs(call[0].argument(call[1]))),
+    }
+)
+CAST_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
+    {
+        **_SERIES,
+        "peers": Fact("median of the inner layers, same tensor and step", lambda call: call[0].peers(call[1])),
+        "baseline": Fact("the same tensor in the twin", lambda call: call[0].baseline(call[1])),
+    }
+)
+STEP_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
+    {**_SERIES, "baseline": Fact("the same step of the twin", lambda call: call[0].baseline(call[1]))}
+)
+
+CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        **{s.name: Fact(f"{s.meaning} [{s.unit}]", _metric(s.name)) for s in STATISTICS.values()},
+        **{name: Fact("column of the statistics", _column(name)) for name in ("step", "kind", *SlotKey._fields)},
+        "position": Fact("first, inner or last block", CastRows.positions),
+        "floor_db": Fact("row SQNR of a healthy tensor in this format", lambda r: r.by_format(_floor)),
+        "warn_db": Fact("25 dB for E4M3, 20 for E5M2", lambda r: r.by_format(lambda m: 10.0 + 5 * m)),
+        "critical_db": Fact("15 dB for E4M3, 12 for E5M2", lambda r: r.by_format(lambda m: 6.0 + 3 * m)),
+        "gain_error": Fact("|gain - 1|", lambda r: np.abs(r.value("gain") - 1)),
+        "cosine_distance": Fact("1 - cosine", lambda r: 1 - r.value("cosine")),
+        "clipped": Fact("elements clipped", lambda r: np.asarray(r.table.tallies.n_overflow)),
+        "looks": Fact("looks at this cast", lambda r: _sizes(r)),
+        "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
+        "flushed_in_blocks_pct": Fact("predicted underflow with blocks of 1x128 [%]", _flushed_in_blocks),
+        "at_block_amax_pct": Fact("elements within an eighth of the amax of their 1x32 block [%]", _at_block_amax),
+        "amax_rank_octaves": Fact("log2(largest / smallest amax over ranks)", lambda r: r.over_ranks("amax")),
+        "scale_rank_octaves": Fact("log2(largest / smallest scale over ranks)", lambda r: r.over_ranks("scale_max")),
+    }
+)
+"""Names in conditions over casts."""
+
+
+def _floor(mantissa_bits: int) -> float:
+    return 13.5 + 6.02 * mantissa_bits
+
+
+def _sizes(rows: CastRows) -> Values:
+    return np.array([len(rows.index[slot]) for slot in rows.slots], dtype=np.float64)
+
+
+_COLUMNS = MappingProxyType(
+    {
+        "loss": "the loss",
+        "grad_norm": "norm of all gradients",
+        "lr": "learning rate",
+        "tokens": "tokens of the step",
+        "max_logit": "largest attention logit",
+        "update_rms": "RMS of Adam's update over its learning rate, largest over tensors",
+        "dw_angle": "angle between dW in FP8 and in high precision, degrees",
+        "dx_angle": "angle between dX in FP8 and in high precision, degrees",
+    }
+)
+
+
+def _logged(name: str, why: str) -> Fact:
+    return Fact(why, lambda rows: rows.column(name, why))
+
+
+STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        "step": Fact("number of the optimizer step", lambda r: r.columns["step"].astype(np.float64)),
+        **{name: _logged(name, why) for name, why in _COLUMNS.items()},
+        "age": Fact("steps since the first one on record", lambda r: r.columns["step"] - min(r.columns["step"])),
+        "loss_z": Fact(
+            "robust standard deviations above the 64 losses before",
+            lambda r: robust_distance(r.column("loss", _COLUMNS["loss"])),
+        ),
+        "since_resume": Fact("steps since the run was resumed", lambda r: r.since("resumed")),
+    }
+)
+"""Names in conditions over steps."""
+
+
+def _words(name: str) -> Callable[[EventRows], Values]:
+    return lambda rows: rows.words(name)
+
+
+def _numbers(name: str) -> Callable[[EventRows], Values]:
+    return lambda rows: rows.numbers(name)
+
+
+EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        **{name: Fact("of the event", _words(name)) for name in ("kind", "check", "layer", "tensor")},
+        **{name: Fact("of the event", _words(name)) for name in ("reason", "direction", "text")},
+        **{name: Fact("of the event", _numbers(name)) for name in ("step", "value", "threshold")},
+    }
+)
+"""Names in conditions over events."""
+
+
+def _all_casts(column: str, wanted: str) -> Callable[[Context], str]:
+    def ask(context: Context) -> str:
+        values = set(context.table[column])
+        return "yes" if values == {wanted} else "no" if wanted not in values else "partly"
+
+    return ask
+
+
+def _odd_layers(context: Context) -> int:
+    layers = context.run.manifest.get("layers")
+    if not layers:
+        raise Missing("the layers in watch.json")
+    return sum(any(int(n) % 16 for n in layer.get("shape") or ()) for layer in layers)
+
+
+def _coverage(context: Context) -> float:
+    coverage = context.run.manifest.get("coverage") or {}
+    if not coverage.get("linear"):
+        raise Missing("the coverage in watch.json")
+    return 100.0 * float(coverage["seen"]) / float(coverage["linear"])
+
+
+RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
+        "looks": Fact("steps looked at", lambda c: float(len(set(c.table["step"])))),
+        "coverage_pct": Fact("linear layers that were seen", _coverage),
+        "findings": Fact("numeric findings so far", lambda c: float(c.findings)),
+        "diverged": Fact("whether the loss rose for good, or is not finite", lambda c: c.loss.diverged),
+        "diverged_at": Fact("since which step", lambda c: c.loss.diverged_at),
+        "spikes": Fact("loss spikes per 1000 steps", lambda c: c.loss.spike_rate),
+        "recovery": Fact("median steps until a spike is over", lambda c: c.loss.recovery),
+        "baseline_spikes": Fact("spikes of the twin per 1000 steps", lambda c: c.baseline_loss.spike_rate),
+        "baseline_recovery": Fact("median steps of the twin's", lambda c: c.baseline_loss.recovery),
+        "gap_pct": Fact("loss above the twin's in the last quarter [%]", lambda c: c.loss.gap(c.baseline_loss)[0]),
+        "gap_drift_pct": Fact("change of the gap from the quarter before", lambda c: c.loss.gap(c.baseline_loss)[1]),
+        "gap_noise_pct": Fact("what that gap is uncertain by", lambda c: c.loss.gap(c.baseline_loss)[2]),
+        "odd_layers": Fact("layers with a dimension that is no multiple of 16", lambda c: float(_odd_layers(c))),
+        "per_tensor": Fact("whether casts have one scale a tensor", _all_casts("granularity", "tensor")),
+        "delayed": Fact("whether scales are delayed", _all_casts("scaling", "delayed")),
+    }
+)
+"""Names after "run."."""
+
+VOCABULARY: Vocabulary = MappingProxyType(
+    {
+        "casts": (CAST_FACTS, CAST_FUNCTIONS),
+        "steps": (STEP_FACTS, STEP_FUNCTIONS),
+        "events": (EVENT_FACTS, MappingProxyType({})),
+        "run": (RUN_FACTS, MappingProxyType({})),
+    }
+)
+"""What a rule may be `over`, and what it may ask there; the names of "run" are written with "run." before them."""
+
+
+def context_of(
+    run: Run,
+    baseline: Run | None = None,
+    answers: Mapping[str, str] | None = None,
+    config: Mapping[str, tuple[str, ...]] | None = None,
+) -> Context:
+    """What is known of a run."""
+    return Context(run, baseline, answers or {}, config or {}, VOCABULARY)

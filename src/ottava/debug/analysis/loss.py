@@ -1,0 +1,160 @@
+"""What a loss curve says: whether it diverged and since when, its spikes, and its gap to another one.
+
+Everything is relative to the curve's own noise, from the distances of losses to their running median, so that no unit
+and no batch size enters.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.conditions import Values
+
+_GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
+_WINDOW, _LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
+_SPIKE = 6.0  # robust standard deviations
+_RISE = 0.02  # of the lowest loss: a smaller one is never called divergence
+_RISE_NOISE = 4.0
+
+
+def robust_distance(values: Values) -> Values:
+    """Robust standard deviations of each value above the median of the 64 before it; NaN for the first 16.
+
+    Example:
+        >>> curve = np.array([2.0 + 0.01 * (i % 3) for i in range(40)] + [3.0])
+        >>> bool(robust_distance(curve)[-1] > 50), int(np.isnan(robust_distance(curve)).sum())
+        (True, 16)
+    """
+    values = np.asarray(values, dtype=np.float64)
+    found = np.full(len(values), np.nan)
+    for i in range(_LEAST, len(values)):
+        window = values[max(0, i - _WINDOW) : i]
+        window = window[np.isfinite(window)]
+        if len(window) < _LEAST:
+            continue
+        median = float(np.median(window))
+        spread = _GAUSSIAN * float(np.median(np.abs(window - median)))
+        # a loss cannot be known better than to a thousandth of itself: a flat start would make anything a spike
+        distance = (values[i] - median) / max(spread, 1e-3 * abs(median), 1e-12)
+        found[i] = distance
+    return found
+
+
+class LossCurve:
+    """A loss over steps.
+
+    Args:
+        steps: ascending.
+        loss: of the same length; NaN where it is not known.
+
+    Example:
+        >>> steps = np.arange(200)
+        >>> LossCurve(steps, 5.0 - 0.01 * steps).diverged, LossCurve(steps, 3.0 + abs(steps - 100) / 50).diverged_at
+        ('no', 107.0)
+    """
+
+    def __init__(self, steps: Values, loss: Values) -> None:
+        self.steps = np.asarray(steps, dtype=np.float64)
+        self.loss = np.asarray(loss, dtype=np.float64)
+
+    @cached_property
+    def smooth(self) -> Values:
+        """The running median, over a twentieth of the run and at least 5 steps; infinite losses stay so."""
+        width = max(5, len(self.loss) // 20) | 1
+        filled = np.where(np.isfinite(self.loss), self.loss, np.inf)
+        return np.array([_median(filled[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(filled))])
+
+    @cached_property
+    def noise(self) -> float:
+        """Standard deviation of losses around the running median."""
+        distance = self.loss - self.smooth
+        distance = distance[np.isfinite(distance)]
+        return _GAUSSIAN * float(np.median(np.abs(distance))) if len(distance) else 0.0
+
+    @cached_property
+    def _known(self) -> bool:
+        return bool(np.isfinite(self.loss).any())
+
+    @cached_property
+    def diverged_at(self) -> float:
+        """The step since which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
+        if not self._known:
+            return math.inf
+        first = int(np.flatnonzero(np.isfinite(self.loss))[0])
+        broken = np.flatnonzero(~np.isfinite(self.loss[first:]))
+        # missing lines are NaN too: only an end without any finite loss counts
+        if len(broken) and not np.isfinite(self.loss[-min(3, len(self.loss)) :]).any():
+            last = int(np.flatnonzero(np.isfinite(self.loss))[-1])
+            return float(self.steps[min(last + 1, len(self.steps) - 1)])
+        if len(self.loss) < 20:
+            return math.inf
+        lowest = int(np.argmin(self.smooth))
+        limit = self.smooth[lowest] + max(_RISE_NOISE * self.noise, _RISE * abs(self.smooth[lowest]))
+        above = self.smooth > limit
+        if not above[-1]:
+            return math.inf
+        under = np.flatnonzero(~above)
+        start = int(under[-1]) + 1 if len(under) else 0
+        return float(self.steps[start]) if start > lowest else math.inf
+
+    @property
+    def diverged(self) -> str:
+        """yes or no."""
+        return "yes" if math.isfinite(self.diverged_at) else "no"
+
+    @cached_property
+    def spikes(self) -> list[tuple[float, float]]:
+        """Each spike's first step, and how many steps until the loss was back."""
+        distance = robust_distance(self.loss)
+        found: list[tuple[float, float]] = []
+        at = 0
+        while at < len(distance):
+            if not distance[at] > _SPIKE:
+                at += 1
+                continue
+            before = _median(self.loss[max(0, at - _WINDOW) : at])
+            limit = before + 3 * max(self.noise, 1e-3 * abs(before))
+            back = next((j for j in range(at + 1, len(distance)) if self.loss[j] <= limit), len(distance))
+            found.append((float(self.steps[at]), float(back - at)))
+            at = back + 1
+        return found
+
+    @property
+    def spike_rate(self) -> float:
+        """Spikes per 1000 steps."""
+        return 1000.0 * len(self.spikes) / max(len(self.loss), 1)
+
+    @property
+    def recovery(self) -> float:
+        """Median number of steps until a spike was over; 0 without any."""
+        return float(np.median([length for _, length in self.spikes])) if self.spikes else 0.0
+
+    def gap(self, other: LossCurve) -> tuple[float, float, float]:
+        """How far this curve lies above another one at the same steps.
+
+        Returns:
+            Percent of the other's loss in the last quarter; how much that changed from the quarter before; and the
+            standard error of the first number. NaN without common steps.
+        """
+        common, mine, theirs = np.intersect1d(self.steps, other.steps, return_indices=True)
+        if len(common) < 8:
+            return math.nan, math.nan, math.nan
+        a, b = self.loss[mine], other.loss[theirs]
+        percent = 100 * (a - b) / np.abs(b)
+        quarter = max(len(common) // 4, 2)
+        last, earlier = percent[-quarter:], percent[-2 * quarter : -quarter]
+        last, earlier = last[np.isfinite(last)], earlier[np.isfinite(earlier)]
+        if not len(last) or not len(earlier):
+            return math.nan, math.nan, math.nan
+        late = float(np.median(last))
+        spread = _GAUSSIAN * float(np.median(np.abs(last - late)))
+        return late, late - float(np.median(earlier)), spread / math.sqrt(len(last))
+
+
+def _median(values: Any) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else math.nan

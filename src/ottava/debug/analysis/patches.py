@@ -1,0 +1,115 @@
+"""Paste-ready patches: the templates of remedies, filled with the layers of a finding.
+
+A template's ${name} is replaced; a line with ${pattern} is repeated for each pattern of layer names. Where more layers
+than a person wants to read share their last words, one pattern stands for all of them, if it matches no other layer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from string import Template
+from typing import Any
+
+from ottava.debug.analysis.conditions import Missing
+from ottava.debug.analysis.rows import Context, RunRows
+from ottava.debug.analysis.rules import Remedy
+from ottava.debug.run.schema import SYMBOLS
+from ottava.recipe import RECIPES
+
+_GEMMS_OF = (("input", ("fprop", "wgrad")), ("weight", ("fprop", "dgrad")), ("grad_output", ("dgrad", "wgrad")))
+_SPELLED_OUT = 3  # layers; above it, patterns are looked for
+
+
+def patterns(layers: Sequence[str], others: Iterable[str]) -> list[str]:
+    """Shell patterns that match these layers and none of the others.
+
+    Example:
+        >>> patterns([f"layers.{i}.mlp.down" for i in range(9)], ["layers.0.mlp.up"])
+        ['*.mlp.down']
+        >>> patterns(["layers.0.mlp.down"], [])
+        ['layers.0.mlp.down']
+    """
+    layers, rest = list(dict.fromkeys(layers)), set(others) - set(layers)
+    if len(layers) <= _SPELLED_OUT:
+        return [_escaped(layer) for layer in layers]
+    if not rest:
+        return ["*"]
+    found: list[str] = []
+    for suffix in dict.fromkeys(_without_number(layer) for layer in layers):
+        pattern = f"*{suffix}"
+        own = [layer for layer in layers if fnmatch.fnmatchcase(layer, pattern)]
+        clear = suffix and not any(fnmatch.fnmatchcase(layer, pattern) for layer in rest)
+        mine = [layer for layer in layers if _without_number(layer) == suffix]
+        found += [pattern] if clear and len(own) > 1 else [_escaped(layer) for layer in mine]
+    return found
+
+
+def _without_number(layer: str) -> str:
+    """What follows the last whole number of a dotted name, with its dot."""
+    parts = layer.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
+    rest = ".".join(parts[last + 1 :])
+    return f".{rest}" if last >= 0 and rest else ""
+
+
+def _escaped(layer: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", layer)
+
+
+def render(
+    remedy: Remedy, context: Context, *, id: str, layers: Sequence[str], tensor: str, recipe: str
+) -> dict[str, Any]:
+    """A remedy as plain values: {text, cost, rung, patch: {framework: text}, notes}.
+
+    Args:
+        id, layers, tensor, recipe: of the finding; without layers the patch is for all of them.
+    """
+    known = list(dict.fromkeys(context.table["layer"]))
+    found = patterns(layers, known) if layers else ["*"]
+    gemms = dict(_GEMMS_OF).get(tensor, ("fprop", "dgrad", "wgrad"))
+    names = list(layers) or ["every layer"]
+    values = {
+        "id": re.sub(r"\W", "_", id.lower()),
+        "symbol": SYMBOLS.get(tensor, "all operands"),
+        "recipe": _registered(recipe),
+        "gemms": ", ".join(gemms),
+        "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
+        "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
+        "quoted": ", ".join(f'"{name}"' for name in layers or known),
+        # in YAML's double quotes a backslash is written twice
+        "regex": "|".join(
+            "^" + fnmatch.translate(p).removeprefix("(?s:").removesuffix(")\\Z") + "$" for p in found
+        ).replace("\\", "\\\\"),
+    }
+    text = Template(remedy.text).safe_substitute(values)
+    patch = {framework: _fill(template, values, found) for framework, template in remedy.patch.items()}
+    return {"text": text, "cost": remedy.cost, "rung": remedy.rung, "patch": patch, "notes": _notes(remedy, context)}
+
+
+def _fill(template: str, values: dict[str, str], found: Sequence[str]) -> str:
+    lines: list[str] = []
+    for line in template.rstrip().splitlines():
+        each: Iterable[dict[str, str]] = [{"pattern": p} for p in found] if "${pattern}" in line else [{}]
+        lines += [Template(line).safe_substitute(values | one) for one in each]
+    return "\n".join(lines)
+
+
+def _notes(remedy: Remedy, context: Context) -> list[str]:
+    said = []
+    for note in remedy.notes:
+        try:
+            answer, _ = note.when.ask(RunRows(context))
+        except Missing:
+            continue
+        if (answer == 1).any():
+            said.append(note.say)
+    return said
+
+
+def _registered(recipe: str) -> str:
+    """The name of a recipe that `get_recipe` knows: the run's own, or what it is nearest to."""
+    if recipe in RECIPES:
+        return recipe
+    return next((name for name in ("delayed", "blockwise", "mxfp8", "rowwise") if name in recipe), "tensorwise")

@@ -1,0 +1,321 @@
+"""The rows that conditions are asked of: casts, steps, events, and the run as one row.
+
+What may be asked of them is in `facts`; here is how their values are found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.conditions import Missing, Node, Values
+from ottava.debug.analysis.loss import LossCurve
+from ottava.debug.layer_names import layer_index
+from ottava.debug.run.reader import Run, Table
+from ottava.debug.run.schema import SlotKey
+from ottava.formats import FORMATS
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One name that rules may use."""
+
+    meaning: str
+    of: Callable[[Any], Any]
+
+
+Vocabulary = Mapping[str, tuple[Mapping[str, Fact], Mapping[str, Fact]]]
+"""Kind of rows -> names, functions."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known besides rows."""
+
+    run: Run
+    baseline: Run | None
+    answers: Mapping[str, str]
+    config: Mapping[str, tuple[str, ...]]
+    """config name -> keys under which frameworks keep it."""
+    vocabulary: Vocabulary
+    """What may be asked of each kind of rows."""
+    findings: int = 0
+    """Numeric findings so far."""
+
+    @cached_property
+    def table(self) -> Table:
+        """Casts looked at in full: real ones, and of simulated recipes the first; the others are what-ifs."""
+        table = self.run.table()
+        first = next(iter((self.run.manifest.get("settings") or {}).get("recipes") or ()), None)
+        if first is None or not len(table):
+            return table
+        return table.take(np.flatnonzero((table["source"] != "hook") | (table["recipe"] == first)))
+
+    @cached_property
+    def loss(self) -> LossCurve:
+        """Of the run."""
+        return LossCurve(self.run.steps["step"], self.run.steps["loss"])
+
+    @cached_property
+    def baseline_loss(self) -> LossCurve:
+        """Of the baseline.
+
+        Raises:
+            Missing: there is none.
+        """
+        if self.baseline is None:
+            raise Missing("a BF16 twin (--baseline RUN)")
+        return LossCurve(self.baseline.steps["step"], self.baseline.steps["loss"])
+
+    def scalar(self, name: str) -> Any:
+        """A fact of the whole run, by its dotted name.
+
+        Raises:
+            Missing: not known.
+        """
+        prefix, _, rest = name.partition(".")
+        if prefix == "run":
+            return self.vocabulary["run"][0][rest].of(self)
+        if prefix == "answer":
+            if rest not in self.answers:
+                raise Missing(f"an answer to {rest!r} (--answer {rest}=...)")
+            return self.answers[rest]
+        settings = self.run.manifest.get("config") or {}
+        for key in self.config.get(rest, (rest,)):
+            if key in settings:
+                value = settings[key]
+                if isinstance(value, bool):
+                    return "yes" if value else "no"
+                return float(value) if isinstance(value, (int, float)) else str(value)
+        raise Missing(f"{rest!r} in the run's config")
+
+
+class AnyRows:
+    """What all kinds share: facts that are computed once, and names of the whole run."""
+
+    kind = ""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.facts, self.functions = context.vocabulary[self.kind]
+        self._known: dict[str, Values] = {}
+
+    @property
+    def count(self) -> int:
+        """How many rows."""
+        raise NotImplementedError
+
+    def value(self, name: str) -> Values:
+        """See `conditions.Rows`."""
+        if "." in name:
+            scalar = self.context.scalar(name)
+            return np.full(self.count, scalar, dtype=object if isinstance(scalar, str) else np.float64)
+        if name not in self._known:
+            self._known[name] = np.asarray(self.facts[name].of(self))
+        return self._known[name]
+
+    def call(self, name: str, argument: Node) -> Values:
+        """See `conditions.Rows`."""
+        key = f"{name}({argument})"
+        if key not in self._known:
+            self._known[key] = np.asarray(self.functions[name].of((self, argument)))
+        return self._known[key]
+
+    def argument(self, node: Node) -> Values:
+        """Its values; NaN where a condition is unknown."""
+        missing: set[str] = set()
+        values = node.values(self, missing)
+        if values is None:
+            raise Missing(", ".join(sorted(missing)))
+        return values
+
+    def series(self) -> Iterator[np.ndarray[Any, Any]]:
+        """Row numbers that belong together, in the order of steps."""
+        yield np.arange(self.count)
+
+    def over_series(self, node: Node, compute: Callable[[Any], Any]) -> Values:
+        """compute(values of one series) -> one number, or one per row of it."""
+        values = self.argument(node).astype(np.float64)
+        result = np.full(self.count, np.nan)
+        for index in self.series():
+            result[index] = compute(values[index])
+        return result
+
+
+class CastRows(AnyRows):
+    """One row per cast and step that was looked at."""
+
+    kind = "casts"
+
+    def __init__(self, context: Context, table: Table | None = None) -> None:
+        super().__init__(context)
+        self.table = context.table if table is None else table
+
+    @property
+    def count(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def slots(self) -> list[SlotKey]:
+        """Of every row."""
+        return [SlotKey(*values) for values in zip(*(self.table[name] for name in SlotKey._fields), strict=True)]
+
+    @cached_property
+    def index(self) -> Mapping[SlotKey, np.ndarray[Any, Any]]:
+        """Rows of each slot in the order of steps."""
+        rows: dict[SlotKey, list[int]] = {}
+        for i, slot in enumerate(self.slots):
+            rows.setdefault(slot, []).append(i)
+        steps = self.table["step"]
+        return {slot: np.array(sorted(found, key=lambda i: steps[i])) for slot, found in rows.items()}
+
+    def series(self) -> Iterator[np.ndarray[Any, Any]]:
+        yield from self.index.values()
+
+    def positions(self) -> Values:
+        """first, inner or last, by block number; the LM head is last."""
+        layers = self.table["layer"]
+        blocks = {layer: layer_index(layer) for layer in dict.fromkeys(layers)}
+        numbers = [b for b in blocks.values() if b is not None]
+        low, high = (min(numbers), max(numbers)) if numbers else (0, 0)
+
+        def place(layer: str, kind: str) -> str:
+            block = blocks[layer]
+            if kind == "lm_head" or (block is not None and block == high and high > low):
+                return "last"
+            return "first" if block is not None and block == low and high > low else "inner"
+
+        return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
+
+    def by_format(self, of: Callable[[int], float]) -> Values:
+        """A number that depends on the mantissa bits of the row's format."""
+        known = {name: of(fmt.mantissa_bits) for name, fmt in FORMATS.items()}
+        return np.array([known.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
+
+    def peers(self, node: Node) -> Values:
+        """The median over the inner layers, for the same tensor and step; NaN where there are fewer than two."""
+        values, inner = self.argument(node).astype(np.float64), self.value("position") == "inner"
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        keys = list(zip(self.table["step"], *(self.table[n] for n in ("tensor", "direction", "recipe")), strict=True))
+        for i, key in enumerate(keys):
+            if inner[i] and math.isfinite(values[i]):
+                groups.setdefault(key, []).append(i)
+        medians = {key: float(np.median(values[found])) for key, found in groups.items() if len(found) > 1}
+        return np.array([medians.get(key, math.nan) for key in keys], dtype=np.float64)
+
+    def baseline(self, node: Node) -> Values:
+        """The same expression for the same tensor of the baseline, at its nearest step."""
+        if self.context.baseline is None:
+            raise Missing("a twin to compare with (--baseline RUN)")
+        other = CastRows(replace(self.context, run=self.context.baseline, baseline=None))
+        values = other.argument(node).astype(np.float64)
+        places: dict[tuple[str, str, str], list[int]] = {}
+        for i, slot in enumerate(other.slots):
+            places.setdefault(slot[:3], []).append(i)
+        steps, result = other.table["step"], np.full(self.count, np.nan)
+        for i, slot in enumerate(self.slots):
+            if found := places.get(slot[:3]):
+                result[i] = values[min(found, key=lambda j: abs(int(steps[j]) - int(self.table["step"][i])))]
+        return result
+
+    def over_ranks(self, name: str) -> Values:
+        """Octaves between the largest and the smallest of a statistic over the ranks."""
+        if len(self.context.run.ranks) < 2:
+            raise Missing("statistics of more than one rank")
+        table = self.context.run.table(merge_ranks=False)
+        groups: dict[tuple[Any, ...], list[float]] = {}
+        keys = zip(table["step"], *(table[n] for n in SlotKey._fields), strict=True)
+        for key, value in zip(keys, table.metric(name), strict=True):
+            groups.setdefault(key, []).append(float(value))
+        spread = {
+            key: math.log2(max(v) / min(v)) if min(v) > 0 else math.nan for key, v in groups.items() if len(v) > 1
+        }
+        rows = zip(self.table["step"], *(self.table[n] for n in SlotKey._fields), strict=True)
+        return np.array([spread.get(key, math.nan) for key in rows], dtype=np.float64)
+
+
+class StepRows(AnyRows):
+    """One row per optimizer step."""
+
+    kind = "steps"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.columns = context.run.steps
+
+    @property
+    def count(self) -> int:
+        return len(self.columns["step"])
+
+    def column(self, name: str, why: str) -> Values:
+        """A column of steps.jsonl.
+
+        Raises:
+            Missing: it was never logged.
+        """
+        values = self.columns.get(name)
+        if values is None or not np.isfinite(np.asarray(values, dtype=np.float64)).any():
+            raise Missing(f"{name!r} in steps.jsonl ({why}; watch.log({name}=...))")
+        return np.asarray(values, dtype=np.float64)
+
+    def since(self, kind: str) -> Values:
+        """Steps since the last event of that kind; NaN before the first."""
+        marks = sorted(int(e["step"]) for e in self.context.run.events if e.get("kind") == kind)
+        steps = self.columns["step"]
+        last = [max((m for m in marks if m < step), default=None) for step in steps]
+        return np.array([math.nan if m is None else float(s - m) for m, s in zip(last, steps, strict=True)])
+
+    def baseline(self, node: Node) -> Values:
+        """The same expression at the baseline's nearest step."""
+        if self.context.baseline is None:
+            raise Missing("a BF16 twin (--baseline RUN)")
+        other = StepRows(replace(self.context, run=self.context.baseline, baseline=None))
+        values, steps = other.argument(node).astype(np.float64), other.columns["step"]
+        if not len(steps):
+            raise Missing("steps of the BF16 twin")
+        nearest = np.abs(steps[None, :] - self.columns["step"][:, None]).argmin(1)
+        return np.asarray(values[nearest])
+
+
+class EventRows(AnyRows):
+    """One row per event."""
+
+    kind = "events"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.events = context.run.events
+
+    @property
+    def count(self) -> int:
+        return len(self.events)
+
+    def words(self, name: str) -> Values:
+        """A field as words, "" where it is missing."""
+        return np.array([str(event.get(name, "")) for event in self.events], dtype=object)
+
+    def numbers(self, name: str) -> Values:
+        """A field as numbers, NaN where it is missing."""
+        return np.array([_number(event.get(name)) for event in self.events], dtype=np.float64)
+
+
+class RunRows(AnyRows):
+    """One row: the run."""
+
+    kind = "run"
+
+    @property
+    def count(self) -> int:
+        return 1
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan

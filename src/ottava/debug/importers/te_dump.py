@@ -1,0 +1,173 @@
+"""Tensors that TransformerEngine's DumpTensors wrote: measured here, from the numbers themselves.
+
+    tensor_dumps/rank_0/decoder_layers_0_mlp_fc1_activation_iter_000100.pt    {"high_precision": ..., "quantized": ...}
+
+Such a file is a pickle that builds TransformerEngine's tensor classes. Nothing of it is executed (`safe_pickle`); the
+codes and scales are taken from what those classes would have been given. Where only the high precision tensor is there,
+the cast of a recipe is simulated; where only the codes are there, their error cannot be known.
+Source: TransformerEngine debug/features/dump_tensors.py; __reduce_ex__ of its tensor classes; transformer_engine.h.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.debug.importers.collected import Collected, slot, spec_of
+from ottava.debug.importers.te_log import TENSORS
+from ottava.debug.layer_names import KINDS
+from ottava.debug.measure import measure
+from ottava.debug.safe_pickle import RefusedError, StandIn, load_torch
+from ottava.formats import E4M3, E5M2, E8M0, Format
+from ottava.ops import quantize
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import decode
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, Granularity
+
+_FILE = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_iter_(?P<step>\d+)\.pt")
+_RANK = re.compile(r"rank_(\d+)")
+_FORMATS = MappingProxyType({7: E4M3, 8: E5M2})  # DType in transformer_engine.h
+SIMULATED = "tensorwise"
+"""Recipe under which a tensor is cast that was dumped in high precision only."""
+_IMPLAUSIBLE_DB = 3.0
+
+
+class Decoded(NamedTuple):
+    """A quantized tensor of TransformerEngine, and the recipe that has such casts."""
+
+    recipe: str
+    x_q: QuantizedTensor
+
+
+class UnreadableError(ValueError):
+    """A dump that holds nothing to measure; the message says why."""
+
+
+def find(source: Path) -> list[Path]:
+    """The dumps, at any depth."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*.pt"))
+    return [path for path in paths if _FILE.fullmatch(path.name)]
+
+
+def read(paths: list[Path], collected: Collected) -> None:
+    """Measures every dump that can be; notes why, where it cannot."""
+    known = {re.sub(r'[/\\:*?"<>| .]', "_", name): name for name in (*collected.spellings, *collected.layers)}
+    for path in paths:
+        match = _FILE.fullmatch(path.name)
+        assert match is not None
+        layer = known.get(match["layer"]) or restored(match["layer"])
+        rank = int(found[1]) if (found := _RANK.search(path.parent.name)) else 0
+        tensor = TENSORS[match["tensor"]]
+        try:
+            x, casts = _casts(path, tensor, collected.recipe)
+        except (UnreadableError, RefusedError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            collected.note(f"{path.name}: {str(error).partition(chr(10))[0]}")
+            continue
+        for direction, recipe, source, x_q in casts:
+            key = slot(layer, tensor, direction, recipe, x_q.spec, f"import:{source}")
+            tally = measure(x, x_q)
+            collected.tally(int(match["step"]), rank, key, tally)
+            if tally.see > tally.sxx * 10 ** (-_IMPLAUSIBLE_DB / 10) and tally.n_underflow < tally.n_nonzero / 2:
+                collected.note(f"{path.name}: codes and tensor have little in common; their scales may lie otherwise")
+
+
+def restored(layer: str) -> str:
+    """A layer's name with dots where a dump has underscores, as far as can be told.
+
+    Example:
+        >>> restored("decoder_layers_0_self_attention_layernorm_qkv")
+        'decoder.layers.0.self_attention.layernorm_qkv'
+    """
+    head, *rest = re.split(r"_(\d+)_", layer)
+    if not rest:
+        return layer
+    words = {word.replace(".", "_"): word for words in KINDS.values() for word in words.split()}
+    for end in sorted(words, key=len, reverse=True):
+        if rest[-1] == end or rest[-1].endswith(f"_{end}"):
+            rest[-1] = f"{rest[-1].removesuffix(end).removesuffix('_')}.{words[end]}".removeprefix(".")
+            break
+    return ".".join([head.replace("_", "."), *rest])
+
+
+def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tuple[str, str, str, QuantizedTensor]]]:
+    content = load_torch(path)
+    if not isinstance(content, dict):
+        raise UnreadableError(f"holds {type(content).__name__}; needs the dict that DumpTensors writes")
+    x, quantized = content.get("high_precision"), content.get("quantized")
+    if not isinstance(x, Tensor):
+        raise UnreadableError("has no high precision tensor: without it the error of the codes is not known")
+    x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
+    if isinstance(quantized, StandIn):
+        decoded = _decoded(quantized, x)
+        return x, [("row", decoded.recipe, "te_dump", decoded.x_q)]
+    name = recipe or SIMULATED
+    spec = spec_of(name, tensor)
+    if spec is None:
+        raise UnreadableError(f"no codes in it, and recipe {name!r} casts no {tensor}")
+    return x, [("row", name, "te_dump, simulated", quantize(x, spec))]
+
+
+def _decoded(tensor: StandIn, x: Tensor) -> Decoded:
+    name = tensor.qualified_name.rpartition(".")[2]
+    for maker, take in _MAKERS.items():
+        if maker in name:
+            return take(tensor.args, x)
+    raise UnreadableError(f"codes are a {name}, which is not known here")
+
+
+def _format(value: Any) -> Format:
+    number = value.args[0] if isinstance(value, StandIn) and value.args else value
+    if number not in _FORMATS:
+        raise UnreadableError(f"codes are of TransformerEngine's DType {number!r}; known: 7 (E4M3), 8 (E5M2)")
+    return _FORMATS[number]
+
+
+def _made(
+    data: Any, scale_inv: Tensor, fmt: Format, granularity: Granularity, x: Tensor, **how: Any
+) -> QuantizedTensor:
+    if not isinstance(data, Tensor):
+        raise UnreadableError("holds the codes of the transpose only")
+    codes = data.contiguous().view(torch.uint8).reshape(x.shape).view(fmt.storage_dtype)
+    grid = granularity.grid_shape((x.shape[0], x.shape[1]))
+    scale_inv = scale_inv[: grid[0], : grid[1]].to(torch.float32).contiguous()
+    if tuple(scale_inv.shape) != grid:
+        raise UnreadableError(f"has scales {tuple(scale_inv.shape)}; needs {grid} for blocks of {granularity}")
+    return QuantizedTensor(codes, scale_inv, QuantizationSpec(fmt, granularity, **how), x.dtype)
+
+
+def _float8(args: tuple[Any, ...], x: Tensor) -> Decoded:
+    data, fp8_dtype, scale_inv, *_ = args
+    return Decoded("tensorwise", _made(data, scale_inv.reshape(1, 1), _format(fp8_dtype), Granularity(None, None), x))
+
+
+def _mxfp8(args: tuple[Any, ...], x: Tensor) -> Decoded:
+    data, scale_inv, _, _, fp8_dtype, *_ = args
+    if len(args) > 8 and args[8]:
+        raise UnreadableError("has its scales in the order of the GEMM, not of the tensor")
+    exponents = decode(scale_inv.view(E8M0.storage_dtype), E8M0)
+    return Decoded("mxfp8", _made(data, exponents, _format(fp8_dtype), BLOCK_1X32, x, scale_format="e8m0"))
+
+
+def _blockwise(args: tuple[Any, ...], x: Tensor) -> Decoded:
+    _, data, scale_inv, _, _, fp8_dtype, _, _, square, *_ = args
+    granularity = BLOCK_128X128 if square else BLOCK_1X128
+    if not square:
+        scale_inv = scale_inv.t()  # stored (columns / 128, rows)
+    return Decoded("blockwise", _made(data, scale_inv, _format(fp8_dtype), granularity, x))
+
+
+_MAKERS: MappingProxyType[str, Callable[[tuple[Any, ...], Tensor], Decoded]] = MappingProxyType(
+    {
+        "make_float8_tensor": _float8,
+        "make_mxfp8_tensor": _mxfp8,
+        "make_float8_blockwise": _blockwise,
+    }
+)
+"""By the function that rebuilds such a tensor."""

@@ -1,0 +1,179 @@
+"""Statistics logs of TransformerEngine's debug features: text, one number a line, one file a rank.
+
+    2025-11-03 10:15:01,123 - INFO - layers.0.mlp.fc1_activation_underflows%     iteration=000100     value=0.0312
+
+The name is LAYER_TENSOR_STATISTIC; a statistic may begin with the recipe that was tried beside the real one, and end
+with _columnwise. Numbers have four digits after the point: a mean squared error of 3e-6 is written as 0.0000, and such
+zeros are left out instead of being believed. TransformerEngine divides underflows by all elements, zeros included; as
+`underflow_pct` that is a lower bound. Its std over ranks or micro-batches may be nan (TE PR 3044).
+Source: nvdlfw_inspect/logging.py (log_scalar), TransformerEngine debug/features/utils/stats_computation.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ottava.debug.importers.collected import NO_SQNR, Cast, Collected, Place
+
+TENSORS = MappingProxyType(
+    {
+        "activation": "input",
+        "weight": "weight",
+        "gradient": "grad_output",
+        "output": "output",
+        "dgrad": "grad_input",
+        "wgrad": "grad_weight",
+    }
+)
+"""TransformerEngine's words for ours."""
+RECIPES_OF_TE = MappingProxyType(
+    {
+        "fp8_delayed_scaling": "delayed",
+        "fp8_current_scaling": "tensorwise",
+        "fp8_block_scaling": "blockwise",
+        "mxfp8": "mxfp8",
+        "nvfp4": "nvfp4",
+    }
+)
+OF_TENSOR: MappingProxyType[str, Callable[[float], dict[str, float]]] = MappingProxyType(
+    {
+        "cur_amax": lambda v: {"amax": v},
+        "max": lambda v: {"max": v},
+        "min": lambda v: {"min": v},
+        "mean": lambda v: {"mean": v},
+        "std": lambda v: {"std": v},
+        "dynamic_range": lambda v: {"dynamic_range_bits": v},
+        "l2_norm": lambda v: {"l2_norm": v},
+        "numel": lambda v: {"numel": v},
+    }
+)
+"""Statistics of the tensor before any cast."""
+OF_CAST: MappingProxyType[str, Callable[[float], dict[str, float]]] = MappingProxyType(
+    {
+        "underflows%": lambda v: {"underflow_pct_numel": v},
+        "overflows%": lambda v: {"overflow_pct": v},
+        "mse": lambda v: {"mse": v},
+        "scale_inv_min": lambda v: {"scale_max": 1 / v} if v else {},
+        "scale_inv_max": lambda v: {"scale_min": 1 / v} if v else {},
+    }
+)
+"""Statistics of a cast."""
+_ROUNDED_AWAY = frozenset({"mse", "std", "scale_inv_min", "scale_inv_max", "cur_amax", "l2_norm"})
+"""A zero of these in a log of four digits says nothing."""
+_RESOLUTION = 5e-5
+_COARSE = 20 * _RESOLUTION
+"""Under it four digits leave an error above 5%: too few for a ratio."""
+
+_NAME = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_(?P<statistic>.+)")
+_LINE = re.compile(r"(?P<name>\S+)\s+iteration=(?P<step>\d+)\s+value=(?P<value>\S+)\s*$")
+_RANK = re.compile(r"globalrank-(\d+)")
+_LAYER = re.compile(r"Assigned layer name: (\S+)\s*$")
+
+
+class Named(NamedTuple):
+    """What a name of TransformerEngine stands for."""
+
+    layer: str
+    tensor: str
+    cast: Cast
+    statistic: str
+
+
+def find(source: Path) -> list[Path]:
+    """The logs: *globalrank-N.log, at any depth."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*.log"))
+    return [path for path in paths if _RANK.search(path.name) or (source.is_file() and path.suffix in (".log", ".txt"))]
+
+
+def read(paths: list[Path], collected: Collected) -> None:
+    """Takes in every line that holds a statistic; the rest of a log is passed over."""
+    collected.source = "import:te_log"
+    collected.note(
+        "underflow_pct is TransformerEngine's, which divides by all elements, zeros too: a lower bound of ours"
+    )
+    for path in paths:
+        rank = int(found[1]) if (found := _RANK.search(path.name)) else 0
+        for line in _lines(path):
+            if "iteration=" in line and (match := _LINE.search(line)):
+                _take(match["name"], int(match["step"]), rank, match["value"], collected)
+            elif match := _LAYER.search(line):
+                collected.spellings[match[1]] = None
+    finish(collected, coarse=_COARSE)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def parse_name(name: str) -> Named | None:
+    """What a name stands for; None for one that is not TransformerEngine's.
+
+    Example:
+        >>> parse_name("l.0.fc1_gradient_mxfp8_mse_columnwise")
+        Named(layer='l.0.fc1', tensor='grad_output', cast=Cast(recipe='mxfp8', direction='col'), statistic='mse')
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    statistic = match["statistic"]
+    direction = "col" if statistic.endswith("_columnwise") else "row"
+    statistic = statistic.removesuffix("_columnwise")
+    recipe = None
+    for theirs, ours in RECIPES_OF_TE.items():
+        if statistic.startswith(f"{theirs}_"):
+            recipe, statistic = ours, statistic.removeprefix(f"{theirs}_")
+    return Named(match["layer"], TENSORS[match["tensor"]], Cast(recipe, direction), statistic)
+
+
+def take(name: str, step: int, rank: int, value: float, collected: Collected) -> bool:
+    """Takes in one number under a name of TransformerEngine; False if the name is none."""
+    named = parse_name(name)
+    if named is None or (named.statistic not in OF_TENSOR and named.statistic not in OF_CAST):
+        return False
+    place = Place(step, rank, named.layer, named.tensor)
+    if named.statistic in OF_TENSOR:
+        collected.of_tensor(place, OF_TENSOR[named.statistic](value))
+        if named.statistic in ("max", "min", "cur_amax") and not math.isfinite(value):
+            collected.of_tensor(place, {"nonfinite": 1.0})
+    else:
+        collected.of_cast(place, named.cast, OF_CAST[named.statistic](value))
+    return True
+
+
+def _take(name: str, step: int, rank: int, text: str, collected: Collected) -> None:
+    named = parse_name(name)
+    try:
+        value = float(text)
+    except ValueError:
+        collected.unmapped[f"value {text}"] += 1
+        return
+    if named is not None and value == 0 and named.statistic in _ROUNDED_AWAY:
+        collected.note(f"{named.statistic}: values written as 0.0000 are left out, their digits are lost")
+        return
+    if not take(name, step, rank, value, collected):
+        collected.unmapped[named.statistic if named else name] += 1
+
+
+def finish(collected: Collected, *, coarse: float = 0.0) -> None:
+    """Joins what belongs together: amax of min and max, power of norm and count. coarse: below it, a number has too few
+    digits for a ratio."""
+    for place, values in collected.tensors():
+        extremes = [abs(values.pop(name)) for name in ("max", "min") if name in values]
+        if len(extremes) == 2 and "amax" not in values:
+            values["amax"] = max(extremes)
+        norm, count = values.pop("l2_norm", math.nan), values.pop("numel", math.nan)
+        if count > 0 and norm > coarse:
+            values["power"] = norm * norm / count
+        elif values.get("std", 1.0) < coarse:
+            values["power"] = 0.0  # known, but not well enough
+        for cast in collected.casts(place):
+            if cast.get("mse", 1.0) < coarse:
+                cast[NO_SQNR] = 1.0
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        yield from stream

@@ -1,0 +1,91 @@
+"""Scalars in TensorBoard event files: losses under their usual names, and statistics of tensors.
+
+Statistics are understood under TransformerEngine's names (LAYER_TENSOR_STATISTIC), under those that our own sink
+writes (tensor/LAYER/X/underflow_pct), and in the form LAYER/TENSOR/STATISTIC or LAYER.TENSOR.STATISTIC, which hooks
+around torchao's layers usually take. Anything else that you want is named by `tags`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import MappingProxyType
+
+from ottava.debug.event_file import Scalar, read_scalars
+from ottava.debug.importers import te_log
+from ottava.debug.importers.collected import Cast, Collected, Place
+from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.statistics import STATISTICS
+
+NUMBERS = MappingProxyType(
+    {
+        "loss": (
+            *("loss", "train/loss", "train_loss", "training_loss", "loss/train", "lm loss", "train/lm loss"),
+            *("lm-loss-training/lm loss", "loss_metrics/global_avg_loss", "reduced_train_loss"),
+        ),
+        "grad_norm": ("grad_norm", "grad-norm", "train/grad_norm", "optimizer/grad_norm", "gradient_norm"),
+        "lr": ("lr", "learning_rate", "learning-rate", "train/lr", "train/learning_rate", "optimizer/lr", "lr-AdamW"),
+        "tokens": ("tokens", "consumed_tokens", "consumed-tokens", "train/tokens", "n_tokens_seen"),
+    }
+)
+"""Numbers of a step, and the tags of Megatron, NeMo, torchtitan, Hugging Face and Lightning for them."""
+STATISTIC_WORDS = MappingProxyType(
+    {
+        "amax": "amax",
+        "sqnr": "sqnr_db",
+        "snr": "sqnr_db",
+        "underflow": "underflow_pct",
+        "underflows": "underflow_pct",
+        "saturation": "overflow_pct",
+        "overflow": "overflow_pct",
+        "scale": "scale_max",
+    }
+)
+"""Words for statistics beside our own names; shares are taken as percentages."""
+_OF_CAST = frozenset({"underflow_pct", "underflow_pct_numel", "overflow_pct", "sqnr_db", "mse", "scale_max", "cosine"})
+_TENSOR_WORDS = MappingProxyType(
+    {**te_log.TENSORS, **{name: name for name in SYMBOLS}, **{symbol: name for name, symbol in SYMBOLS.items()}}
+)
+_TAG = re.compile(
+    rf"(?:tensor/)?(?P<layer>\S+?)[/.](?P<tensor>{'|'.join(_TENSOR_WORDS)})(?P<col>\.T)?[/._](?P<statistic>[\w%]+)"
+)
+
+
+def find(source: Path) -> list[Path]:
+    """Event files, at any depth."""
+    paths = [source] if source.is_file() else sorted(source.rglob("*tfevents*"))
+    return [path for path in paths if "tfevents" in path.name]
+
+
+def read(paths: list[Path], collected: Collected) -> None:
+    """Takes in every scalar that is understood."""
+    collected.source = "import:tensorboard"
+    by_tag = {tag: name for name, tags in NUMBERS.items() for tag in tags}
+    by_tag |= collected.tags
+    for path in paths:
+        try:
+            scalars = list(read_scalars(path))
+        except ValueError as error:
+            collected.note(str(error))
+            continue
+        for scalar in scalars:
+            if scalar.tag in by_tag:
+                collected.number(scalar.step, by_tag[scalar.tag], scalar.value)
+            elif not te_log.take(scalar.tag, scalar.step, 0, scalar.value, collected) and not _take(scalar, collected):
+                collected.unmapped[scalar.tag] += 1
+    te_log.finish(collected)
+
+
+def _take(scalar: Scalar, collected: Collected) -> bool:
+    match = _TAG.fullmatch(scalar.tag)
+    if match is None:
+        return False
+    statistic = STATISTIC_WORDS.get(match["statistic"].lower(), match["statistic"])
+    if statistic not in STATISTICS:
+        return False
+    place = Place(scalar.step, 0, match["layer"], _TENSOR_WORDS[match["tensor"]])
+    if statistic in _OF_CAST or match["col"]:
+        collected.of_cast(place, Cast(None, "col" if match["col"] else "row"), {statistic: scalar.value})
+    else:
+        collected.of_tensor(place, {statistic: scalar.value})
+    return True

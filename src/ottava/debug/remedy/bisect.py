@@ -1,0 +1,336 @@
+"""Which GEMM, which layer, which operand, and whether quantization or accumulation: from one batch, in log2 steps.
+
+Everything is asked by turning the rest off: a probe runs the batch with only some cells of the recipe on, all others in
+high precision, and compares its gradient (or loss) with that of high precision everywhere. Errors of independent parts
+add as squares, so `share` is the part of the squared error that stays when only the suspect is on.
+
+    1  only fprop, only dgrad, only wgrad, in all layers          -> the GEMM
+    2  that GEMM in one half of the layers, then in the other      -> the worse half, and so on: the layer
+    3  that GEMM of that layer with one operand quantized          -> the operand
+    4  with both, multiplied natively and in high precision        -> quantization or accumulation
+
+Where no half is much worse than the other the error is spread over many layers, and the verdict says so: then no layer
+is to blame, and the remedy is another recipe, not an exception.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
+from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers
+from ottava.debug.run.schema import SYMBOLS
+from ottava.errors import unknown_name
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.recipe import GEMMS, GemmRecipe, Override, Recipe, get_recipe
+
+Target = Literal["gradient", "loss"]
+_CELL_TENSORS = MappingProxyType(
+    {
+        "fprop": (("input", "row"), ("weight", "row")),
+        "dgrad": (("grad_output", "row"), ("weight", "col")),
+        "wgrad": (("grad_output", "col"), ("input", "col")),
+    }
+)
+_SPREAD = 0.5
+"""Less than this share of the error in one layer, and it is called spread."""
+_NOTHING = 1e-6
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One replay, and what was on in it."""
+
+    what: str
+    """Which cells of the recipe were on."""
+    deviation: Deviation
+    """From high precision everywhere."""
+
+    @property
+    def error(self) -> float:
+        """See `Deviation`."""
+        return self.deviation.error
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What the bisection ended at."""
+
+    layer: str
+    gemm: str
+    """fprop, dgrad or wgrad."""
+    tensor: str
+    """Long name of the worse operand."""
+    direction: str
+    """"row", or "col" where the GEMM takes its transpose."""
+    spec: str
+    cause: str
+    """"quantization" or "accumulation"."""
+    share_of_gemm: float
+    """Of the squared error of that GEMM in all layers."""
+    share: float
+    """Of the squared error of the whole recipe."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the cast of that operand in this batch."""
+
+    @property
+    def symbol(self) -> str:
+        """As papers write the operand: X, W.T, dY."""
+        return SYMBOLS[self.tensor] + (".T" if self.direction == "col" else "")
+
+
+@dataclass(frozen=True)
+class BisectResult:
+    """What a bisection found, and every probe that led there."""
+
+    target: str
+    """gradient or loss."""
+    recipe: str
+    reference_loss: float
+    """In high precision."""
+    total: Deviation
+    """Of the whole recipe."""
+    probes: tuple[Probe, ...]
+    suspect: Suspect | None
+    """None where the recipe changes nothing."""
+    spread: bool
+    """Whether the error is spread over many layers, so that the suspect is only the worst of them."""
+    gemms: tuple[GemmProbe, ...]
+    """The suspect's layer, taken apart."""
+    notes: tuple[str, ...]
+    """What these numbers cannot say."""
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.suspect is None:
+            return f"{self.recipe} changes the {self.target} of this batch by less than 1e-6: nothing to find"
+        s = self.suspect
+        where = f"{s.layer} {s.gemm}, {s.cause} of {s.symbol} ({s.spec})"
+        share = f"{100 * s.share:.0f} % of the recipe's squared error"
+        if self.spread:
+            return f"spread over many layers: the worst, {where}, has only {share}; change the recipe, not one layer"
+        return f"{where}: {share}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        suspect = None if self.suspect is None else {**asdict(self.suspect), "symbol": self.suspect.symbol}
+        values = {
+            "verdict": self.verdict,
+            "target": self.target,
+            "recipe": self.recipe,
+            "reference_loss": self.reference_loss,
+            "total": asdict(self.total),
+            "suspect": suspect,
+            "spread": self.spread,
+            "probes": [{"what": p.what, **asdict(p.deviation)} for p in self.probes],
+            "gemms": [probe.to_dict() for probe in self.gemms],
+            "notes": list(self.notes),
+        }
+        return _plain(values)  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        lines = [self.verdict, "", f"{'on':58}  {'error':>8}  {'angle':>7}  {'loss':>10}"]
+        everything = Probe(f"all of {self.recipe}", self.total)
+        for probe in (everything, *self.probes):
+            d = probe.deviation
+            angle = f"{d.angle_deg:6.2f}°" if math.isfinite(d.angle_deg) else f"{'-':>7}"
+            lines.append(f"{probe.what:58}  {d.error:8.4f}  {angle}  {d.loss:10.5f}")
+        if self.gemms and self.suspect is not None:
+            lines += ["", f"{self.suspect.layer}, SQNR of each GEMM's result in dB"]
+            lines.append(f"{'gemm':6}  {'only lhs':>9}  {'only rhs':>9}  {'both':>9}  {'native':>9}  operands")
+            for g in self.gemms:
+                cells = "  ".join(f"{v:9.2f}" for v in (g.only_lhs_db, g.only_rhs_db, g.both_db, g.native_db))
+                lines.append(f"{g.gemm:6}  {cells}  {g.lhs} x {g.rhs}")
+        if self.suspect is not None and self.suspect.evidence:
+            evidence = ", ".join(f"{name} {value:.4g}" for name, value in self.suspect.evidence.items())
+            lines += ["", f"{self.suspect.symbol} of {self.suspect.layer}: {evidence}"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def bisect(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    recipe: Recipe | str | None = None,
+    *,
+    target: Target = "gradient",
+    random: Mapping[str, Tensor] | None = None,
+    on_probe: Callable[[Probe], None] | None = None,
+) -> BisectResult:
+    """Finds the cast that changes the gradient (or the loss) of one batch most.
+
+    Args:
+        model: with ottava layers. Nothing in it is changed: see `replay`.
+        batch, loss: loss(model, batch) -> scalar; it is called 10 to 25 times.
+        recipe: the one to take apart; None: every layer's own.
+        target: "gradient" (its error to the gradient in high precision, parameter by parameter) or "loss" (fprop only,
+            and coarser: two faults may cancel in a loss).
+        random: states of torch's generators that every probe starts from; None: those of now.
+        on_probe: told of every probe as it ends.
+    Raises:
+        ValueError: the model has no ottava layers, nothing is quantized, or an unknown target.
+    Edge cases: a recipe that leaves fprop in high precision changes no loss: nothing to find. "High precision" is what
+        the model computes in under ottava.autocast(enabled=False): BF16 where it is a BF16 model. With delayed scaling
+        the scales are those that the doors hold now.
+
+    Example:
+        >>> import torch, ottava
+        >>> generator = torch.manual_seed(0)
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16()
+        >>> report = ottava.convert(model, "delayed")
+        >>> scale = model[2].quantizers.input.scale.fill_(1e4)     # a scale that is far too large: clips
+        >>> x = torch.randn(32, 64).bfloat16()
+        >>> result = bisect(model, x, lambda net, batch: net(batch).float().square().mean())
+        >>> result.suspect.layer, result.suspect.tensor, result.suspect.cause, result.spread
+        ('2', 'input', 'quantization', False)
+    """
+    if target not in get_args(Target):
+        raise ValueError(f"bisect: {unknown_name('target', target, get_args(Target))}")
+    replay = Replay(model, batch, loss, random=random, target=target)
+    return _Search(replay, None if recipe is None else get_recipe(recipe), on_probe or (lambda probe: None)).run()
+
+
+class _Search:
+    def __init__(self, replay: Replay, recipe: Recipe | None, on_probe: Callable[[Probe], None]) -> None:
+        self.replay, self.recipe, self.on_probe = replay, recipe, on_probe
+        self.layers = ottava_layers(replay.model)
+        self.cells = {n: recipe.for_layer(n) if recipe else layer.resolved for n, layer in self.layers.items()}
+        self.probes: list[Probe] = []
+        self.notes: list[str] = []
+        if not any(getattr(cells, gemm).quantized for cells in self.cells.values() for gemm in GEMMS):
+            raise ValueError("bisect: no GEMM of any layer is quantized under this recipe; give another with recipe=")
+
+    def run(self) -> BisectResult:
+        self.reference: Outcome = self.replay.run(None)
+        total = self.replay.compare(self.replay.run(self._recipe(self.layers, GEMMS)), self.reference)
+        if total.error < _NOTHING:
+            return self._result(total, None, spread=False, gemms=())
+        gemm, gemm_error = self._worst_gemm()
+        layer, error = self._worst_layer(gemm, gemm_error)
+        side = self._worst_side(layer, gemm)
+        cells: GemmRecipe = getattr(self.cells[layer], gemm)
+        cause = self._cause(layer, gemm, error)
+        spec = cells.lhs if side == "lhs" else cells.rhs
+        assert spec is not None
+        seen = self._operands(layer)
+        gemms = tuple(probe_gemms(seen, self.cells[layer])) if seen is not None else ()
+        known = seen is not None and (gemm == "fprop" or seen.dy is not None)
+        evidence = cast_evidence(seen, gemm, side, spec) if seen is not None and known else {}
+        tensor, direction = _CELL_TENSORS[gemm][side == "rhs"]
+        share, of_gemm = _share(error, total.error), _share(error, gemm_error)
+        suspect = Suspect(layer, gemm, tensor, direction, str(spec), cause, of_gemm, share, evidence)
+        if gemms and all(probe.emulated for probe in gemms):
+            self.notes.append(
+                "GEMMs are emulated here, with fp32 sums: that quantization is to blame says nothing about the "
+                "accumulator of a tensor core"
+            )
+        return self._result(total, suspect, spread=of_gemm < _SPREAD and len(self.layers) > 1, gemms=gemms)
+
+    def _worst_gemm(self) -> tuple[str, float]:
+        present = [g for g in GEMMS if any(getattr(cells, g).quantized for cells in self.cells.values())]
+        if self.replay.target == "loss":
+            present = ["fprop"]  # nothing else changes a loss
+        errors = {g: self._probe(f"{g} in all {len(self.layers)} layers", self.layers, [g]).error for g in present}
+        return max(errors.items(), key=lambda item: item[1])
+
+    def _worst_layer(self, gemm: str, error: float) -> tuple[str, float]:
+        """Halves until one is left; the error of only that one."""
+        names = [name for name, cells in self.cells.items() if getattr(cells, gemm).quantized]
+        while len(names) > 1:
+            halves = names[: len(names) // 2], names[len(names) // 2 :]
+            probes = [self._probe(f"{gemm} of {_named(half)}", half, [gemm]) for half in halves]
+            worse = int(probes[1].error > probes[0].error)
+            names, error = halves[worse], probes[worse].error
+        return names[0], error
+
+    def _worst_side(self, layer: str, gemm: str) -> str:
+        errors = {}
+        for side, (tensor, direction) in zip(("lhs", "rhs"), _CELL_TENSORS[gemm], strict=True):
+            symbol = SYMBOLS[tensor] + (".T" if direction == "col" else "")
+            with door_hooks(self.layers[layer], _one_operand(gemm, tensor)):
+                errors[side] = self._probe(f"{gemm} of {layer}, only {symbol} quantized", [layer], [gemm]).error
+        return "rhs" if errors["rhs"] > errors["lhs"] else "lhs"
+
+    def _cause(self, layer: str, gemm: str, error: float) -> str:
+        """Accumulation, if the same operands multiplied in high precision leave less than half the squared error."""
+        with door_hooks(self.layers[layer], _one_operand(gemm, None)):
+            decoded = self._probe(f"{gemm} of {layer}, multiplied in high precision", [layer], [gemm])
+        return "accumulation" if decoded.error**2 < 0.5 * error**2 else "quantization"
+
+    def _operands(self, layer: str) -> Any:
+        with captured(self.layers[layer]) as seen:
+            self.replay.run(self._recipe(self.layers, GEMMS))
+        return operands_of(seen)
+
+    def _probe(self, what: str, layers: Iterable[str], gemms: Sequence[str]) -> Probe:
+        outcome = self.replay.run(self._recipe(layers, gemms))
+        probe = Probe(what, self.replay.compare(outcome, self.reference))
+        self.probes.append(probe)
+        self.on_probe(probe)
+        return probe
+
+    def _recipe(self, layers: Iterable[str], gemms: Sequence[str]) -> Recipe:
+        """Only these GEMMs of these layers on."""
+        overrides = tuple(
+            Override(_pattern(name), tuple((gemm, getattr(self.cells[name], gemm)) for gemm in gemms))
+            for name in layers
+        )
+        return replace(get_recipe("bf16"), name="bisect", overrides=overrides)
+
+    def _result(
+        self, total: Deviation, suspect: Suspect | None, *, spread: bool, gemms: tuple[GemmProbe, ...]
+    ) -> BisectResult:
+        name = self.recipe.name if self.recipe else "the layers' own recipes"
+        own = {layer.recipe.name for layer in self.layers.values()}
+        if self.recipe is None and len(own) == 1:
+            (name,) = own
+        loss, target = self.reference.loss, self.replay.target
+        return BisectResult(target, name, loss, total, tuple(self.probes), suspect, spread, gemms, tuple(self.notes))
+
+
+def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
+    """A hook after which a GEMM gets only the operand of that tensor as quantized, decoded; None: both."""
+    lhs, rhs = _CELL_TENSORS[gemm]
+
+    def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
+        operands = list(output)
+        for name, direction in (lhs, rhs):
+            index = int(direction == "col")
+            operand = operands[index]
+            if name != tensor or not isinstance(operand, QuantizedTensor):
+                continue
+            if quantized is None or quantized == tensor:
+                operands[index] = operand.dequantize()
+            else:
+                operands[index] = x.t() if direction == "col" else x
+        return operands[0], operands[1]
+
+    return hook
+
+
+def _named(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
+
+
+def _pattern(name: str) -> str:
+    """A pattern that matches only this name."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name) or "*"
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, (part / whole) ** 2) if whole > 0 else 0.0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,196 @@
+"""The four-GEMM probe: how much of a GEMM's error is the left operand's, the right one's, and the accumulation's.
+
+For y = x w.T, and likewise for dx and dw, on the real operands of a layer:
+
+    (x_q, w)     only the left operand quantized, multiplied in high precision
+    (x, w_q)     only the right one
+    (x_q, w_q)   both, multiplied in high precision: what quantization costs
+    native       both, as the engine multiplies them: what is worse than that, the accumulation or the kernel costs
+
+On a CPU, and wherever the kernel is the reference, products are summed in fp32: the last two then agree, and that says
+nothing about the accumulator of a tensor core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.debug.measure import measure
+from ottava.debug.remedy.replay import door_hooks
+from ottava.debug.statistics import STATISTICS
+from ottava.debug.watch.dumps import GemmDump
+from ottava.ops import GemmRecord, gemm, quantize
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import GEMMS, GemmRecipe, Recipe
+
+_EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mean_relative_error", "amax")
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What the doors of one layer got in one step, before any cast."""
+
+    x: Tensor
+    """(M, K)"""
+    w: Tensor
+    """(N, K)"""
+    dy: Tensor | None
+    """(M, N); None where no backward ran."""
+    scales: Mapping[str, Tensor]
+    """Predicted scales by tensor, where there are any."""
+
+    def side(self, gemm: str, side: str) -> tuple[str, Tensor]:
+        """The tensor of a cell, as long name, and as that GEMM takes it: contracted over its last dimension."""
+        assert self.dy is not None or gemm == "fprop"
+        tensors: dict[str, tuple[str, Any]] = {
+            "fprop.lhs": ("input", self.x),
+            "fprop.rhs": ("weight", self.w),
+            "dgrad.lhs": ("grad_output", self.dy),
+            "dgrad.rhs": ("weight", self.w.t()),
+            "wgrad.lhs": ("grad_output", self.dy.t() if self.dy is not None else None),
+            "wgrad.rhs": ("input", self.x.t()),
+        }
+        return tensors[f"{gemm}.{side}"]
+
+
+@dataclass(frozen=True)
+class GemmProbe:
+    """One GEMM taken apart; SQNRs of its result against the same product in fp32."""
+
+    gemm: str
+    """fprop, dgrad or wgrad."""
+    lhs: str
+    """Spec of the left operand."""
+    rhs: str
+    only_lhs_db: float
+    """Left operand quantized, right one not."""
+    only_rhs_db: float
+    both_db: float
+    """Both, multiplied in high precision."""
+    native_db: float
+    """Both, as the engine multiplies them."""
+    row_p50_db: float
+    """The last, of the median row of the result."""
+    emulated: bool
+    """Whether the engine emulates this GEMM, with fp32 sums."""
+
+    @property
+    def worse_operand(self) -> str:
+        """ "lhs" or "rhs"."""
+        return "lhs" if self.only_lhs_db <= self.only_rhs_db else "rhs"
+
+    @property
+    def accumulation_share(self) -> float:
+        """Share of the error power that is not the operands'; 0 to 1."""
+        if math.isinf(self.native_db):
+            return 0.0
+        return max(0.0, 1.0 - 10 ** ((self.native_db - self.both_db) / 10))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; None where there is no error at all."""
+        values = {**asdict(self), "worse_operand": self.worse_operand, "accumulation_share": self.accumulation_share}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe]:
+    """Takes the quantized GEMMs of a layer apart.
+
+    Args:
+        operands: of the layer; from `captured` or from a dump.
+        recipe: of the layer, overrides applied.
+    Returns:
+        One for each quantized GEMM; without dy only fprop's.
+
+    Example:
+        >>> import ottava
+        >>> x, w, dy = torch.randn(64, 128), torch.randn(32, 128), torch.randn(64, 32)
+        >>> x[:, 0] *= 1e6                                              # an outlier channel
+        >>> probes = probe_gemms(Operands(x, w, dy, {}), ottava.RECIPES["rowwise"])
+        >>> [probe.gemm for probe in probes], probes[2].both_db > 25
+        (['fprop', 'dgrad', 'wgrad'], True)
+    """
+    if isinstance(operands, GemmDump):
+        operands = Operands(operands.x, operands.w, operands.dy, {})
+    probes = []
+    for name in GEMMS:
+        cells: GemmRecipe = getattr(recipe, name)
+        if cells.lhs is None or cells.rhs is None or (operands.dy is None and name != "fprop"):
+            continue
+        probes.append(_probe(name, cells, cells.lhs, cells.rhs, operands))
+    return probes
+
+
+def cast_evidence(operands: Operands, gemm_name: str, side: str, spec: QuantizationSpec) -> dict[str, float]:
+    """Statistics of one cast: what an operand loses by it."""
+    tensor, x = operands.side(gemm_name, side)
+    tally = measure(x, quantize(x, spec, scale=_scale(operands, tensor, spec)))
+    return {name: float(STATISTICS[name].finish(tally)) for name in _EVIDENCE}
+
+
+@contextmanager
+def captured(layer: Any) -> Iterator[dict[str, Any]]:
+    """While it lasts, keeps what the doors of an ottava layer get first; `operands_of` makes operands of it."""
+    seen: dict[str, Any] = {"scales": {}}
+
+    def keep(tensor: str, x: Tensor, _: Any) -> None:
+        if tensor not in seen:
+            door = getattr(layer.quantizers, tensor)
+            seen[tensor] = x.detach().clone()
+            if door.spec is not None and bool(door.scale > 0):
+                seen["scales"][tensor] = door.scale.clone()
+
+    with door_hooks(layer, keep):
+        yield seen
+
+
+def operands_of(seen: Mapping[str, Any]) -> Operands | None:
+    """What `captured` kept; None where the layer cast nothing."""
+    if "input" not in seen or "weight" not in seen:
+        return None
+    return Operands(seen["input"], seen["weight"], seen.get("grad_output"), seen["scales"])
+
+
+@torch.no_grad()
+def _probe(name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: QuantizationSpec, operands: Operands) -> GemmProbe:
+    (left, a), (right, b) = operands.side(name, "lhs"), operands.side(name, "rhs")
+    a_q = quantize(a, lhs, scale=_scale(operands, left, lhs))
+    b_q = quantize(b, rhs, scale=_scale(operands, right, rhs))
+    exact_a, exact_b = a.float(), b.float()
+    near_a, near_b = a_q.dequantize(torch.float32), b_q.dequantize(torch.float32)
+    reference = exact_a @ exact_b.t()
+    records: list[GemmRecord] = []
+    y = gemm(a_q, b_q, out_dtype=torch.float32, fast_accum=cells.fast_accum, compute=cells.compute, log=records.append)
+    return GemmProbe(
+        gemm=name,
+        lhs=str(lhs),
+        rhs=str(rhs),
+        only_lhs_db=_sqnr(near_a @ exact_b.t(), reference),
+        only_rhs_db=_sqnr(exact_a @ near_b.t(), reference),
+        both_db=_sqnr(near_a @ near_b.t(), reference),
+        native_db=_sqnr(y, reference),
+        row_p50_db=_row_sqnr(y, reference),
+        emulated=not records[0].native,
+    )
+
+
+def _scale(operands: Operands, tensor: str, spec: QuantizationSpec) -> Tensor | None:
+    return operands.scales.get(tensor) if spec.predicted else None
+
+
+def _sqnr(y: Tensor, reference: Tensor) -> float:
+    noise, signal = float((y - reference).double().square().sum()), float(reference.double().square().sum())
+    return math.inf if noise == 0 else -10 * math.log10(noise / signal) if signal > 0 else math.nan
+
+
+def _row_sqnr(y: Tensor, reference: Tensor) -> float:
+    noise, signal = (y - reference).double().square().sum(1), reference.double().square().sum(1)
+    ratio = (noise / signal)[signal > 0]
+    middle = float(ratio.median()) if ratio.numel() else math.nan
+    return math.inf if middle == 0 else -10 * math.log10(middle)

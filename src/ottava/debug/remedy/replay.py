@@ -1,0 +1,221 @@
+"""One batch, replayed under any recipe: the same numbers every time, and no trace left in the model.
+
+What is put back after each replay: gradients, buffers, all state of predicted scales (histories, staged amaxes, cached
+weights, the counters of `ScalingState`), torch's random generators. Parameters and optimizer are never touched.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.autocast import autocast
+from ottava.debug.random_state import random_states, random_states_kept
+from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.recipe import Recipe
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> scalar; calls the model."""
+_DOOR_STATE = ("spec", "pack", "staged", "cached")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one replay gave."""
+
+    loss: float
+    gradients: tuple[Tensor | None, ...]
+    """One per trained parameter, in the model's order; None where it got none, empty where none was asked for."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one replay is from another."""
+
+    loss: float
+    """Of the replay."""
+    error: float
+    """0 to 1: root mean square over parameters of |g - g0| / |g0|, each at most 1, so that a small parameter counts
+    like a large one; or, where losses are compared, |loss - loss0| / |loss0|. 1 where something is not finite."""
+    angle_deg: float
+    """Between the whole gradients; NaN where losses are compared."""
+
+
+class Replay:
+    """A batch that can be run again.
+
+    Args:
+        model: any module with ottava layers.
+        batch: handed to `loss` as it is.
+        loss: (model, batch) -> scalar.
+        random: states of torch's generators that every replay starts from; None takes those of now.
+        target: compare "gradient" (runs backward) or "loss".
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> x = torch.randn(8, 64, dtype=torch.bfloat16)
+        >>> replay = Replay(model, x, lambda net, batch: net(batch).float().square().mean())
+        >>> reference = replay.run(None)
+        >>> 0.01 < replay.compare(replay.run(ottava.RECIPES["tensorwise"]), reference).error < 0.1
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        random: Mapping[str, Tensor] | None = None,
+        target: str = "gradient",
+    ) -> None:
+        self.model, self.batch, self.loss, self.target = model, batch, loss, target
+        self.random = random_states() if random is None else random
+        self.runs = 0
+
+    def run(self, recipe: Recipe | None, *, own: bool = False) -> Outcome:
+        """Runs it under a recipe; None: in high precision; own: every layer under its own."""
+        self.runs += 1
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with untouched(self.model), random_states_kept(self.random):
+            context = autocast() if own else autocast(recipe, enabled=recipe is not None)
+            with torch.set_grad_enabled(self.target == "gradient"), context, torch.compiler.set_stance("force_eager"):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "recipe .* is running on float32")  # as its training has said
+                    value = self.loss(self.model, self.batch)
+                if self.target == "gradient":
+                    value.backward()
+            gradients = tuple(p.grad for p in parameters) if self.target == "gradient" else ()
+            return Outcome(float(value.detach()), gradients)
+
+    def compare(self, outcome: Outcome, reference: Outcome) -> Deviation:
+        """How far `outcome` is from `reference`."""
+        if self.target == "loss":
+            gap = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
+            return Deviation(outcome.loss, min(gap, 1.0) if math.isfinite(gap) else 1.0, math.nan)
+        return Deviation(outcome.loss, *gradient_error(outcome.gradients, reference.gradients))
+
+
+def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> tuple[float, float]:
+    """`Deviation.error` and `Deviation.angle_deg` of two gradients; tensors that are None or zero in the reference are
+    left out.
+
+    Example:
+        >>> one, other = [torch.tensor([3.0, 0.0])], [torch.tensor([0.0, 3.0])]
+        >>> error, angle = gradient_error(one, other)
+        >>> error, round(angle)
+        (1.0, 90)
+    """
+    shares, dot, norm, norm0 = [], 0.0, 0.0, 0.0
+    for g, g0 in zip(got, reference, strict=True):
+        if g0 is None:
+            continue
+        a = torch.zeros_like(g0) if g is None else g
+        a, b = a.double().flatten(), g0.double().flatten()
+        square = float(b @ b)
+        if square == 0.0:
+            continue
+        own = float(a @ a)
+        share = float((a - b) @ (a - b)) / square
+        shares.append(min(share, 1.0) if math.isfinite(share) else 1.0)
+        dot, norm, norm0 = dot + float(a @ b), norm + own, norm0 + square
+    if not shares:
+        return 0.0, 0.0
+    error = math.sqrt(sum(shares) / len(shares))
+    if not math.isfinite(norm) or norm == 0.0:
+        return error, 90.0
+    return error, math.degrees(math.acos(max(-1.0, min(1.0, dot / math.sqrt(norm * norm0)))))
+
+
+def ottava_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that run under a recipe, by their full names, in the order of the model.
+
+    Raises:
+        ValueError: there are none, or two have one name (converted apart).
+    """
+    found: dict[str, Any] = {}
+    for layer in _layers(model):
+        if layer.name in found:
+            raise ValueError(
+                f"two layers are called {layer.name!r}: they were converted apart; call ottava.convert on the whole "
+                "model, so that each has its full name"
+            )
+        found[layer.name] = layer
+    if not found:
+        raise ValueError(
+            "the model has no ottava layers, so there is no recipe to take apart; ottava.convert(model) first, or a "
+            "copy of it"
+        )
+    return found
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back whatever forward and backward change in a model: gradients, buffers, state of predicted scales."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items() if b is not None}) for m in model.modules()
+    ]
+    doors = [
+        (m, {n: v for n, v in vars(m).items() if n in _DOOR_STATE}, m.staged.clone() if m.spec is not None else None)
+        for m in model.modules()
+        if isinstance(m, Quantizer)
+    ]
+    layers = _layers(model)
+    calls = [(layer, getattr(layer, "last_call", None)) for layer in layers]
+    states = {id(s): (s, _copied(vars(s))) for s in (getattr(layer, "scaling_state", None) for layer in layers) if s}
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module, tensors, values in buffers:
+                module._buffers = tensors
+                for name, value in values.items():
+                    tensors[name].copy_(value)  # type: ignore[union-attr]  # values holds only those that are tensors
+            for door, attributes, staged in doors:
+                for name in _DOOR_STATE:
+                    vars(door).pop(name, None)
+                vars(door).update(attributes)
+                if staged is not None:
+                    door.staged.copy_(staged)
+            for layer, call in calls:
+                layer.last_call = call
+            for state, attributes in states.values():
+                vars(state).clear()
+                vars(state).update(attributes)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "quantizers", None), LinearQuantizers)]
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, (set, dict, list)) else value for name, value in attributes.items()}
+
+
+@contextmanager
+def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[None]:
+    """Calls hook(tensor, x, (row, col)) after every cast of a layer; what it returns, if anything, takes the place of
+    the operands."""
+    handles = [
+        door.register_forward_hook(lambda _, args, output, name=name: hook(name, args[0], output))
+        for name, door in layer.quantizers.named_children()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,179 @@
+"""A table of statistics as a grid: casts down, looks across. Every cell is one real row of the table.
+
+A run of thousands of looks does not fit on a page: neighbouring looks then share a column, and the cell shows the worst
+of them (`scales`), never a mean, so that no spike is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ottava.debug.layer_names import KINDS, layer_index, layer_kind
+from ottava.debug.report.scales import SCALES, Values, format_floor
+from ottava.debug.run.reader import Table
+from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.statistics import STATISTICS
+
+Index = npt.NDArray[np.int64]
+_KIND_ORDER = ("qkv", "proj", "fc1", "fc2", "router", "linear", "lm_head")
+
+
+class Worst(NamedTuple):
+    """The most alarming cell of a look, or of a run."""
+
+    slot: int
+    look: int
+    metric: str
+    value: float
+    level: float
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Casts x looks.
+
+    Example:
+        >>> from ottava.debug.tally import Tally
+        >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        >>> columns = {"step": np.array([5]), **{f: np.array([v], dtype=object) for f, v in key._asdict().items()}}
+        >>> table = Table(columns, Tally(n=np.ones(1)), [{"underflow_pct": 12.0}])
+        >>> grid = Grid.of(table, most=100)
+        >>> grid.worst()
+        Worst(slot=0, look=0, metric='underflow_pct', value=12.0, level=0.885...)
+    """
+
+    slots: list[SlotKey]
+    """In the order of the page: by tensor, kind of layer, layer."""
+    looks: list[tuple[int, int]]
+    """First and last step of each column."""
+    row: Index
+    """(slots, looks): number of the table's row behind each cell, -1 where there is none."""
+    step: Index
+    """(slots, looks): its step."""
+    values: Mapping[str, Values]
+    """Statistic -> (slots, looks); those that are known nowhere are left out."""
+    floor: Values
+    """(slots,): `format_floor`."""
+
+    @classmethod
+    def of(cls, table: Table, most: int, metrics: tuple[str, ...] = tuple(STATISTICS), by: str = "") -> Grid:
+        """The grid of a table.
+
+        Args:
+            most: columns at most.
+            metrics: statistics to have.
+            by: of rows that share a cell, the one with the largest number of this statistic stands for all; the most
+                alarming one by default.
+        """
+        slots = _ordered(table.slots())
+        steps = np.unique(table["step"]) if len(table) else np.array([], dtype=np.int64)
+        chunks = [chunk for chunk in np.array_split(steps, max(1, min(most, len(steps)))) if len(chunk)]
+        edges = np.array([chunk[0] for chunk in chunks], dtype=np.int64)
+        number = {slot: i for i, slot in enumerate(slots)}
+        fields = zip(*(table[name] for name in SlotKey._fields), strict=True)
+        down = np.array([number[SlotKey(*key)] for key in fields], dtype=np.int64)
+        across = np.searchsorted(edges, table["step"], side="right") - 1
+        floor = np.array([format_floor(slot.format) for slot in slots])
+        columns = {name: table.metric(name) for name in metrics}
+        alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
+        order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last one to be written wins
+        row = np.full((len(slots), len(chunks)), -1, dtype=np.int64)
+        row[down[order], across[order]] = order
+        values = {}
+        for name, column in columns.items():
+            if np.isfinite(column).any() or np.isinf(column).any():
+                values[name] = np.where(row >= 0, column[row], np.nan)
+        step = np.where(row >= 0, table["step"][row], -1) if len(table) else row
+        looks = [(int(chunk[0]), int(chunk[-1])) for chunk in chunks]
+        return cls(slots, looks, row, step, values, floor)
+
+    def alarm(self) -> tuple[Values, npt.NDArray[np.object_]]:
+        """(slots, looks): the highest level of the statistics that tell health, and which one that is."""
+        return _alarm(self.values, self.floor[:, None], self.row.shape)
+
+    def worst(self) -> Worst | None:
+        """The most alarming cell; None where nothing tells health."""
+        found = [worst for worst in self.worst_of_looks() if worst is not None]
+        return max(found, key=lambda worst: worst.level, default=None)
+
+    def worst_of_looks(self) -> list[Worst | None]:
+        """The most alarming cell of each column; None where nothing is known that tells health, or nothing was lost."""
+        if not self.slots:
+            return []
+        level, metric = self.alarm()
+        slots = np.argmax(np.nan_to_num(level, nan=-np.inf, posinf=1e9), axis=0)
+        found: list[Worst | None] = []
+        for look, slot in enumerate(slots.tolist()):
+            name = metric[slot, look]
+            if name is None or level[slot, look] == -np.inf:
+                found.append(None)
+                continue
+            value = float(self.values[name][slot, look])
+            found.append(Worst(slot, look, name, value, float(level[slot, look])))
+        return found
+
+    def groups(self) -> list[dict[str, object]]:
+        """Casts that a picture shows together: those of one tensor whose layers are named alike but for a number.
+
+        Returns:
+            title, kind, tensor, and members: pairs of a cast's number and its label within the group.
+        """
+        patterns = [_pattern(slot.layer) for slot in self.slots]
+        layers: dict[tuple[str, str], set[str]] = {}
+        for slot, (pattern, _) in zip(self.slots, patterns, strict=True):
+            layers.setdefault((slot.tensor, pattern), set()).add(slot.layer)
+        groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+        for i, (slot, (pattern, label)) in enumerate(zip(self.slots, patterns, strict=True)):
+            kind = layer_kind(slot.layer)
+            alone = len(layers[slot.tensor, pattern]) == 1
+            key = (slot.tensor, kind, "" if alone else pattern)
+            groups.setdefault(key, []).append((i, slot.layer if alone else label))
+        return [
+            {"tensor": tensor, "kind": kind, "title": pattern, "members": members}
+            for (tensor, kind, pattern), members in groups.items()
+        ]
+
+
+def _alarm(
+    values: Mapping[str, Values], floor: Values, shape: tuple[int, ...] | None = None
+) -> tuple[Values, npt.NDArray[np.object_]]:
+    shape = shape or floor.shape
+    level = np.full(shape, np.nan)
+    metric = np.full(shape, None, dtype=object)
+    for name, scale in SCALES.items():
+        if not scale.health or name not in values:
+            continue
+        here = scale.levels(values[name], floor)
+        higher = (here > level) | (np.isnan(level) & ~np.isnan(here))
+        level, metric = np.where(higher, here, level), np.where(higher, name, metric)
+    return level, metric
+
+
+def _ordered(slots: list[SlotKey]) -> list[SlotKey]:
+    """By tensor, then kind, then number of the layer; else as they came, which is the order of the forward."""
+    tensors, kinds = list(SYMBOLS), [*_KIND_ORDER, *KINDS]
+    patterns = list(dict.fromkeys(_pattern(slot.layer)[0] for slot in slots))
+    rank = {pattern: i for i, pattern in enumerate(patterns)}
+
+    def place(numbered: tuple[int, SlotKey]) -> tuple[int, int, int, int, int]:
+        came, slot = numbered
+        tensor = tensors.index(slot.tensor) if slot.tensor in tensors else len(tensors)
+        pattern = rank[_pattern(slot.layer)[0]]
+        return tensor, kinds.index(layer_kind(slot.layer)), pattern, layer_index(slot.layer) or 0, came
+
+    return [slot for _, slot in sorted(enumerate(slots), key=place)]
+
+
+def _pattern(layer: str) -> tuple[str, str]:
+    """A layer's name with its first number starred, and that number."""
+    number = layer_index(layer)
+    if number is None:
+        return layer, layer
+    parts = layer.split(".")
+    at = next(i for i, part in enumerate(parts) if part.isdecimal())
+    return ".".join([*parts[:at], "*", *parts[at + 1 :]]), str(number)

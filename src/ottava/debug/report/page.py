@@ -1,0 +1,211 @@
+"""Puts a run's report together: one HTML file that needs nothing else and opens anywhere.
+
+The template (report.html.j2) holds all words and looks, report.js all pictures. Every picture has a table with the same
+numbers, which is there without a script as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from ottava.debug.analysis.compare import compare
+from ottava.debug.analysis.diagnose import diagnose
+from ottava.debug.analysis.what_if import Prediction, predict
+from ottava.debug.report import sections, text
+from ottava.debug.report.grid import Grid
+from ottava.debug.report.payload import payload
+from ottava.debug.report.timeline import marks, not_finite_from, thin, worst_runs
+from ottava.debug.run.reader import Run
+from ottava.debug.statistics import STATISTICS
+
+REPORT = "report.html"
+_MOST_POINTS = 800
+_TABLE_STEPS = 120
+_MOST_PREDICTED_ROWS = 8000
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page, and what its verdict says."""
+
+    html: str
+    """The whole file."""
+    diagnosis: Mapping[str, Any]
+    """`Diagnosis.to_dict()`."""
+
+    def write(self, path: Path) -> Path:
+        """Writes the file, beside its place first, so that no reader sees half of it."""
+        scratch = path.with_name(path.name + ".tmp")
+        scratch.write_text(self.html, encoding="utf-8")
+        scratch.replace(path)
+        return path
+
+
+def write_report(run: Run, *, baseline: Run | None = None, path: Path | str | None = None) -> Path:
+    """Writes the report of a run.
+
+    Args:
+        run: what was watched.
+        baseline: a good run to compare with.
+        path: the file; RUN/report.html by default.
+    Returns:
+        The file.
+    Raises:
+        OSError: it cannot be written.
+    """
+    return make_report(run, baseline=baseline).write(Path(path) if path is not None else run.path / REPORT)
+
+
+def make_report(run: Run, *, baseline: Run | None = None) -> Report:
+    """Analyses a run and makes its page.
+
+    Args: as for `write_report`.
+    """
+    diagnosis = diagnose(run, baseline=baseline).to_dict()
+    comparison = compare(baseline, run).to_dict() if baseline is not None else None
+    html = render_report(
+        run, diagnosis=diagnosis, predictions=_predictions(run), baseline=baseline, comparison=comparison
+    )
+    return Report(html, diagnosis)
+
+
+def _predictions(run: Run) -> list[Prediction]:
+    """What-if for a run; of a long one, only some looks are asked."""
+    table = run.table()
+    steps = np.unique(table["step"])
+    most = max(4, _MOST_PREDICTED_ROWS // max(1, len(table.slots())))
+    if len(steps) > most:
+        table = table.where(step=set(steps[np.linspace(0, len(steps) - 1, most).round().astype(int)].tolist()))
+    return predict(table)
+
+
+def render_report(
+    run: Run,
+    *,
+    diagnosis: Mapping[str, Any],
+    predictions: Sequence[Prediction] = (),
+    baseline: Run | None = None,
+    comparison: Mapping[str, Any] | None = None,
+) -> str:
+    """The page, from a run and what the analysis functions said of it: Diagnosis and Comparison as dicts."""
+    numbers = payload(run.table(phase=None))
+    grid = numbers.grid
+    worst = grid.worst_of_looks()
+    events = marks(run.events)
+    facts = numbers.facts | {
+        "loss": _curves(run),
+        "baseline": _curves(baseline) if baseline is not None else None,
+        "events": events,
+        "worst": [None if w is None else [w.slot, w.metric, w.value, w.level] for w in worst],
+        "start": _start(grid),
+    }
+    found = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(diagnosis.get("findings") or [])]
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {"number": text.number, "elide": text.elide, "listed": text.listed}
+    parts = {name: _part(name) for name in ("report.html.j2", "report.css", "report.js")}
+    html: str = environment.from_string(parts["report.html.j2"]).render(
+        name=run.path.resolve().name,
+        started=str(run.manifest.get("started") or ""),
+        css=Markup(parts["report.css"]),
+        script=Markup(parts["report.js"]),
+        facts=Markup(_json(facts)),
+        packed=numbers.packed,
+        diagnosis=diagnosis,
+        findings=found,
+        questions=sections.pairs(diagnosis.get("questions")),
+        untested=sections.pairs(diagnosis.get("untested")),
+        grid=grid,
+        statistics=STATISTICS,
+        steps_text=text.steps_text,
+        loss_rows=_loss_rows(run, grid, worst),
+        has_loss=bool(facts["loss"]["loss"][0]),
+        has_norm=bool(facts["loss"]["grad_norm"][0]),
+        worst_runs=worst_runs(grid, worst),
+        events=events,
+        worst_table=sections.worst_table(grid),
+        what_if=sections.what_if(predictions),
+        difference=sections.difference(comparison) if comparison is not None else None,
+        baseline=None if baseline is None else baseline.path.resolve().name,
+        coverage=sections.coverage(run.manifest, grid),
+        layers=sections.layer_rows(run.manifest),
+        command=sections.command(run.manifest),
+        facts_of_run=sections.facts_of_run(run.manifest),
+        settings=sections.settings_of_run(run.manifest),
+        ranks=len(run.ranks),
+    )
+    return html.lstrip()
+
+
+def _json(values: Any) -> str:
+    """JSON that may stand in a script element; numbers that are not finite become null."""
+    return json.dumps(_finite(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _part(name: str) -> str:
+    return resources.files("ottava.debug.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    """Loss and gradient norm, thinned; [[], []] where nobody noted them."""
+    steps = run.steps
+    curves: dict[str, Any] = {}
+    for name in ("loss", "grad_norm"):
+        values = steps.get(name, np.zeros(0))
+        known = bool(np.isfinite(values).any())
+        curves[name] = thin(steps["step"], values, _MOST_POINTS) if known else [[], []]
+    curves["not_finite_from"] = not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
+    return curves
+
+
+def _start(grid: Grid) -> dict[str, Any]:
+    """What is selected when the page opens: the worst cell of the run, coloured by what is worst there."""
+    worst = grid.worst()
+    if worst is not None and worst.level > 0:
+        return {"slot": worst.slot, "look": worst.look, "metric": worst.metric}
+    liked = (*sections.WORST_COLUMNS, *grid.values)
+    metric = next((name for name in liked if name in grid.values), None)
+    return {"slot": 0, "look": max(0, len(grid.looks) - 1), "metric": metric}
+
+
+def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any]]:
+    """The picture of loss and worst tensors as a table: a row a look, or a row a step where there was no look."""
+    steps, loss, norm = run.steps["step"], run.steps["loss"], run.steps.get("grad_norm")
+    at = {int(step): i for i, step in enumerate(steps)}
+    tensors = {}
+    for look, found in enumerate(worst):
+        if found is not None:
+            tensors[int(grid.step[found.slot, look])] = found
+    wanted = sorted({*tensors, *(at if not tensors else ())})
+    every = -(-len(wanted) // _TABLE_STEPS) or 1
+    rows = []
+    for step in [step for i, step in enumerate(wanted) if i % every == 0 or i == len(wanted) - 1]:
+        i, found = at.get(step), tensors.get(step)
+        row = {"step": step, "loss": text.number(float(loss[i])) if i is not None else text.number(None)}
+        row["grad_norm"] = text.number(float(norm[i])) if i is not None and norm is not None else text.number(None)
+        row |= {"layer": "", "tensor": "", "metric": "", "value": ""}
+        if found is not None:
+            slot = grid.slots[found.slot]
+            value = text.number(found.value, STATISTICS[found.metric].unit)
+            row |= {"layer": slot.layer, "tensor": sections.symbol(slot.tensor), "metric": found.metric, "value": value}
+        rows.append(row)
+    return rows

@@ -1,0 +1,164 @@
+"""What the page's script draws from: a little JSON, and all numbers as deflated 32-bit floats in base64.
+
+Numbers keep 12 bits of mantissa, more than three digits. Their four bytes go into four planes, which deflate packs to
+about a third. If that is still too much for one page, neighbouring looks share a column, worst first (`grid`).
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ottava.debug.report.grid import Grid
+from ottava.debug.report.scales import SCALES, Values
+from ottava.debug.run.reader import Table
+from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.statistics import STATISTICS
+from ottava.formats import FORMATS
+
+MAX_BYTES = 1_450_000
+"""Of base64, so that a whole page stays under 2 MB."""
+_LOOKS = (240, 160, 110, 80, 56, 40, 28, 20, 14, 10, 7, 5, 3)
+_MAX_HISTOGRAMS = 1200
+_SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
+_HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
+_DROPPED_BITS = 11
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """The numbers of a page."""
+
+    facts: dict[str, Any]
+    """Plain JSON: what the arrays in `packed` mean."""
+    packed: str
+    """base64 of deflated byte planes."""
+    grid: Grid
+
+
+def payload(table: Table) -> Payload:
+    """The payload of all rows of a run, light ones too (`Run.table(phase=None)`)."""
+    full = table.where(phase="full")
+    light = len(full) < len(table)
+    main = full if len(full) else table
+    steps = len(np.unique(main["step"]))
+    for most in (min(steps, _LOOKS[0]), *(most for most in _LOOKS if most < steps)):
+        grid = Grid.of(main, most)
+        series = Grid.of(table, 2 * most, _SERIES, by="amax") if light and len(full) else None
+        facts, packed = _pack(main, grid, series)
+        if len(packed) <= MAX_BYTES:
+            break
+    return Payload(facts, packed, grid)
+
+
+def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any], str]:
+    names = [name for name in STATISTICS if name in grid.values]
+    arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
+    histograms, counts = _histograms(table, grid)
+    facts = {
+        "slots": [{**slot._asdict(), "symbol": SYMBOLS.get(slot.tensor, slot.tensor)} for slot in grid.slots],
+        "groups": grid.groups(),
+        "looks": grid.looks,
+        "metrics": [_metric(name, grid.values[name]) for name in names],
+        "floor": [None if np.isnan(v) else round(float(v), 2) for v in grid.floor],
+        "formats": _formats(),
+        "histograms": histograms,
+        "counts": len(counts),
+    }
+    if series is not None:
+        facts["series"] = {"slots": [grid.slots.index(slot) for slot in series.slots], "looks": len(series.looks)}
+        facts["series"]["names"] = [name for name in _SERIES if name in series.values]
+        arrays += [series.values[name].ravel() for name in facts["series"]["names"]]
+        arrays.append(series.step.ravel().astype(np.float64))
+    return facts, pack(np.concatenate([*arrays, counts]))
+
+
+def pack(values: Values) -> str:
+    """Floats as base64 of deflated byte planes, the highest byte first.
+
+    Example:
+        >>> unpack(pack(np.array([1.0, -2.5, 448.0, np.inf]))).tolist()
+        [1.0, -2.5, 448.0, inf]
+    """
+    with np.errstate(over="ignore"):
+        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    special = (bits & 0x7F800000) == 0x7F800000
+    rounded = (bits + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
+    planes = np.where(special, bits, rounded).astype(">u4").view(np.uint8).reshape(-1, 4).T
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode("ascii")
+
+
+def unpack(packed: str) -> npt.NDArray[np.float32]:
+    """The inverse of `pack`, as report.js does it."""
+    planes = np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype=np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view(">u4").astype(np.uint32).view(np.float32).ravel()
+
+
+def _metric(name: str, values: Values) -> dict[str, Any]:
+    """What the script needs to show a statistic and to colour it."""
+    statistic, scale = STATISTICS[name], SCALES.get(name)
+    entry: dict[str, Any] = {"name": name, "unit": statistic.unit, "meaning": statistic.meaning}
+    if scale is not None:
+        ends = {"calm": scale.calm, "alarm": scale.alarm, "log": scale.log, "below": scale.below_format}
+        return entry | {"warns": True, **ends}
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    log = low > 0 and high > 30 * low
+    return entry | {"warns": False, "calm": low, "alarm": high, "log": log, "below": False}
+
+
+def _formats() -> dict[str, dict[str, float]]:
+    """Formats whose window the tensor page can show: signed ones of up to 8 bits."""
+    return {
+        name: {
+            "max": fmt.max,
+            "clip": fmt.max + math.ldexp(fmt.eps, fmt.emax) / 2,  # up to there rounds to max
+            "normal": fmt.min_normal,
+            "subnormal": fmt.min_subnormal,
+            "eps": fmt.eps,
+        }
+        for name, fmt in FORMATS.items()
+        if fmt.signed and fmt.has_zero and fmt.bits <= 8
+    }
+
+
+def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
+    """For each cast the histograms of some looks: the worst, the first, the last, and as many between as there is room.
+
+    Returns:
+        [slot, look, then first bin and bins of each histogram], and all their counts one after another.
+    """
+    each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
+    alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
+    entries: list[list[int]] = []
+    counts: list[Values] = [np.zeros(0)]
+    exponents = np.asarray(table.tallies.exponents)
+    for slot in range(len(grid.slots)):
+        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if exponents[grid.row[slot, k]].any()]
+        if not known:
+            continue
+        worst = known[int(np.argmax(alarm[slot, known]))]
+        for look in sorted({worst, *_spread(known, each)}):
+            entry = [slot, look]
+            for name in _HISTOGRAMS:
+                bins = np.asarray(getattr(table.tallies, name)[grid.row[slot, look]])
+                filled = np.flatnonzero(bins)
+                first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
+                entry += [first, last - first]
+                counts.append(bins[first:last])
+            entries.append(entry)
+    return entries, np.concatenate(counts)
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """Up to `most` of them, evenly, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, most).round().astype(int)]

@@ -1,0 +1,122 @@
+"""What happened when: the loss thinned to what a screen shows, events as marks, and which tensor was worst."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ottava.debug.report.grid import Grid, Worst
+from ottava.debug.report.scales import Values
+from ottava.debug.report.text import number
+from ottava.debug.run.schema import SYMBOLS
+
+EVENT_LETTERS = MappingProxyType(
+    {
+        "trigger": "T",
+        "burst": "B",
+        "flight": "L",
+        "dump": "D",
+        "check": "C",
+        "resumed": "R",
+        "fallback": "F",
+        "spike": "S",
+        "rewind": "R",
+        "warning": "W",
+        "overhead": "O",
+    }
+)
+"""The letter on an event's mark; others have their own first letter."""
+QUIET = frozenset({"burst", "flight", "dump", "overhead"})
+"""Events about the watching, not about the training: in the table, not in the picture."""
+_SAID_ELSEWHERE = frozenset({"step", "rank", "kind"})
+
+
+def thin(steps: npt.NDArray[np.int64], values: Values, most: int) -> list[list[float | None]]:
+    """A series with at most `most` points, its peaks kept: of each stretch the first lowest and the first highest.
+
+    Returns:
+        [steps, values]; None where a value is not finite.
+
+    Example:
+        >>> thin(np.arange(6), np.array([1.0, 9.0, 1.0, 1.0, 1.0, np.nan]), most=4)
+        [[0, 1, 3, 5], [1.0, 9.0, 1.0, None]]
+    """
+    keep = np.arange(len(steps))
+    if len(steps) > most:
+        kept: set[int] = {0, len(steps) - 1}
+        for chunk in np.array_split(keep, max(1, most // 2)):
+            finite = chunk[np.isfinite(values[chunk])]
+            if len(finite):
+                kept |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
+        keep = np.array(sorted(kept))
+    shown = [float(v) if math.isfinite(v) else None for v in values[keep]]
+    return [[int(step) for step in steps[keep]], shown]
+
+
+def not_finite_from(steps: npt.NDArray[np.int64], values: Values) -> int | None:
+    """The step after which no value is finite any more; None where the last one is, or none ever was.
+
+    Example:
+        >>> not_finite_from(np.array([1, 2, 3]), np.array([2.0, np.nan, np.inf]))
+        2
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if not len(finite) or finite[-1] == len(values) - 1:
+        return None
+    return int(steps[finite[-1] + 1])
+
+
+def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Events as the page shows them: step, kind, letter, quiet, text.
+
+    Example:
+        >>> marks([{"step": 7, "rank": 0, "kind": "trigger", "reason": "clipping", "value": 0.02, "threshold": 1e-5}])
+        [{'step': 7, 'kind': 'trigger', 'letter': 'T', 'quiet': False, 'text': 'reason clipping, value 0.0200, ...'}]
+    """
+    shown = []
+    for event in sorted(events, key=lambda event: int(event["step"])):
+        kind = str(event.get("kind", "event"))
+        facts = [f"{key} {_fact(value)}" for key, value in event.items() if key not in _SAID_ELSEWHERE]
+        letter = EVENT_LETTERS.get(kind, kind[:1].upper())
+        step = int(event["step"])
+        shown.append({"step": step, "kind": kind, "letter": letter, "quiet": kind in QUIET, "text": ", ".join(facts)})
+    return shown
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "unknown"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return number(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def worst_runs(grid: Grid, worst: Sequence[Worst | None]) -> list[dict[str, Any]]:
+    """The strip of worst tensors in words: neighbouring looks with the same worst tensor and statistic as one.
+
+    Returns:
+        first and last step, layer, tensor (its symbol), metric, and the worst value with its step and slot.
+    """
+    runs: list[dict[str, Any]] = []
+    for (first, last), found in zip(grid.looks, worst, strict=True):
+        if found is None:
+            continue
+        slot = grid.slots[found.slot]
+        here = {"layer": slot.layer, "tensor": SYMBOLS.get(slot.tensor, slot.tensor), "metric": found.metric}
+        step = int(grid.step[found.slot, found.look])
+        peak = {"value": found.value, "level": found.level, "step": step, "slot": found.slot}
+        if runs and all(runs[-1][key] == value for key, value in here.items()) and runs[-1]["slot"] == found.slot:
+            runs[-1]["last"] = last
+            if found.level > runs[-1]["level"]:
+                runs[-1] |= peak
+        else:
+            runs.append({"first": first, "last": last, **here, **peak})
+    return runs

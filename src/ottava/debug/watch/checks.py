@@ -1,0 +1,215 @@
+"""What must agree at a door: the codes, their scale, the tensor that they stand for, and the history behind the scale.
+
+Every cast rounds to a neighbouring number of its format, so each element lies within one step of what its code decodes
+to, whatever the recipe; where many do not, the operand is a cast of something else. Which of the three bugs it is shows
+in what else fits:
+
+    stored_scale      codes times some other factor would fit: the scale was changed without casting again
+    row_col           the operand of x fits and that of x.T does not, or the other way round
+    stale_weight      neither operand of a weight fits: they are casts of an earlier one
+    wrong_tensor      neither operand of another tensor does
+    nonfinite_scale   a stored scale is infinite or NaN
+    history_twice     the amax history holds every entry twice
+    master            an FP8 parameter is no cast of its master weight (`check_master`)
+
+Source: the signatures of TransformerEngine #1047, #738, #539, PR #1121; transformers #47030; torchao #3356.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.debug.measure import take_rows
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantizer import Quantizer
+
+Facts = dict[str, Any]
+"""Of an event "check": check, layer, tensor, value, ..."""
+
+_ROWS = 256
+"""Looked at, of every operand: a multiple of every block's height."""
+_TOLERATED = 1e-3
+"""Share of elements beyond their step that is no news: 0 by arithmetic, this much for scales kept in fewer digits."""
+_SLACK = 1e-4
+"""Relative: a stored fp32 reciprocal, and the two roundings of NVFP4's scales, move a number by less."""
+_LEAST_PAIRS = 3
+
+
+class Checks:
+    """Called with the operands of every cast that is looked at; passes what is wrong to `report`, once a place.
+
+    Args:
+        report: gets the facts of an event "check".
+
+    Example:
+        >>> import ottava
+        >>> found = []
+        >>> checks, door = Checks(found.append), Quantizer()
+        >>> spec = ottava.QuantizationSpec(ottava.E4M3)
+        >>> x = torch.linspace(-1, 1, 64).reshape(4, 16)
+        >>> row, col = door(x, spec, spec)
+        >>> checks("fc1", "weight", door, x, row, col)
+        >>> found
+        []
+        >>> checks("fc1", "weight", door, x.flip(0), row, col)      # the weight has changed, its codes have not
+        >>> [(fact["check"], fact["value"]) for fact in found]
+        [('stale_weight', 100.0)]
+    """
+
+    def __init__(self, report: Callable[[Facts], None]) -> None:
+        self.report = report
+        self._said: set[tuple[str, str, str]] = set()
+
+    def __call__(self, layer: str, tensor: str, door: Quantizer, x: Tensor, row: Any, col: Any) -> None:
+        """Checks one cast: x (R, C), the operand of x and that of x.T; each may be None or a plain tensor."""
+        for facts in (check_operands(tensor, x, row, col), check_history(door)):
+            if facts is None or (key := (layer, tensor, facts["check"])) in self._said:
+                continue
+            self._said.add(key)
+            self.report({"layer": layer, "tensor": tensor, **facts})
+
+
+@torch.no_grad()
+def check_operands(tensor: str, x: Tensor, row: Any, col: Any) -> Facts | None:
+    """Whether both operands are casts of x.
+
+    Args:
+        tensor: input, weight or grad_output.
+        x: (R, C) before the cast.
+        row, col: operand of x (R, C) and of x.T (C, R); what is no QuantizedTensor is not checked.
+    Returns:
+        None, or the facts of an event: "value" is the share of elements [%] that lie beyond one step of their format.
+    """
+    sides = [
+        (name, *_sampled(matrix, operand))
+        for name, matrix, operand in (("row", x, row), ("col", x.t(), col))
+        if isinstance(operand, QuantizedTensor) and operand.data.numel()
+    ]
+    for name, _, operand in sides:
+        broken = ~operand.scale_inv.isfinite()
+        if bool(broken.any()):
+            share = 100 * float(broken.to(torch.float32).mean())
+            return {"check": "nonfinite_scale", "direction": name, "value": round(share, 3), "unit": "% of scales"}
+    wrong = {name: share_beyond_a_step(matrix, operand) for name, matrix, operand in sides}
+    bad = [name for name, share in wrong.items() if share > _TOLERATED]
+    if not bad:
+        return None
+    facts: Facts = {"direction": bad[0], "value": round(100 * wrong[bad[0]], 1), "unit": "% of elements"}
+    matrix, operand = next((m, o) for name, m, o in sides if name == bad[0])
+    factor = _best_factor(matrix, operand)
+    if factor is not None:
+        return {"check": "stored_scale", "factor": factor, **facts}
+    if len(bad) < len(sides):
+        return {"check": "row_col", **facts}
+    return {"check": "stale_weight" if tensor == "weight" else "wrong_tensor", **facts}
+
+
+@torch.no_grad()
+def check_master(master: Tensor, parameter: QuantizedTensor | Tensor, *, format_eps: float = 0.125) -> Facts | None:
+    """Whether an FP8 parameter is a cast of its master weight, as it must be at step 0 and after every optimizer step.
+
+    Args:
+        master: (R, C) in high precision.
+        parameter: the FP8 weight, or its dequantized values, for which the step is taken from `format_eps`.
+    Returns:
+        None, or the facts of an event "check".
+    """
+    if isinstance(parameter, QuantizedTensor):
+        share = share_beyond_a_step(*_sampled(master, parameter))
+    else:
+        known = parameter != 0
+        distance = (master.float() - parameter.float()).abs()
+        beyond = (distance > parameter.float().abs() * (format_eps / 2) * (1 + _SLACK)) & known
+        share = float(beyond.sum()) / max(float(known.sum()), 1.0)
+    if share <= _TOLERATED:
+        return None
+    return {"check": "master", "value": round(100 * share, 1), "unit": "% of elements"}
+
+
+def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:
+    """Share of the non-zero finite elements that lie further from their decoded code than rounding moves them.
+
+    Elements beyond the largest number are clipped, and left out; so are blocks whose scale is 0.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.randn(64, 64)
+        >>> x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
+        >>> share_beyond_a_step(x, x_q), share_beyond_a_step(1.2 * x, x_q) > 0.9
+        (0.0, True)
+    """
+    fmt, shape = x_q.spec.format, (x.shape[0], x.shape[1])
+    scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape).to(torch.float32)
+    x = x.to(torch.float32)
+    magnitude = x.abs()
+    usable = x.isfinite() & (scale_inv > 0) & (magnitude <= fmt.max * scale_inv) & (magnitude > 0)
+    # between two neighbours a step lies; to the nearest it is half of one, stochastic rounding goes to either
+    part = 0.5 if x_q.spec.rounding == "nearest_even" else 1.0
+    step = torch.maximum(magnitude * fmt.eps, scale_inv * math.ldexp(fmt.eps, fmt.emin))
+    distance = (x - x_q.dequantize(torch.float32)).abs()
+    beyond = (distance > part * step * (1 + _SLACK)) & usable
+    return float(beyond.sum()) / max(float(usable.sum()), 1.0)
+
+
+def check_history(door: Quantizer) -> Facts | None:
+    """Whether the amax history of a door holds every entry twice: it was moved on twice in each step.
+
+    Only a window in which all pairs agree and neighbours of different pairs do not says so: an input that never changes
+    fills it with one number.
+    """
+    history = getattr(door, "amax_history", None)
+    if not isinstance(history, Tensor):
+        return None
+    entries = [value for value in history.tolist() if value > 0]
+    for shift in (0, 1):  # the newest entry may stand alone
+        pairs = list(zip(entries[shift::2], entries[shift + 1 :: 2], strict=False))
+        if len(pairs) < _LEAST_PAIRS or any(a != b for a, b in pairs):
+            continue
+        distinct = sum(a[1] != b[0] for a, b in itertools.pairwise(pairs))
+        if distinct * 2 > len(pairs) - 1:
+            return {"check": "history_twice", "value": float(len(pairs)), "unit": "pairs of equal entries"}
+    return None
+
+
+def _sampled(x: Tensor, x_q: QuantizedTensor) -> tuple[Tensor, QuantizedTensor]:
+    """The first rows."""
+    if x.shape[0] <= _ROWS:
+        return x, x_q
+    rows = torch.arange(_ROWS, device=x.device)
+    return x[:_ROWS], take_rows(x_q, rows)
+
+
+def _best_factor(x: Tensor, x_q: QuantizedTensor) -> float | None:
+    """What the stored scale is wrong by, if codes with another scale would fit; the median over blocks.
+
+    The factor is fitted block by block, for rounding a scale to a power of two moves each block's by another one.
+    """
+    granularity, shape = x_q.spec.granularity, (x.shape[0], x.shape[1])
+    q, x = x_q.dequantize(torch.float32), x.to(torch.float32)
+    finite = x.isfinite()
+    product = torch.where(finite, x * q, 0.0)
+    square = torch.where(finite, q * q, 0.0)
+    top, bottom = (granularity.blocks(t.contiguous()).sum(dim=(1, 3), dtype=torch.float64) for t in (product, square))
+    factors = torch.where(bottom > 0, top / torch.where(bottom > 0, bottom, 1.0), 1.0)
+    if not bool((factors > 0).all()):
+        return None
+    fitted = (x_q.scale_inv.to(torch.float64) * factors).to(torch.float32)
+    corrected = QuantizedTensor(x_q.data, fitted.reshape(x_q.scale_inv.shape), x_q.spec, x_q.dtype)
+    wide = granularity.expand(fitted.reshape(x_q.scale_inv.shape), shape)
+    noise = torch.where(finite, x - corrected.dequantize(torch.float32), 0.0).to(torch.float64)
+    signal = torch.where(finite, x, 0.0).to(torch.float64)
+    # a cast of x with any scale leaves an error of half a step; one of another tensor leaves far more
+    limit = (x_q.spec.format.eps / 2) ** 2 * signal.square().sum() + (
+        (wide.to(torch.float64) * math.ldexp(x_q.spec.format.eps, x_q.spec.format.emin)).square().expand(shape).sum()
+        / 4
+    )
+    if float(noise.square().sum()) > float(limit):
+        return None
+    off = factors[(factors - 1).abs() > 0.02]
+    return round(float(off.median()), 4) if off.numel() else None

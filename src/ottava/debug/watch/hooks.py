@@ -1,0 +1,66 @@
+"""torch's global forward hooks, taken away and put back without torch.compile noticing.
+
+Dynamo guards compiled code on the numbers of the hooks that were there when it compiled. A hook that is registered anew
+for every step has a new number each time: every step would compile again, until Dynamo gives up and runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+Before = Callable[[nn.Module, Any], None]
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+class GlobalHooks:
+    """A pair of hooks on every module of the process, which keeps its numbers for life.
+
+    Args:
+        before: called with (module, args) before every forward.
+        after: called with (module, args, kwargs, output) after it, unless it raised.
+
+    Both must begin with `if torch.compiler.is_compiling(): return`, for Dynamo traces them.
+
+    Example:
+        >>> import torch
+        >>> seen = []
+        >>> hooks = GlobalHooks(lambda module, args: None, lambda module, args, kwargs, output: seen.append(module))
+        >>> layer = nn.Linear(2, 2)
+        >>> for attached in (True, False, True):
+        ...     (hooks.attach if attached else hooks.detach)()
+        ...     _ = layer(torch.ones(1, 2))
+        >>> hooks.detach()
+        >>> len(seen)
+        2
+    """
+
+    def __init__(self, before: Before, after: After) -> None:
+        self._before, self._after = before, after
+        self._handles: tuple[RemovableHandle, RemovableHandle] | None = None
+        self.attached = False
+
+    def attach(self) -> None:
+        """They are called from now on."""
+        if self.attached:
+            return
+        self.attached = True
+        if self._handles is None:
+            first = register_module_forward_pre_hook(self._before)
+            self._handles = first, register_module_forward_hook(self._after, with_kwargs=True)
+            return
+        before, after = self._handles
+        torch_module._global_forward_pre_hooks[before.id] = self._before
+        torch_module._global_forward_hooks[after.id] = self._after
+        torch_module._global_forward_hooks_with_kwargs[after.id] = True
+
+    def detach(self) -> None:
+        """No more. Nothing of them is left in torch."""
+        self.attached = False
+        for handle in self._handles or ():
+            handle.remove()

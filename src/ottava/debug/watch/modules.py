@@ -1,0 +1,369 @@
+"""Sees the linears of any PyTorch model: what goes in and out of their GEMMs, from outside.
+
+torch's global forward hooks see every module, those made later too; a hook on the output brings its gradient. Nothing
+is put into the graph: outputs are not replaced, so in-place operations and views after a layer work as ever. Each
+tensor is handed over as the GEMM would get it, detached and (rows, columns), and is not kept.
+
+A forward counts once, however often it is computed. Under no_grad it is evaluation, or the first pass of reentrant
+checkpointing, whose recomputation then counts; a recomputation of non-reentrant checkpointing does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.debug.layer_names import layer_kind
+from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.watch.adapters import Adapter, Part, adapter_of
+from ottava.debug.watch.hooks import GlobalHooks
+from ottava.debug.watch.names import ModuleNames
+from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
+from ottava.quantizer import LinearQuantizers
+
+See = Callable[[str, str, Tensor], None]
+"""(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output"."""
+
+LOOKS_BEFORE_WARNING = 2
+_COMPILED = "in a compiled region, which calls no hooks; watch with compiled='eager'"
+_COMPILED_QUIETLY = (
+    "called no forward hooks: it is compiled (then watch with compiled='eager'), in a CUDA graph, used functionally, "
+    "or did not run"
+)
+_WITHOUT_GRAD = "ran without gradients only"
+_TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
+class _Linear:
+    """A layer that was found, or a part of one; what is said of it in the coverage."""
+
+    __slots__ = ("adapter", "found_at", "module", "name", "seen", "shape", "type", "whys", "without_grad")
+
+    def __init__(self, name: str, module: nn.Module, adapter: Adapter, weight: Tensor | None, looks: int) -> None:
+        self.name, self.module, self.adapter = name, weakref.ref(module), adapter
+        self.type = type(module).__name__
+        self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter.transposed)
+        self.found_at = looks
+        self.seen: dict[str, int] = {}
+        self.whys: dict[str, None] = {adapter.why: None} if adapter.why else {}
+        self.without_grad = False
+
+
+class ModuleTap:
+    """Hands the tensors of every linear to `see`.
+
+    Args:
+        see: called with (layer, tensor, matrix); tensor is one of `tensors`, matrix is detached and (R, C).
+        tensors: long names. The weight is handed over once between `attach` and `detach`; grad_input and grad_weight
+            are what this call of the layer adds to the gradients of its input and weight.
+        model: only its layers; None: all of the process.
+        wants: asked with (layer, tensor) before a tensor is prepared.
+        own: layers of ottava too, also where their casts are seen at the door.
+
+    Edge cases: the dtype is that of the GEMM, under torch.autocast its dtype; the weight is as the parameter is. Of a
+        DTensor it is the local shard. Weights in packed or foreign formats, and whatever has not the shape that its
+        GEMM needs, are passed over and said to be in `coverage`.
+
+    Example:
+        >>> seen = []
+        >>> tap = ModuleTap(lambda layer, tensor, x: seen.append((layer, tensor, tuple(x.shape))))
+        >>> tap.attach()
+        >>> nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True))(torch.ones(2, 3, 4)).sum().backward()
+        >>> tap.detach()
+        >>> seen
+        [('0', 'input', (6, 4)), ('0', 'weight', (8, 4)), ('0', 'grad_output', (6, 8))]
+    """
+
+    def __init__(
+        self,
+        see: See,
+        *,
+        tensors: Collection[str] = ("input", "weight", "grad_output"),
+        model: nn.Module | None = None,
+        wants: Callable[[str, str], bool] = lambda layer, tensor: True,
+        own: bool = False,
+    ) -> None:
+        self._see, self._wants, self._own = see, wants, own
+        self._tensors = frozenset(tensors)
+        self._lock = threading.RLock()
+        self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
+        self._linears: dict[str, _Linear] = {}
+        self._weights: set[str] = set()
+        self._hooks = GlobalHooks(self._before, self._after)
+        self._period = 0
+        self._looks = 0
+        self._warned = False
+        self.names = ModuleNames(model, self._found)
+
+    # --- on and off -----------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """From now on linears are seen; a new step begins, in which each weight is handed over again."""
+        if self._hooks.attached:
+            return
+        if not self._period:  # once: to change the list of filters makes Python repeat what it has warned of
+            warnings.filterwarnings("ignore", message=_TORCH_GRUMBLES, category=UserWarning)
+        self._period += 1
+        self._weights.clear()
+        self._hooks.attach()
+
+    def detach(self) -> None:
+        """No more; gradients of what ran so far are not handed over either."""
+        self._hooks.detach()
+        self._period += 1
+
+    def looked(self) -> str | None:
+        """Says that a step ended through which the tap was attached; warns once if layers never show up.
+
+        Returns:
+            The warning, in the step in which it is given.
+        """
+        self._looks += 1
+        if self._warned or self._looks < LOOKS_BEFORE_WARNING:
+            return None
+        text = self._complaint()
+        if text is not None:
+            self._warned = True
+            warnings.warn(text, stacklevel=2)
+        return text
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """Every linear that was found: name, type (its class), kind, shape [N, K], seen, tensors, and why not all."""
+        with self._lock:
+            return [self._entry(linear) for linear in self._linears.values() if self._listed(linear)]
+
+    # --- what is found --------------------------------------------------------------------------------------------
+
+    def _found(self, name: str, module: nn.Module) -> None:
+        adapter = adapter_of(module)
+        if adapter is None or getattr(module, "_is_replica", False):
+            return
+        self._sites[id(module)] = (weakref.ref(module), name, adapter)
+        for suffix, weight in adapter.weights(module):
+            known = self._linears.get(name + suffix)
+            if known is None or known.module() is None:
+                self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
+
+    def _listed(self, linear: _Linear) -> bool:
+        module = linear.module()
+        return bool(linear.seen) or (module is not None and (self._own or not _has_doors(module)))
+
+    def _entry(self, linear: _Linear) -> dict[str, Any]:
+        whys = list(linear.whys)
+        if not linear.seen:
+            whys.append(self._why_unseen(linear))
+        return {
+            "name": linear.name,
+            "type": linear.type,
+            "kind": layer_kind(linear.name),
+            "shape": linear.shape,
+            "seen": bool(linear.seen),
+            "tensors": list(linear.seen),
+            "why": "; ".join(whys),
+        }
+
+    def _why_unseen(self, linear: _Linear) -> str:
+        if linear.without_grad:
+            return _WITHOUT_GRAD
+        module = linear.module()
+        if module is None:
+            return "is gone, and never ran while it was watched"
+        if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
+            return _COMPILED
+        return _COMPILED_QUIETLY
+
+    def _complaint(self) -> str | None:
+        with self._lock:
+            mute = [
+                entry
+                for linear in self._linears.values()
+                if not linear.seen and self._looks - linear.found_at >= LOOKS_BEFORE_WARNING and self._listed(linear)
+                for entry in [self._entry(linear)]
+                if entry["why"] != _WITHOUT_GRAD
+            ]
+            nothing = not self._linears
+        if nothing and (living := _living_linears()):
+            return (
+                f"watch: no layer was seen in {self._looks} steps, though {living} linear layers are in this process: "
+                f"what runs them {_COMPILED_QUIETLY}"
+            )
+        if not mute:
+            return None
+        shown = [f"  {entry['name']} ({entry['type']}): {entry['why']}" for entry in mute[:8]]
+        more = [f"  ... and {len(mute) - len(shown)} more"] if len(mute) > len(shown) else []
+        head = (
+            f"watch: {len(mute)} of {len(self._linears)} linear layers gave no sample in {self._looks} watched steps:"
+        )
+        return "\n".join([head, *shown, *more])
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+    # Dynamo traces hooks that are there while it compiles: is_compiling has to be the first thing that is asked, so
+    # that nothing of a tap gets into a graph or its guards.
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self.names.knows(module):
+            self.names.learn(module)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        site = self._sites.get(id(module))
+        if site is None or site[0]() is not module or not self._counts(module, site):
+            return
+        _, name, adapter = site
+        for part in adapter.call(module, args, kwargs, output):
+            self._take(name + part.suffix, module, adapter, part)
+
+    def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
+        if _has_doors(module) and not self._own and _casts(module):
+            return False  # its doors tell
+        if not torch.is_grad_enabled():
+            for suffix, _ in site[2].weights(module):
+                self._linears[site[1] + suffix].without_grad = True
+            return False
+        return not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
+
+    def _take(self, layer: str, module: nn.Module, adapter: Adapter, part: Part) -> None:
+        linear = self._linears.get(layer)
+        if linear is None:
+            linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, part.weight, self._looks))
+        weight, sizes = part.weight, linear.shape
+        if weight is not None and linear.shape is None and weight.dim() == 2:
+            sizes = linear.shape = _shape(weight, adapter.transposed)
+        if sizes is not None and weight is not None and not weight.is_floating_point():
+            sizes = None  # packed: its shape says nothing
+        dtype = None
+        for x in part.inputs:
+            dtype = autocast_dtype(x)
+            self._hand(linear, "input", x, dtype, sizes[1] if sizes else None)
+        if weight is not None and layer not in self._weights:
+            self._weights.add(layer)
+            self._hand(linear, "weight", weight.t() if adapter.transposed and weight.dim() == 2 else weight)
+        y = part.output
+        if y is None:
+            return
+        arrange = part.arrange or torch.Tensor.detach
+        self._hand(linear, "output", y, None, sizes[0] if sizes else None, arrange)
+        if not y.requires_grad:
+            return
+        if "grad_output" in self._tensors:
+            width = sizes[0] if sizes else None
+            dtype = dtype or autocast_dtype(y)
+            told = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
+            whole(y).register_hook(told)
+        self._hook_edges(linear, part, adapter)
+
+    def _hook_edges(self, linear: _Linear, part: Part, adapter: Adapter) -> None:
+        """grad_input, grad_weight: what flows along the edge of the graph that leads from the layer to that tensor."""
+        wanted = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
+        if part.weight is not None and "grad_weight" in self._tensors:
+            wanted.append(("grad_weight", part.weight))
+        for tensor, target in wanted:
+            if not target.requires_grad or part.output is None:
+                continue
+            edges = list(edges_to(target, part.output))
+            if not edges:
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: not found in the graph", None)
+            flip = tensor == "grad_weight" and adapter.transposed
+            arrange = torch.Tensor.t if flip else torch.Tensor.detach
+            for node, index in edges:
+                node.register_hook(partial(self._edge, linear, tensor, self._period, index, arrange))
+
+    def _edge(
+        self,
+        linear: _Linear,
+        tensor: str,
+        period: int,
+        index: int,
+        arrange: Callable[[Tensor], Tensor],
+        grad_inputs: tuple[Tensor | None, ...],
+        grad_outputs: Any,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        gradient = grad_inputs[index]
+        if gradient is not None:
+            self._gradient(linear, tensor, period, None, None, arrange, gradient.shape, gradient)
+
+    def _gradient(
+        self,
+        linear: _Linear,
+        tensor: str,
+        period: int,
+        dtype: torch.dtype | None,
+        width: int | None,
+        arrange: Callable[[Tensor], Tensor],
+        shape: torch.Size,
+        gradient: Tensor,
+    ) -> None:
+        if torch.compiler.is_compiling() or period != self._period:
+            return
+        if gradient.shape != shape:
+            gradient = gradient.detach().reshape(shape)
+        self._hand(linear, tensor, gradient, dtype, width, arrange)
+
+    def _hand(
+        self,
+        linear: _Linear,
+        tensor: str,
+        x: Tensor,
+        dtype: torch.dtype | None = None,
+        width: int | None = None,
+        arrange: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    ) -> None:
+        if tensor not in self._tensors or not self._wants(linear.name, tensor):
+            return
+        with unobserved(x):
+            numbers, why = plain(x)
+            if why:
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: {why}", None)
+            if numbers is None:
+                return
+            matrix = arrange(numbers)
+            matrix = matrix.reshape(-1, matrix.shape[-1])
+            if width is not None and matrix.shape[1] != width:
+                linear.whys.setdefault(
+                    f"{SYMBOLS[tensor]}: is {matrix.shape[1]} wide, the weight needs {width}: gathered or split inside",
+                    None,
+                )
+                return
+            if dtype is not None:
+                matrix = matrix.to(dtype)
+            with self._lock:
+                linear.seen[tensor] = linear.seen.get(tensor, 0) + 1
+                self._see(linear.name, tensor, matrix)
+
+
+def _shape(weight: Tensor, transposed: bool) -> list[int]:
+    """[N, K] of a weight."""
+    return list(weight.shape)[::-1] if transposed else list(weight.shape)
+
+
+def _has_doors(module: nn.Module) -> bool:
+    return isinstance(module._modules.get("quantizers"), LinearQuantizers)
+
+
+def _casts(layer: Any) -> bool:
+    """Whether the last call of an ottava layer cast anything: in high precision its doors stay shut."""
+    call = layer.last_call
+    recipe = layer.resolved if call is None else call.recipe
+    return any(gemm.quantized for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+
+
+def _living_linears() -> int:
+    """How many layers of classes that we know there are in the process; looks at every object, so asked once."""
+    count = 0
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and adapter_of(thing) is not None and not _has_doors(thing):
+            count += 1
+    return count

@@ -1,0 +1,111 @@
+"""What a tensor is to a GEMM, read from outside: its dtype there, its numbers, its place in the graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_HIGH_PRECISION_INSIDE = MappingProxyType({"WeightWithDynamicFloat8CastTensor": "_tensor"})
+"""Tensor classes that quantize themselves, and where they keep what they quantize."""
+_EDGE_SEARCH = 64
+"""Nodes of one layer's graph that are looked through."""
+
+
+def repeats_a_forward() -> bool:
+    """Inside a backward: whether this forward was computed with a graph before. What recomputes such a forward does it
+    to unpack a saved tensor; reentrant checkpointing does it because there is no graph yet."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What torch.autocast makes of an operand; None: what it is."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+@contextmanager
+def unobserved(x: Tensor) -> Iterator[None]:
+    """Inside, operations on x are nobody's business: no graph, no autocast, no dispatch modes. Selective checkpointing
+    is such a mode: it counts operations, and would take those of a tap for the model's."""
+    device = x.device.type
+    cast = device != "meta" and torch.is_autocast_enabled(device)
+    with (
+        torch.no_grad(),
+        torch.autocast(device, enabled=False) if cast else nullcontext(),
+        _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
+    ):
+        yield
+
+
+def plain(x: Tensor) -> tuple[Tensor | None, str]:
+    """A dense tensor with numbers that can be read now, and what is to be said of it; or None and why not."""
+    kind, why = type(x).__name__, ""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None, "inside a transform of torch.func"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None, "in a CUDA graph"
+    if kind == "DTensor":
+        placements: Any = x.placements  # type: ignore[attr-defined]
+        why = "" if all(placement.is_replicate() for placement in placements) else "this rank's shard"
+        x = x.to_local()  # type: ignore[attr-defined]
+        kind = type(x).__name__
+    if kind == "AsyncCollectiveTensor":
+        x = x.trigger_wait()  # type: ignore[attr-defined]
+    elif (inner := _HIGH_PRECISION_INSIDE.get(kind)) is not None:
+        x = getattr(x, inner)
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or x.is_meta or x.layout != torch.strided:
+        return None, f"is a {type(x).__name__} on {x.device}, {x.layout}".replace("torch.", "")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return None, f"is {x.dtype}, not a float of 16 or 32 bits".replace("torch.", "")
+    if x.dim() == 0 or x.numel() == 0:
+        return None, "" if x.dim() else "is a single number"
+    x = x.detach()
+    return (x.to(torch.float32), "float64, seen as float32") if x.dtype == torch.float64 else (x, why)
+
+
+def whole(y: Tensor) -> Tensor:
+    """The tensor whose gradient to ask for: y, or what y is only another shape of.
+
+    torch's linear returns a view of its 2-D result, and an in-place operation on a view, as of nn.ReLU(inplace=True),
+    cuts the view out of the graph, hooks and all. The gradient of the result itself arrives all the same.
+    """
+    base = y._base
+    if base is None or base.grad_fn is None or base.numel() != y.numel():
+        return y
+    return base if base.is_contiguous() and y.is_contiguous() else y
+
+
+def edges_to(target: Tensor, output: Tensor) -> Iterator[tuple[Any, int]]:
+    """The nodes between output and target whose gradient number `index` goes to target."""
+    passed: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn]
+    while waiting and len(passed) < _EDGE_SEARCH:
+        node = waiting.pop(0)
+        if node is None or node in passed:
+            continue
+        passed.add(node)
+        for index, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            if target.is_leaf:
+                found = getattr(following, "variable", None) is target
+            else:
+                found = following is target.grad_fn and number == target.output_nr
+            if found:
+                yield node, index
+            else:
+                waiting.append(following)

@@ -1,0 +1,38 @@
+"""Numbers keep three digits and their unit; names keep both ends."""
+
+import math
+
+import pytest
+
+from ottava.debug.report.text import elide, listed, number
+
+
+@pytest.mark.parametrize("exponent", range(-30, 31))
+def test_number_keeps_three_digits(exponent: int) -> None:
+    """What is shown reads back as the number within half a unit of the third digit."""
+    for mantissa in (1.0, 1.004, 1.2345, 4.996, 9.99, 9.9951):
+        for value in (mantissa * 10.0**exponent, -mantissa * 10.0**exponent):
+            shown = float(number(value).replace("−", "-").replace(",", ""))
+            assert shown == pytest.approx(value, rel=5.1e-3)
+            assert len(number(value)) <= 10
+
+
+def test_number_says_what_is_not_known_and_not_finite() -> None:
+    assert [number(v, "dB") for v in (None, math.nan, math.inf, -math.inf)] == ["–", "–", "∞ dB", "−∞ dB"]
+
+
+def test_counts_are_exact() -> None:
+    assert number(1234567.0, "elements") == "1,234,567"
+
+
+def test_elided_names_keep_their_ends_and_width() -> None:
+    name = "model.decoder.layers.17.mlp.experts.3.down_proj"
+    for width in range(5, 60):
+        short = elide(name, width)
+        assert len(short) == min(width, len(name))
+        assert short[:2] == name[:2]
+        assert short[-2:] == name[-2:]
+
+
+def test_listed_counts_what_it_leaves_out() -> None:
+    assert listed("abcdefg", most=3) == "a, b, c and 4 more"

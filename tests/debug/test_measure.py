@@ -1,0 +1,392 @@
+"""What `measure` fills, field by field, against an independent numpy in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ottava
+from ottava.debug.measure import BAND_ROWS, measure, measure_packed, sample_rows, take_rows
+from ottava.debug.statistics import STATISTICS
+from ottava.debug.tally import GRANULARITIES, Tally, tally_fields
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+
+Array = np.ndarray[Any, np.dtype[Any]]
+SPECS = {
+    str(spec): spec
+    for recipe in ottava.RECIPES.values()
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    for spec in (gemm.lhs, gemm.rhs)
+    if spec is not None
+}
+CODES = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
+COUNTS = tuple(f.name for f in tally_fields("number") if f.name.startswith("n"))
+EXACT = ("amax", "amin")
+SUMS = tuple(f.name for f in tally_fields("number") if f.name not in (*COUNTS, *EXACT))
+
+
+# --- the oracle -----------------------------------------------------------------------------------------------------
+
+
+def per_element(x_q: QuantizedTensor) -> Array:
+    """scale_inv of every element, fp32."""
+    rows, cols = x_q.shape
+    block, scale_inv = x_q.spec.granularity, x_q.scale_inv.numpy()
+    tall = np.repeat(scale_inv, block.rows or max(rows, 1), 0)[:rows]
+    return np.repeat(tall, block.cols or max(cols, 1), 1)[:, :cols]
+
+
+def block_amax(magnitude: Array, block: Granularity) -> Array:
+    """The largest magnitude of the block that each element is in."""
+    result = np.zeros_like(magnitude)
+    height, width = block.rows or max(len(magnitude), 1), block.cols or max(magnitude.shape[1], 1)
+    for i in range(0, magnitude.shape[0], height):
+        for j in range(0, magnitude.shape[1], width):
+            part = magnitude[i : i + height, j : j + width]
+            result[i : i + height, j : j + width] = part.max(initial=0)
+    return result
+
+
+def quarter_octaves(ratio: Array) -> Array:
+    """floor of log2 in steps that quarter an octave linearly: 1, 1.25, 1.5, 1.75, 2 have 0, 1, 2, 3, 4."""
+    mantissa, exponent = np.frexp(ratio)
+    return 4 * (exponent - 1) + np.floor((mantissa * 2 - 1) * 4).astype(int)
+
+
+def fp32_bins(size: Array) -> Array:
+    """Bits 30 to 21 of fp32, which are linear below its smallest normal number."""
+    return np.where(
+        size < 2.0**-126, np.floor(np.minimum(size, 1) * 2.0**128 % 1024).astype(int), quarter_octaves(size) + 508
+    )
+
+
+def histogram(bins: Array, size: int, weights: Array | None = None) -> Array:
+    return np.bincount(bins.clip(0, size - 1).ravel(), weights, minlength=size).astype(np.float64)
+
+
+def oracle(x: Tensor, x_q: QuantizedTensor) -> dict[str, Any]:
+    """Every field of a `Tally` by its definition."""
+    fmt = x_q.spec.format
+    codes = x_q.data.contiguous().view(torch.uint8).numpy().view(CODES[fmt.name]).astype(np.float32)
+    scale_inv = per_element(x_q)
+    value, cast = x.double().numpy(), (codes * scale_inv).astype(np.float64)
+    finite = np.isfinite(value)
+    bad = ~finite
+    value, cast, codes = np.where(bad, 0, value), np.where(bad, 0, cast), np.where(bad, 0, codes)
+    size, nonzero, error = np.abs(value), value != 0, value - cast
+    noise, signal = (error**2).sum(1), (value**2).sum(1)
+    alive = signal > 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decibels = -10 * np.log10(noise[alive] / signal[alive])
+        ratio = size / np.where(scale_inv == 0, math.inf, scale_inv.astype(np.float64))
+    step = 2.0 ** (fmt.emax - fmt.mantissa_bits)
+    even = (fmt.max / step) % 2 == 0
+    top = fmt.max + step / 2
+    used = x_q.scale_inv.double().numpy().ravel()
+    used = used[used > 0]
+    amax = float(size.max(initial=0))
+    spread = block_amax(size, BLOCK_1X128)[:, ::128] if size.size else np.zeros((0, 0))
+    with np.errstate(divide="ignore"):
+        octaves = np.floor(np.log2(amax / spread[spread > 0])) if spread.any() else np.zeros(0)
+    truth: dict[str, Any] = {
+        "n": finite.sum(),
+        "n_total": value.size,
+        "n_nonfinite": bad.sum(),
+        "n_nonzero": nonzero.sum(),
+        "n_underflow": (nonzero & (cast == 0)).sum(),
+        "n_subnormal": ((codes != 0) & (np.abs(codes) < 2.0**fmt.emin)).sum(),
+        "n_overflow": ((ratio > top) if even else (ratio >= top)).sum(),
+        "n_rows": alive.sum(),
+        "n_casts": 1,
+        "n_scales": len(used),
+        "sx": math.fsum(value.ravel()),
+        "sabs": math.fsum(size.ravel()),
+        "sxx": math.fsum((value**2).ravel()),
+        "sx4": math.fsum((value**4).ravel()),
+        "see": math.fsum((error**2).ravel()),
+        "sxe": math.fsum((value * error).ravel()),
+        "srel": math.fsum(np.abs(error[nonzero]) / size[nonzero]),
+        "scale_log2": math.fsum(-np.log2(used)),
+        "scale_log2_squared": math.fsum(np.log2(used) ** 2),
+        "amax": amax,
+        "amin": float(size[nonzero].min(initial=math.inf)),
+        "max_error": float(np.abs(error).max(initial=0)),
+        "scale_max": float((1 / used).max(initial=0)),
+        "scale_min": float((1 / used).min(initial=math.inf)),
+        "exponents": histogram(fp32_bins(size[nonzero]), 1024),
+        "row_sqnr": histogram(np.floor(np.nan_to_num(decibels / 0.5, posinf=1e9)).astype(int), 128),
+        "block_spread": histogram(octaves.astype(int), 32),
+        **predicted(x_q, amax),
+    }
+    for name in GRANULARITIES:
+        below = -quarter_octaves(size[nonzero] / block_amax(size, Granularity.parse(name))[nonzero])
+        truth[f"below_{name}"] = histogram(below, 164)
+        truth[f"energy_below_{name}"] = histogram(below, 164, value[nonzero] ** 2)
+    return truth
+
+
+def predicted(x_q: QuantizedTensor, amax: float) -> dict[str, float]:
+    """The scale that was used over the one that fits."""
+    if not x_q.spec.predicted or amax == 0:
+        return {"n_predicted": 0, "scale_error": 0, "scale_error_max": -math.inf, "scale_error_min": math.inf}
+    fits = x_q.spec.format.max / 2**x_q.spec.margin / amax
+    error = -math.log2(float(x_q.scale_inv)) - math.log2(fits)
+    return {"n_predicted": 1, "scale_error": error, "scale_error_max": error, "scale_error_min": error}
+
+
+def near(truth: dict[str, Any], name: str) -> float:
+    """The magnitude against which a sum is judged: those that cancel have a larger one."""
+    larger = {"sx": "sabs", "sxe": "sxx", "scale_log2": "scale_log2_squared", "scale_error": "n_predicted"}
+    larger |= {"scale_error_max": "n_predicted", "scale_error_min": "n_predicted"}
+    return float(abs(truth[larger.get(name, name)]))
+
+
+def compare_with_oracle(x: Tensor, x_q: QuantizedTensor) -> Tally:
+    """Counts, extremes and bins exactly; sums to 1e-6. An element within 4 ulps of the edge of a bin may be beside it:
+    fp32 rounds the quotient and the decibels before the floor."""
+    tally, truth = measure(x, x_q), oracle(x, x_q)
+    assert set(truth) == {f.name for f in fields(Tally)}
+    exact = (*COUNTS, *EXACT)
+    assert {n: getattr(tally, n) for n in exact} == {n: float(truth[n]) for n in exact}
+    for name in SUMS:
+        bound = 1e-6 * max(near(truth, name), 1e-300)
+        assert getattr(tally, name) == pytest.approx(truth[name], rel=1e-6, abs=bound), name
+    for f in tally_fields("histogram"):
+        got, wanted = getattr(tally, f.name), truth[f.name]
+        if f.name in ("exponents", "block_spread"):
+            assert np.array_equal(got, wanted), f.name
+        elif f.name.startswith("energy"):
+            moved = np.abs(np.cumsum(got - wanted)).max()
+            assert moved <= 1e-6 * truth["sxx"] + on_edges(x, f.name) * truth["amax"] ** 2, f.name
+        else:
+            assert got.sum() == wanted.sum(), f.name
+            assert np.abs(np.cumsum(got - wanted)).max() <= on_edges(x, f.name), f.name
+    return tally
+
+
+def on_edges(x: Tensor, name: str) -> int:
+    """How many elements are so near to the edge of a bin that rounding may move them."""
+    if name == "row_sqnr":
+        return 1 + x.shape[0] // 200
+    size = np.nan_to_num(np.abs(x.double().numpy()), nan=0, posinf=0)
+    largest = block_amax(size, Granularity.parse(name.split("below_")[1]))
+    ratio = (size / np.where(largest > 0, largest, 1))[size > 0]
+    inside = (ratio != 1) & (np.abs(np.frexp(ratio)[0] * 8 - np.rint(np.frexp(ratio)[0] * 8)) < 8 * 2.0**-22)
+    exact = np.frexp(ratio)[0] * 8 == np.rint(np.frexp(ratio)[0] * 8)
+    return int((inside & ~exact).sum())
+
+
+def hard(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Rows and columns of very different magnitude; both zeros, subnormals, infinities and NaN among them."""
+    x = torch.randn(rows, cols, dtype=torch.float64)
+    low, high = (-9.0, 4.0) if dtype == torch.float16 else (-60.0, 40.0)
+    x *= torch.exp2(torch.empty(rows, 1, dtype=torch.float64).uniform_(low, high))
+    x *= torch.exp2(torch.randn(1, cols, dtype=torch.float64))
+    x = x.to(dtype)
+    if x.numel() > 20:
+        x[0, :7] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 0.0, -1.0])
+        x[1, :2] = torch.finfo(dtype).smallest_normal / 4
+        x[2] = 0
+    return x
+
+
+SHAPES: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "1x1": lambda dtype: hard(1, 1, dtype),
+    "odd 37x131": lambda dtype: hard(37, 131, dtype),
+    "whole blocks 256x256": lambda dtype: hard(256, 256, dtype),
+    "bands and a rest 300x40": lambda dtype: hard(300, 40, dtype),
+    "transposed 131x150": lambda dtype: hard(150, 131, dtype).t(),
+    "strided": lambda dtype: hard(80, 131, dtype)[::2, 1::3],
+    "0x5": lambda dtype: hard(0, 5, dtype),
+    "5x0": lambda dtype: hard(5, 0, dtype),
+}
+
+
+@pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_field_equals_the_oracle(
+    spec: QuantizationSpec, make: Callable[[torch.dtype], Tensor], dtype: torch.dtype
+) -> None:
+    """Every field, spec of a recipe, dtype and shape; with zeros, subnormals, infinities and NaN."""
+    x = make(dtype)
+    scale = torch.tensor(3.0) if spec.predicted else None
+    compare_with_oracle(x, ottava.quantize(x, spec, scale=scale))
+
+
+# --- single hard cases ----------------------------------------------------------------------------------------------
+
+E4M3 = QuantizationSpec(ottava.E4M3)
+
+
+def test_a_row_far_below_the_others_keeps_its_own_sqnr() -> None:
+    """30 decades below the largest row, whose squares fp32 does not hold beside it: scaled by row, it is as good."""
+    x = torch.randn(2, 256).repeat(2, 1) * torch.tensor([[1.0], [1.0], [1e-30], [1e-30]])
+    tally = measure(x, ottava.quantize(x, QuantizationSpec(ottava.E4M3, PER_ROW)))
+    assert tally.n_rows == 4
+    assert np.flatnonzero(tally.row_sqnr).min() >= 60  # 30 dB
+    assert tally.row_sqnr.sum() == 4
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-149, 1e-40, 1e-20, 1.0, 1e20, 3e38])
+def test_the_amax_of_a_block_is_in_bin_0_at_any_magnitude(magnitude: float) -> None:
+    """Also where 1 / amax would be infinite, and where x * (1 / x) rounds to less than 1."""
+    x = torch.full((3, 300), 1.0).mul_(magnitude)
+    x[1] = x[1] * torch.linspace(1, 0.6, 300)
+    tally = compare_with_oracle(x, ottava.quantize(x, E4M3))
+    assert tally.below_row[0] >= 601
+
+
+def test_more_elements_than_fp32_can_count() -> None:
+    """2**24 + 1 and beyond: n, n_nonzero, underflow, exponents, sums, in less than 10 s."""
+    began = time.perf_counter()
+    rows, cols = 4097, 4099
+    x = torch.ones(rows, cols, dtype=torch.bfloat16)
+    x[:, ::2] = 2.0**-30
+    x[0, 0] = 0
+    tally = measure(x, ottava.quantize(x, E4M3))
+    ones, small = rows * 2049, rows * 2050 - 1
+    assert rows * cols > 2**24
+    assert (tally.n, tally.n_nonzero, tally.n_underflow) == (rows * cols, ones + small, small)
+    assert (tally.exponents[508], tally.exponents[388]) == (ones, small)
+    assert (tally.below_128x128[0], tally.below_1x32[120]) == (ones, small)
+    assert tally.sx == pytest.approx(ones + small * 2.0**-30, rel=1e-7)
+    assert tally.see == pytest.approx(small * 2.0**-60, rel=1e-7)
+    assert time.perf_counter() - began < 10
+
+
+def test_a_single_row_of_more_than_fp32_can_count() -> None:
+    """A weight gradient may be one long row; its sums in fp32 stay good."""
+    x = torch.rand(1, 2**24 + 3).to(torch.bfloat16)
+    tally = measure_packed(x, ottava.quantize(x, E4M3), fine=False).tally()
+    assert tally.n == tally.n_nonzero + (x == 0).sum() == 2**24 + 3
+    assert tally.sx == pytest.approx(float(x.double().sum()), rel=1e-6)
+    assert tally.sxx == pytest.approx(float(x.double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
+    """Every count and histogram of counts exactly, energies and sums to 1e-12, for every number of shards."""
+    x = hard(5 * BAND_ROWS + 17, 96, torch.float32)
+    x_q = ottava.quantize(x, spec, scale=torch.tensor(5.0) if spec.predicted else None)
+    whole = measure(x, x_q)
+    for cuts in ([2], [1, 3], [1, 2, 3, 4, 5]):
+        merged = Tally()
+        edges = [0, *(cut * BAND_ROWS for cut in cuts), len(x)]
+        for start, stop in itertools.pairwise(edges):
+            rows = torch.arange(start, stop)
+            part = measure_packed(x[start:stop], take_rows(x_q, rows), whole=x[start:stop])
+            merged += part.tally()
+        shared = {"n_casts", "n_scales", "n_predicted", "block_spread"}  # per call; relative to each shard's own amax
+        for f in tally_fields():
+            if f.name in shared or f.name.startswith("scale"):
+                continue
+            got, wanted = getattr(merged, f.name), getattr(whole, f.name)
+            if f.name.startswith("n") or (f.metadata["bins"] and not f.name.startswith("energy")):
+                assert np.array_equal(got, wanted), f.name
+            else:
+                assert np.allclose(got, wanted, rtol=1e-12, atol=1e-9 * np.max(np.abs(wanted))), f.name
+
+
+@pytest.mark.parametrize("every, phase", [(1, 0), (2, 0), (2, 1), (4, 7), (100, 3)])
+@pytest.mark.parametrize("rows", [1, 127, 128, 700])
+def test_sampled_rows_are_whole_bands(rows: int, every: int, phase: int) -> None:
+    """The bands phase, phase + every, ...; all rows where there is one band; and each band is reached by some phase."""
+    x = torch.empty(rows, 3)
+    bands = [list(range(s, min(s + BAND_ROWS, rows))) for s in range(0, rows, BAND_ROWS)]
+    sampled = sample_rows(x, every, phase)
+    if every == 1 or len(bands) == 1:
+        assert sampled is None
+        return
+    assert sampled is not None
+    first = phase % min(every, len(bands))
+    assert sampled.tolist() == [row for band in bands[first::every] for row in band]
+    phases = [sample_rows(x, every, p) for p in range(every)]
+    assert {int(row) for part in phases if part is not None for row in part} == set(range(rows))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_taking_rows_of_a_cast_equals_slicing_its_dequantized_form(spec: QuantizationSpec) -> None:
+    """Scales stay with their rows; blocks taller than a row go with their whole band."""
+    x = hard(400, 70, torch.bfloat16).nan_to_num()
+    x_q = ottava.quantize(x, spec)
+    rows = sample_rows(x, 2, 1)
+    assert rows is not None
+    assert torch.equal(take_rows(x_q, rows).dequantize(), x_q.dequantize()[rows])
+
+
+def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
+    """The rows that were passed over still count where a single element matters."""
+    x = torch.ones(4 * BAND_ROWS, 8)
+    x[0, 0], x[1, 1] = math.inf, 64.0
+    x_q = ottava.quantize(x, E4M3, scale=torch.tensor(4.0))
+    rows = sample_rows(x, 4, 2)
+    assert rows is not None
+    tally = measure_packed(x[rows], take_rows(x_q, rows), whole=x).tally()
+    assert (tally.n, tally.n_total, tally.n_nonfinite, tally.amax) == (BAND_ROWS * 8, x.numel(), 1, 64)
+
+
+def test_without_the_fine_histograms_all_else_is_the_same() -> None:
+    """fine=False leaves out what what-if needs, and nothing else."""
+    x = hard(200, 130, torch.float32)
+    x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3, BLOCK_128X128))
+    full, coarse = measure(x, x_q), measure_packed(x, x_q, fine=False).tally()
+    for f in tally_fields():
+        if "below" in f.name:
+            assert not getattr(coarse, f.name).any()
+        else:
+            assert np.array_equal(getattr(full, f.name), getattr(coarse, f.name)), f.name
+
+
+# --- which number sees which fault ----------------------------------------------------------------------------------
+
+
+def massive_tokens(factor: float) -> Tensor:
+    """A SwiGLU product of 2048 tokens, four of which are `factor` times larger."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(2048, 512, generator=generator) for _ in range(2))
+    x = torch.nn.functional.silu(gate) * up
+    x[::512] *= factor
+    return x
+
+
+def test_which_statistic_sees_massive_tokens() -> None:
+    """Four tokens 1e5 times larger: global SQNR and cosine look better than ever while half of all elements are gone;
+    the median row and underflow see it, and say that scales per row mend it."""
+    healthy, broken, mended = (
+        {name: s.finish(tally) for name, s in STATISTICS.items()}
+        for tally in (
+            measure(massive_tokens(1), ottava.quantize(massive_tokens(1), E4M3)),
+            measure(massive_tokens(1e5), ottava.quantize(massive_tokens(1e5), E4M3)),
+            measure(massive_tokens(1e5), ottava.quantize(massive_tokens(1e5), QuantizationSpec(ottava.E4M3, PER_ROW))),
+        )
+    )
+    assert broken["sqnr_db"] > healthy["sqnr_db"] - 1.5
+    assert broken["cosine"] > 0.999
+    assert broken["cosine"] > healthy["cosine"] - 2e-4
+    assert broken["underflow_pct"] > 40 > 3 > healthy["underflow_pct"]
+    assert broken["row_sqnr_p50_db"] < 20 < 30 < healthy["row_sqnr_p50_db"]
+    assert broken["mean_relative_error"] > 0.5 > 0.1 > healthy["mean_relative_error"]
+    assert mended["row_sqnr_p50_db"] > 30
+    assert mended["underflow_pct"] < 3
+
+
+def test_which_statistic_sees_a_wide_gradient() -> None:
+    """Lognormal with sigma 3: most elements flushed, and a global SQNR above that of a healthy tensor."""
+    generator = torch.Generator().manual_seed(1)
+    sign = torch.randn(512, 1024, generator=generator).sign()
+    x = torch.exp(3 * torch.randn(512, 1024, generator=generator)) * sign
+    tally = measure(x, ottava.quantize(x, E4M3))
+    seen = {name: s.finish(tally) for name, s in STATISTICS.items()}
+    assert seen["sqnr_db"] > 30
+    assert seen["underflow_pct"] > 30
