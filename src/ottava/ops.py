@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import native_cpu, reference, scaled_mm
+from ottava.kernels import bf16_mm, native_cpu, native_gemm, reference, scaled_mm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -57,7 +57,7 @@ class QuantizeKernel(Protocol):
 
 _QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
-_CPU_KERNELS: tuple[GemmKernel, ...] = (reference, scaled_mm)
+_CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
 
 
@@ -185,8 +185,11 @@ def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, b
     Example:
         >>> from ottava.formats import E4M3
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
-        >>> explain(a, a, out_dtype=torch.float32)
-        'reference: runs\\nscaled_mm: supported, but reference comes first on cpu'
+        >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
+        >>> [line.split(":")[0] for line in lines]
+        ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm']
+        >>> lines[1]
+        "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
     chosen, _ = _choose(a, b, out_dtype, bias, None)
