@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ottava.formats import E4M3, Format
+from ottava.kernels import reference
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec
@@ -89,6 +90,8 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    if not x.numel():
+        return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
     if column_major(x):
         data, scale_inv, amax = _quantize(x.t(), spec, _plan(spec).transposed, scale)
         return Cast(data.t(), scale_inv.t().contiguous(), amax.t().contiguous())
@@ -104,20 +107,16 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
     grid = granularity.grid_shape((rows, cols))
     data = torch.empty((rows, cols), dtype=torch.uint8)
     scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
-    if rows * cols == 0:
-        scale_inv.fill_(1.0)
-        amax.zero_()
-    if rows * cols:
-        block = granularity.block_shape((rows, cols))
-        library = built().library
-        assert library is not None  # supports_quantize was asked
-        failed = library.ottava_quantize(
-            *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols, *block),
-            *(ctypes.byref(_plan(spec).cast), None if scale is None else scale.data_ptr()),
-            *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
-        )
-        if failed:
-            raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+    library = built().library
+    assert library is not None  # supports_quantize was asked
+    failed = library.ottava_quantize(
+        *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols),
+        *granularity.block_shape((rows, cols)),
+        *(ctypes.byref(_plan(spec).cast), None if scale is None else scale.data_ptr()),
+        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
     return Cast(data if spec.format.dtype is None else data.view(spec.format.dtype), scale_inv, amax)
 
 

@@ -92,7 +92,7 @@ inline typename T::Int encode_and_look(const typename T::Int* __restrict x, uint
     most = magnitude > most ? magnitude : most;
     out[i] = uint8_t(code.operator()<false>(T::value(x[i]) * factor));
   }
-  if (std::isnan(T::value(most))) encode<T, true>(x, out, n, factor, code);
+  if (std::isnan(T::value(most)) || !std::isfinite(factor)) encode<T, true>(x, out, n, factor, code);
   return most;
 }
 
@@ -209,8 +209,11 @@ inline void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, co
   }
 }
 
-inline bool any_nan(const float* amax, int64_t n) {
-  return std::any_of(amax, amax + n, [](float a) { return a != a; });
+// Whether a product may be NaN: one in x, or 0 times an infinite scale.
+inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    if (std::isnan(amax[i]) || !std::isfinite(factor[i])) return true;
+  return false;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
@@ -244,7 +247,7 @@ void bands(const Walk& w, int phases) {
     if (phases & SCALE)
       scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
     if (phases & ENCODE) {
-      const auto row_of = any_nan(w.amax + place, last - first) ? row_encode<T, true> : row_encode<T, false>;
+      const auto row_of = may_have_nan(w.amax + place, w.factor + place, last - first) ? row_encode<T, true> : row_encode<T, false>;
       for (int64_t row = top; row < bottom; row++)
         row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
     }
@@ -286,7 +289,7 @@ void tall(const Walk& w) {
     }
 #pragma omp single
     scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-    const bool nans = any_nan(w.amax, w.grid_cols);
+    const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols);
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t i = known ? end : begin; i < end; i++) {
       const int64_t n = flat ? std::min(SPAN, total - i * SPAN) : length;
