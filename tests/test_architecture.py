@@ -33,7 +33,7 @@ FLOORS = (
     ("quantizer",),
     ("state", "functional", "debug"),
     ("nn",),
-    ("train",),
+    ("train", "bench"),
     ("cli",),
 )
 """Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""

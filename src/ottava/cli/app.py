@@ -23,6 +23,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ottava.cli.bench import bench
 from ottava.cli.bisect import bisect
 from ottava.cli.compare import compare
 from ottava.cli.demo import demo
@@ -60,6 +61,7 @@ app.command("import")(import_run)
 app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.command("what-if")(what_if)
 app.command()(bisect)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -18,32 +18,61 @@ namespace {
 
 // --- the register tile: MR rows of a against NR columns of y, over units of k ----------------------------------------
 
+// What a tile is to become: its sums over some units, scaled step by step or not, added to earlier ones or not.
+struct Tile {
+  float* sums;          // MR x NR, row by row
+  bool more;            // whether there are earlier sums to add to
+  const float* of_a;    // STEPS: scales of the rows of a, and of the rows of b (columns of y); else null
+  const float* of_b;
+};
+
 template <class Isa>
 inline __attribute__((always_inline)) void tile_sum(const typename Isa::Word* a, int64_t row, int64_t unit,
-                                                    const typename Isa::Word* b, int64_t units, typename Isa::V (*sum)[Isa::VECTORS]) {
+                                                    const typename Isa::Word* b, int64_t units, const Tile& tile) {
   typedef typename Isa::V V;
-  V s[MR][Isa::VECTORS];
+  constexpr int N = Isa::VECTORS;
+  V s[MR][N];
+#pragma GCC unroll 6
   for (int i = 0; i < MR; i++)
-    for (int j = 0; j < Isa::VECTORS; j++) s[i][j] = V{};
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) s[i][j] = V{};
   for (int64_t u = 0; u < units; u++, a += unit, b += Isa::NR) {
-    V x[Isa::VECTORS];
-    for (int j = 0; j < Isa::VECTORS; j++) x[j] = ((const V*)b)[j];
+    V x[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) x[j] = ((const V*)b)[j];
 #pragma GCC unroll 6
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < Isa::VECTORS; j++) s[i][j] = Isa::step(s[i][j], x[j], a + i * row);
+      for (int j = 0; j < N; j++) s[i][j] = Isa::step(s[i][j], x[j], a + i * row);
   }
+  V* to = (V*)tile.sums;
+  if (tile.of_a) {
+    V y[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) y[j] = ((const V*)tile.of_b)[j];
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = s[i][j] * tile.of_a[i] * y[j];
+  }
+  if (tile.more)
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = to[i * N + j] + s[i][j];
+#pragma GCC unroll 6
   for (int i = 0; i < MR; i++)
-    for (int j = 0; j < Isa::VECTORS; j++) sum[i][j] = s[i][j];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) to[i * N + j] = s[i][j];
 }
 
 template <class Isa>
 void tile_sum_any(const typename Isa::Word* a, const Layout& layout, const typename Isa::Word* b, int64_t units,
-                  typename Isa::V (*sum)[Isa::VECTORS]) {
+                  const Tile& tile) {
   if (layout.unit == 1)
-    tile_sum<Isa>(a, layout.row, 1, b, units, sum);
+    tile_sum<Isa>(a, layout.row, 1, b, units, tile);
   else
-    tile_sum<Isa>(a, 1, MR, b, units, sum);
+    tile_sum<Isa>(a, 1, MR, b, units, tile);
 }
 
 // --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
@@ -97,42 +126,29 @@ void finish_row(const float* sum, int64_t n, float scale, const float* scales, i
 template <class Isa>
 struct Walk {
   typedef typename Isa::Word Word;
-  typedef typename Isa::V V;
   const Operand &a, &b;
   const Result& y;
   Mode mode;
   int64_t units, chunk;  // chunk: units of one sum
   Layout layout;
 
-  // Tile rows [m0, m0 + rows) x one panel that begins at column n0.
+  // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
   void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
-    V tile[MR][Isa::VECTORS];
     int64_t columns = std::min<int64_t>(Isa::NR, b.side.rows - n0);
     for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
       int64_t count = std::min(chunk, units - u);
-      bool last = u + chunk >= units;
       for (int64_t i = 0; i < rows; i += MR) {
+        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr};
+        if (mode == STEPS) {
+          tile.of_a = a.step_scale.data() + c * a.padded + m0 + i;
+          tile.of_b = b.step_scale.data() + c * b.padded + n0;
+        }
         tile_sum_any<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
-        float* sum = sums + i * Isa::NR;
-        if (mode == STEPS) scale_tile(tile, a.step_scale.data() + c * a.padded + m0 + i, b.step_scale.data() + c * b.padded + n0);
-        if (c > 0) add(tile, sum);
-        if (!last || c > 0) std::memcpy(sum, tile, sizeof tile);
-        if (!last) continue;
-        const float* done = c > 0 ? sum : (const float*)tile;
-        for (int64_t r = 0; r < std::min<int64_t>(MR, rows - i); r++)
-          finish_row(done + r * Isa::NR, columns, a.row_scale[m0 + i + r], b.row_scale.data() + n0, m0 + i + r, n0, b.side.rows, y);
+        if (u + chunk < units) continue;
+        for (int64_t r = i; r < std::min(rows, i + MR); r++)
+          finish_row(sums + r * Isa::NR, columns, a.row_scale[m0 + r], b.row_scale.data() + n0, m0 + r, n0, b.side.rows, y);
       }
     }
-  }
-
-  static void scale_tile(V (*tile)[Isa::VECTORS], const float* of_a, const float* of_b) {
-    for (int i = 0; i < MR; i++)
-      for (int j = 0; j < Isa::VECTORS; j++) tile[i][j] = tile[i][j] * of_a[i] * ((const V*)of_b)[j];
-  }
-
-  static void add(V (*tile)[Isa::VECTORS], const float* sum) {
-    for (int i = 0; i < MR; i++)
-      for (int j = 0; j < Isa::VECTORS; j++) tile[i][j] = ((const V*)sum)[i * Isa::VECTORS + j] + tile[i][j];
   }
 
   bool run(int threads) const {
