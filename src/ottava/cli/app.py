@@ -28,6 +28,7 @@ from ottava.cli.bisect import bisect
 from ottava.cli.compare import compare
 from ottava.cli.demo import demo
 from ottava.cli.diagnose import diagnose
+from ottava.cli.doctor import doctor
 from ottava.cli.formats import formats
 from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
@@ -49,6 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(train)
 app.command()(plan)
 app.command()(inspect)

@@ -144,13 +144,37 @@ def build(name: str, settings: BuildSettings) -> Built:
         return Built(None, f"could not be built: {type(error).__name__}: {error}")
 
 
+def find_compiler(settings: BuildSettings) -> tuple[str, ...] | str:
+    """The compiler's command, or why there is none.
+
+    Example:
+        >>> find_compiler(BuildSettings(compiler="nowhere"))
+        "the compiler 'nowhere' (CXX) was not found; name one that is there, or install g++ or clang++"
+    """
+    if settings.compiler:
+        command = shlex.split(settings.compiler)
+        if not command or shutil.which(command[0]) is None:
+            asked = settings.compiler
+            return f"the compiler {asked!r} (CXX) was not found; name one that is there, or install g++ or clang++"
+        return tuple(command)
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return (found,)
+    return f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH; install one (g++ will do) or set CXX"
+
+
+def sources() -> tuple[str, ...]:
+    """Names of the C++ files that `load` builds."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.cpp")))
+
+
 def _build(name: str, settings: BuildSettings) -> Built:
     if os.name != "posix":
         return Built(None, f"native kernels are built on Linux and macOS; this is {platform.system()}")
     source = settings.sources / f"{name}.cpp"
     if not source.is_file():
         return Built(None, f"the package has no {source.name}; install it anew")
-    compiler = _compiler(settings.compiler)
+    compiler = find_compiler(settings)
     if isinstance(compiler, str):
         return Built(None, compiler)
     key = _key(source, compiler)
@@ -199,19 +223,6 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
             continue
         return Built(library, "", 0.0, (*_FLAGS, *_EXTRAS[int(number)]))
     return None
-
-
-def _compiler(asked: str) -> tuple[str, ...] | str:
-    """The command, or why there is none."""
-    if asked:
-        command = shlex.split(asked)
-        if not command or shutil.which(command[0]) is None:
-            return f"the compiler {asked!r} (CXX) was not found; name one that is there, or install g++ or clang++"
-        return tuple(command)
-    for name in _COMPILERS:
-        if found := shutil.which(name):
-            return (found,)
-    return f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH; install one (g++ will do) or set CXX"
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
