@@ -188,11 +188,11 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
     return;
   }
   for (int64_t g = first; g < last; g++, x += w.block_cols, most++) {
-    Int here;
-    if (g + 1 < w.grid_cols && w.block_cols == 16) here = largest_of<T>(x, 16);
-    else if (g + 1 < w.grid_cols && w.block_cols == 32) here = largest_of<T>(x, 32);
-    else if (g + 1 < w.grid_cols && w.block_cols == 128) here = largest_of<T>(x, 128);
-    else here = largest_of<T>(x, std::min(w.block_cols, w.cols - g * w.block_cols));
+    const int64_t n = std::min(w.block_cols, w.cols - g * w.block_cols);
+    const Int here = n == 16    ? largest_of<T>(x, 16)  // known lengths need no loop for the rest
+                     : n == 32  ? largest_of<T>(x, 32)
+                     : n == 128 ? largest_of<T>(x, 128)
+                                : largest_of<T>(x, n);
     *most = std::max(*most, here);
   }
 }
@@ -202,10 +202,11 @@ inline void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, co
                        int64_t last, Encoder code) {
   if (w.block_cols == 1) return encode<T, NANS>(x, out, last - first, factor, code);
   for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
-    if (g + 1 < w.grid_cols && w.block_cols == 16) encode<T, NANS>(x, out, 16, *factor, code);
-    else if (g + 1 < w.grid_cols && w.block_cols == 32) encode<T, NANS>(x, out, 32, *factor, code);
-    else if (g + 1 < w.grid_cols && w.block_cols == 128) encode<T, NANS>(x, out, 128, *factor, code);
-    else encode<T, NANS>(x, out, std::min(w.block_cols, w.cols - g * w.block_cols), *factor, code);
+    const int64_t n = std::min(w.block_cols, w.cols - g * w.block_cols);
+    if (!NANS && n == 16) encode<T, NANS>(x, out, 16, *factor, code);  // known lengths need no loop for the rest
+    else if (!NANS && n == 32) encode<T, NANS>(x, out, 32, *factor, code);
+    else if (!NANS && n == 128) encode<T, NANS>(x, out, 128, *factor, code);
+    else encode<T, NANS>(x, out, n, *factor, code);
   }
 }
 
