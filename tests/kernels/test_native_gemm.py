@@ -211,6 +211,31 @@ def test_nan_stays_in_its_row(pair: Pair, level: int) -> None:
     assert torch.equal(y[torch.arange(8) != 2], clean[torch.arange(8) != 2])
 
 
+def test_nan_survives_every_exponent(level: int) -> None:
+    """Folding moves the exponents of blocks; one of NaN stays. Rows and columns, either side."""
+    x = torch.randn(8, 256) * torch.exp2(torch.arange(8).repeat_interleave(32) * -3.0)
+    for k in (3, 40, 250):
+        a, b = cast(x, MX), cast(torch.randn(70, 256), MX)
+        a.data[2, k] = math.nan
+        for t in (a, in_columns(a)):
+            assert native_gemm.run(t, b, torch.bfloat16, None, level)[0].isnan().all(1).tolist() == [
+                i == 2 for i in range(8)
+            ]
+            assert native_gemm.run(b, t, torch.bfloat16, None, level)[0].isnan().all(0).tolist() == [
+                i == 2 for i in range(8)
+            ]
+
+
+def test_any_nan_of_the_bias_stays(level: int) -> None:
+    """One with all bits set would round over into -0."""
+    a = cast(torch.ones(4, 16), QuantizationSpec(E4M3))
+    bias = torch.zeros(4, dtype=torch.int32)
+    bias[1], bias[2] = 0x7FFFFFFF, -1
+    for out in (torch.bfloat16, torch.float16):
+        y = native_gemm.run(a, a, out, bias.view(torch.float32), level)[0]
+        assert y.isnan().all(0).tolist() == [False, True, True, False]
+
+
 def test_any_strides(level: int) -> None:
     """Every second row and every third column, and one row for all: as their copies."""
     x, w = cast(torch.randn(40, 90), QuantizationSpec(E4M3)), cast(torch.randn(30, 30), QuantizationSpec(E4M3))
