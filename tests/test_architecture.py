@@ -33,7 +33,7 @@ FLOORS = (
     ("quantizer",),
     ("state", "functional", "debug"),
     ("nn",),
-    ("train",),
+    ("train", "bench"),
     ("cli",),
 )
 """Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""
@@ -54,6 +54,7 @@ PURE_CALLS = frozenset(
 
 READS_ENVIRONMENT = {
     "ottava.debug.watch.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
+    "ottava.kernels.native_build": "CXX, and whether and where libraries are built: kernels have no entry point",
 }
 """Modules that may, outside the command line, with the reason."""
 

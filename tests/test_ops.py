@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ottava import ops
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.kernels import reference, scaled_mm
 from ottava.ops import GemmRecord, explain, gemm, quantize, quantize_with_amax
@@ -87,11 +88,20 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_pair_of_every_recipe_multiplies(pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Any size, nothing included: the reference's bits (`kernels/test_reference.py` holds those to fp64)."""
+def test_every_pair_of_every_recipe_multiplies(
+    pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, float64_gemm: Float64Gemm
+) -> None:
+    """Any size, nothing included: the bits of the kernel that the log names; asked for, those of the reference."""
     a, b = operands(pair, *sizes)
     bias = torch.randn(sizes[1]).to(dtype)
-    assert torch.equal(gemm(a, b, out_dtype=dtype, bias=bias), reference.gemm(a, b, dtype, bias))
+    records: list[GemmRecord] = []
+    y = gemm(a, b, out_dtype=dtype, bias=bias, log=records.append)
+    assert torch.equal(y, gemm(a, b, out_dtype=dtype, bias=bias, backend=records[0].kernel))
+    truth = reference.gemm(a, b, dtype, bias)
+    assert torch.equal(gemm(a, b, out_dtype=dtype, bias=bias, backend="reference"), truth)
+    _, accumulation = float64_gemm(a, b, bias)
+    ulp = torch.finfo(dtype).eps * truth.double().abs() + torch.finfo(dtype).smallest_normal
+    assert ((y.double() - truth.double()).abs() <= 2 * accumulation + ulp).all()
 
 
 def test_gemm_in_bf16_multiplies_what_the_codes_stand_for(pair: Pair, float64_gemm: Float64Gemm) -> None:
@@ -156,7 +166,11 @@ def test_the_log_says_what_ran(pair: Pair) -> None:
     gemm(a, b, out_dtype=torch.bfloat16, compute="bf16", log=records.append)
     gemm(torch.ones(2, 3), torch.ones(4, 3), out_dtype=torch.float32, log=records.append)
     specs = (str(pair[0]), str(pair[1]))
-    assert records[0] == GemmRecord(*specs, 5, 7, 300, "reference", True, False, "", ())
+    first = next(line for line in explain(a, b, out_dtype=torch.bfloat16).splitlines() if line.endswith(": runs"))
+    assert records[0].kernel == first.removesuffix(": runs")
+    assert len(records[0].refusals) == [kernel.NAME for kernel in ops._CPU_KERNELS].index(records[0].kernel)
+    anew = replace(records[0], kernel="", refusals=())
+    assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", ())
     assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", ())
     assert records[2] == GemmRecord("float32", "float32", 2, 4, 3, "torch.mm float32", False, False, "", ())
 
@@ -181,16 +195,24 @@ def test_a_backend_that_cannot_is_no_reason_for_another() -> None:
         gemm(rows, rows, out_dtype=torch.float32, backend="scaled_mm")
 
 
-def test_explain_lists_every_kernel() -> None:
+def test_explain_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs, which could, which cannot and why; and refuses what gemm refuses."""
     a, rows = cast(torch.ones(2, 32), E4), cast(torch.ones(2, 32), QuantizationSpec(E4M3, PER_ROW))
-    assert explain(a, a, out_dtype=torch.bfloat16).splitlines() == [
-        "reference: runs",
-        "scaled_mm: supported, but reference comes first on cpu",
-    ]
-    assert explain(rows, a, out_dtype=torch.float16).splitlines() == [
-        "reference: runs",
+    names = [kernel.NAME for kernel in ops._CPU_KERNELS]
+    assert names == ["native_gemm", "bf16_mm", "reference", "scaled_mm"]
+    lines = explain(a, a, out_dtype=torch.bfloat16).splitlines()
+    assert [line.split(":")[0] for line in lines] == names
+    assert sum(line.endswith(": runs") for line in lines) == 1
+    chosen = next(line for line in lines if line.endswith(": runs")).split(":")[0]
+    assert lines[3] == f"scaled_mm: supported, but {chosen} comes first on cpu"
+    assert explain(rows, a, out_dtype=torch.float16).splitlines()[1::2] == [
+        "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float16",
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
+    ]
+    monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm, reference))
+    assert explain(rows, a, out_dtype=torch.float16).splitlines() == [
+        "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
+        "reference: runs",
     ]
     with pytest.raises(ValueError, match=r"needs \(M, K\) and \(N, K\)"):
         explain(a, cast(torch.ones(2, 16), E4), out_dtype=torch.bfloat16)

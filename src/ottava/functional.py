@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ottava.kernels.native_sums import column_sums
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
             dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
         if needs_db:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+            db = column_sums(dy).to(bias_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
         return dx, dw, db, None, None, None, None, None

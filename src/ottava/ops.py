@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import reference, scaled_mm
+from ottava.kernels import bf16_mm, native_cpu, native_gemm, reference, scaled_mm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -43,8 +43,21 @@ class GemmKernel(Protocol):
         """(M, K), (N, K) -> (M, N)."""
 
 
+class QuantizeKernel(Protocol):
+    """What a kernel file that casts offers."""
+
+    NAME: str
+
+    def supports_quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> str | None:
+        """None, or the reason why not."""
+
+    def quantize(self, x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
+        """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
+
+
+_QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
-_CPU_KERNELS: tuple[GemmKernel, ...] = (reference, scaled_mm)
+_CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
 
 
@@ -172,8 +185,11 @@ def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, b
     Example:
         >>> from ottava.formats import E4M3
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
-        >>> explain(a, a, out_dtype=torch.float32)
-        'reference: runs\\nscaled_mm: supported, but reference comes first on cpu'
+        >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
+        >>> [line.split(":")[0] for line in lines]
+        ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm']
+        >>> lines[1]
+        "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
     chosen, _ = _choose(a, b, out_dtype, bias, None)
@@ -185,6 +201,23 @@ def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, b
         else:
             lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} comes first on {a.device.type}")
     return "\n".join(lines)
+
+
+def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
+    """Which kernel `quantize` would run on this matrix, and why not those before it, one a line.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
+        'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
+    """
+    lines = []
+    for kernel in _QUANTIZE_KERNELS:
+        if reason := kernel.supports_quantize(x.detach(), spec, scale):
+            lines.append(reason)
+        else:
+            return "\n".join([*lines, f"{kernel.NAME}: runs"])
+    raise AssertionError("the reference takes every cast")
 
 
 def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
@@ -251,8 +284,12 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
+    x = x.detach()  # codes carry no gradient
+    for kernel in _QUANTIZE_KERNELS:
+        if kernel.supports_quantize(x, spec, scale) is None:
+            break
     with _no_autocast(x.device):
-        return reference.quantize(x.detach(), spec, scale)  # codes carry no gradient
+        return kernel.quantize(x, spec, scale)
 
 
 @functools.lru_cache(maxsize=256)

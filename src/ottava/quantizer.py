@@ -8,15 +8,14 @@ models (TransformerEngine #814). When the state moves on is decided in `state`.
 
 from __future__ import annotations
 
-import ctypes
 import warnings
-import zlib
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ottava.kernels.native_sums import checksum
 from ottava.ops import quantize, quantize_with_amax
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
@@ -265,7 +264,7 @@ class WeightQuantizer(Quantizer):
         """As `Quantizer.forward`."""
         if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        key: tuple[Any, ...] = (*_identity(x), x.dtype, _checksum(x), row_spec, col_spec, self.spec)
+        key: tuple[Any, ...] = (*_identity(x), x.dtype, checksum(x), row_spec, col_spec, self.spec)
         if self.spec is not None:
             key += _identity(self.scale)
         seen, row, col = False, None, None
@@ -294,13 +293,6 @@ class WeightQuantizer(Quantizer):
 
 def _identity(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), 0 if x.is_inference() else x._version
-
-
-def _checksum(x: Tensor) -> int:
-    # Not a sum, which rows that change places leave as it is. Not through numpy(), after which torch cannot resize the
-    # storage any more, as FSDP2 does to free it.
-    bits = x.detach().contiguous()
-    return zlib.crc32((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
 
 
 class LinearQuantizers(nn.Module):

@@ -16,6 +16,9 @@ from ottava.kernels import scaled_mm
 from ottava.nn.receipt import Receipt
 from ottava.recipe import GEMMS, Recipe
 
+ENGINES = ("native_gemm", "bf16_mm", "reference")
+"""What may run quantized operands on a CPU: it depends on the machine."""
+
 
 def network(recipe: Recipe | str = "tensorwise") -> nn.Sequential:
     """up (64 -> 96), gelu, down (96 -> 64), and a head of 10 that the default filter leaves alone."""
@@ -53,7 +56,7 @@ def test_a_training_step_has_three_rows_a_layer(recipe: Recipe) -> None:
     kernels = {f"{row.gemm}": row.kernel for row in ottava.receipt(model).rows if row.layer == "0"}
     for gemm in GEMMS:
         quantized = getattr(recipe, gemm).quantized
-        assert kernels[gemm] == ("reference" if quantized else "torch.mm bfloat16" if recipe.quantized else "torch")
+        assert kernels[gemm] in (ENGINES if quantized else ["torch.mm bfloat16" if recipe.quantized else "torch"])
 
 
 def test_fractions_weigh_by_the_weight(recipe: Recipe) -> None:
@@ -88,7 +91,7 @@ def test_what_no_gradient_needs_has_not_run() -> None:
     model(data().detach()).sum().backward()
     kernels = rows(model, "kernel")
     assert (kernels["0.dgrad"], kernels["2.wgrad"]) == ("-", "-")
-    assert (kernels["0.wgrad"], kernels["2.dgrad"]) == ("reference", "reference")
+    assert {kernels["0.wgrad"], kernels["2.dgrad"]} <= set(ENGINES)
 
 
 def test_autocast_is_seen() -> None:
@@ -220,7 +223,7 @@ def test_compiled_calls_say_that_they_were() -> None:
     assert not wgrad.fp8
     assert receipt.fp8_fraction == pytest.approx(2 * 2 * 6144 / (3 * (2 * 6144 + 640)))
     model(data()).sum().backward()
-    assert ottava.receipt(model).rows[0].kernel == "reference"
+    assert ottava.receipt(model).rows[0].kernel in ENGINES
 
 
 def test_a_layer_that_failed_does_not_look_as_if_it_had_run() -> None:

@@ -23,10 +23,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ottava.cli.bench import bench
 from ottava.cli.bisect import bisect
 from ottava.cli.compare import compare
 from ottava.cli.demo import demo
 from ottava.cli.diagnose import diagnose
+from ottava.cli.doctor import doctor
 from ottava.cli.formats import formats
 from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
@@ -48,6 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(train)
 app.command()(plan)
 app.command()(inspect)
@@ -60,6 +63,7 @@ app.command("import")(import_run)
 app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.command("what-if")(what_if)
 app.command()(bisect)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,8 +7,10 @@ summed in fp64. Counts are exact.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,10 +25,12 @@ from ottava.debug.tally import (
     ROW_SQNR_DB,
     SPREAD_BINS,
     SUM_FIELDS,
+    SUM_WIDTH,
     Tally,
     unpack,
 )
 from ottava.formats import Format
+from ottava.kernels import native_measure
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, Granularity, compute_scale
@@ -84,6 +88,8 @@ def measure_packed(x: Tensor, x_q: QuantizedTensor, *, whole: Tensor | None = No
         finite = whole.isfinite()
         nonfinite = (~finite).sum(dtype=torch.float64)
         amax = block_amaxes(torch.where(finite, whole, 0)).reshape(())
+    if native_measure.supports_measure(x, x_q) is None:
+        return _natively(x, x_q, amax, nonfinite, whole.numel(), fine)
     walk = _Walk(x, x_q, amax, clean, fine)
     for start in range(0, x.shape[0], BAND_ROWS):
         walk.band(start, min(start + BAND_ROWS, x.shape[0]))
@@ -91,6 +97,38 @@ def measure_packed(x: Tensor, x_q: QuantizedTensor, *, whole: Tensor | None = No
     walk.extremes["amax"] = amax.to(torch.float64)
     _scales(walk, x_q, amax)
     return walk.packed()
+
+
+def _natively(x: Tensor, x_q: QuantizedTensor, amax: Tensor, nonfinite: Tensor, total: int, fine: bool) -> Packed:
+    clip, beyond = _clip(x_q.spec.format)
+    sums, extremes = native_measure.measure(
+        x, x_q, float(amax), clip, beyond is torch.ge, _places(), SUM_WIDTH, fine=fine
+    )
+    numbers = {"n_total": total, "n_casts": 1, "n_nonfinite": float(nonfinite)}
+    values = {
+        "amax": float(amax),
+        "amin": -extremes.amin,
+        "max_error": extremes.max_error,
+        "scale_max": extremes.scale_max,
+        "scale_min": -extremes.scale_min,
+        "scale_error_max": -math.inf,
+        "scale_error_min": -math.inf,
+    }
+    if x_q.spec.predicted:
+        known, error = _prediction_error(x_q, amax)
+        numbers |= {"n_predicted": float(known), "scale_error": float(error)}
+        if known:
+            values |= {"scale_error_max": float(error), "scale_error_min": -float(error)}
+    for name, number in numbers.items():
+        sums[_places()[name]] = number
+    return Packed(sums, torch.tensor([values[f.name] for f in EXTREME_FIELDS], dtype=torch.float64))
+
+
+@functools.cache
+def _places() -> Mapping[str, int]:
+    """Where each of SUM_FIELDS begins in `Packed.sums`."""
+    widths = [f.metadata["bins"] or 1 for f in SUM_FIELDS]
+    return dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
 
 
 def sample_rows(x: Tensor, every: int, phase: int) -> Tensor | None:
@@ -283,11 +321,17 @@ def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
     walk.extremes["scale_min"] = -scales.nan_to_num(math.inf).amin()
     if not x_q.spec.predicted:
         return
-    spec = x_q.spec
-    # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
-    now = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale_inv
-    known = amax > 0
-    error = torch.where(known, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)
+    known, error = _prediction_error(x_q, amax)
     walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
     walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
     walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)
+
+
+def _prediction_error(x_q: QuantizedTensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(whether there is a current scale, log2(scale used / that one))."""
+    spec = x_q.spec
+    # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
+    now = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale_inv
+    used = x_q.scale_inv.to(torch.float64).flatten()
+    octaves = -torch.where(used > 0, used, 1.0).log2()
+    return amax > 0, torch.where(amax > 0, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)

@@ -36,6 +36,11 @@ class Cast(NamedTuple):
     """fp32, one entry per block: the largest magnitude before the cast."""
 
 
+def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
+    """Takes everything."""
+    return None
+
+
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
     """Casts x (R, C) to spec, with its own scale or a given one.
 

@@ -1,0 +1,97 @@
+"""torch's BF16 GEMM on codes, for CPUs with BF16 units: the fast path where no compiler is at hand.
+
+    y = round_once(alpha * sum_k (qa * 2**i) * (qb * 2**j) + bias)
+
+Codes of E4M3 and E5M2 are exact in bf16 and their products exact in fp32; a power-of-two scale moves the exponent of a
+bf16 number and changes nothing else. oneDNN sums in fp32, applies alpha and bias to the sum and rounds once. So what
+comes out is what the reference gives, up to the order of the sum (CPUs without BF16 units, where oneDNN goes other and
+slower ways, are refused). Decoding an arbitrary scale into bf16 operands instead would get half of the outputs wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E4M3, E5M2, Format
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.scaling import PER_TENSOR
+
+NAME = "bf16_mm"
+NATIVE = False
+
+# |code| of both formats lies in 2**-16 ... 2**16: with these bounds neither a scaled operand nor a product of two
+# leaves the normal numbers, below which BF16 units flush to zero; and no sum that fits in memory overflows
+_SCALE_RANGE = (2.0**-47, 2.0**47)
+
+
+def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
+    """Why torch's BF16 GEMM does not take this call; None if it does. Looks at scales that are to be folded."""
+    if a.device.type != "cpu" or b.device.type != "cpu":
+        return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
+    if not {a.spec.format, b.spec.format} <= {E4M3, E5M2}:
+        return f"{NAME}: takes E4M3 and E5M2; got {a.spec.format} and {b.spec.format}"
+    if out_dtype != torch.bfloat16:
+        return f"{NAME}: torch's BF16 GEMM gives bfloat16 only; got {out_dtype}"
+    if bias is not None and bias.dtype != torch.bfloat16:
+        return f"{NAME}: adds a bfloat16 bias only; got {bias.dtype}"
+    if 0 in (*a.shape, *b.shape):
+        return f"{NAME}: an empty operand"
+    if not _has_bf16_units():
+        return f"{NAME}: this CPU multiplies BF16 no faster than fp32 (no AVX512-BF16, no AMX)"
+    for x in (a, b):
+        if x.spec.granularity == PER_TENSOR:
+            continue
+        if x.spec.scale_format in ("fp32", "e4m3"):
+            return f"{NAME}: folds powers of two only; got {x.spec} scales"
+        low, high = torch.aminmax(x.scale_inv)
+        if not (_SCALE_RANGE[0] <= float(low) and float(high) <= _SCALE_RANGE[1]):
+            return f"{NAME}: scales from {float(low):.1e} to {float(high):.1e} leave BF16's range"
+    return None
+
+
+def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Says nothing: oneDNN pads for itself."""
+    return ""
+
+
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+) -> Tensor:
+    """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
+    alpha, operands = 1.0, []
+    for x in (a, b):
+        numbers = decode(x.data, x.spec.format)
+        if x.spec.granularity == PER_TENSOR:
+            alpha *= float(x.scale_inv)
+        else:
+            x.spec.granularity.multiply_(numbers, x.scale_inv.to(torch.bfloat16))
+        operands.append(numbers)
+    if bias is None:
+        nothing = operands[0].new_zeros(1).expand(a.shape[0], b.shape[0])
+        return torch.addmm(nothing, operands[0], operands[1].t(), beta=0, alpha=alpha)
+    return torch.addmm(bias, operands[0], operands[1].t(), alpha=alpha)
+
+
+def decode(codes: Tensor, fmt: Format) -> Tensor:
+    """Codes of E4M3 or E5M2 as bf16, exactly, in the layout of the codes.
+
+    Example:
+        >>> decode(torch.tensor([0.5, -448.0]).to(torch.float8_e4m3fn), E4M3)
+        tensor([   0.5000, -448.0000], dtype=torch.bfloat16)
+    """
+    bits = codes.view(torch.int8).to(torch.int16)
+    bits <<= 7 - fmt.mantissa_bits  # mantissa and exponent to the bottom of theirs, the sign to bit 15
+    bits &= ~(0x7FFF & ~((1 << (7 + fmt.exponent_bits)) - 1))  # its extension out of the upper exponent bits
+    y = bits.view(torch.bfloat16).mul_(2.0 ** (127 - fmt.bias))  # exact, subnormals too
+    low, high = torch.aminmax(y) if y.numel() else (y.new_zeros(()), y.new_zeros(()))
+    if max(-float(low), float(high)) > fmt.max:  # codes of infinity and NaN have become numbers
+        above = y.abs() > fmt.max
+        y[above] = codes[above].to(torch.bfloat16) if fmt == E5M2 else math.nan
+    return y
+
+
+def _has_bf16_units() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported()) or bool(torch.cpu._is_amx_tile_supported())

@@ -1,0 +1,285 @@
+"""Compiles a C++ file of this folder on first use, with the system's compiler, and keeps the library in a cache.
+
+A plain C interface, called through ctypes: no torch headers, so a file takes a second and not half a minute, and the
+wheel stays pure Python. Nothing here raises: where no library can be had, `Built.reason` says why, kernels repeat it in
+their refusals, and everything runs on the reference.
+
+    OTTAVA_NATIVE=0    switches native kernels off
+    OTTAVA_CACHE=DIR   where libraries are kept; else the user's cache folder
+    CXX="clang++"      the compiler; else the first of c++, g++, clang++
+
+A library's file name is NAME-KEY-FLAGS-CONTENT: KEY is a hash of all that decides what the compiler makes (source,
+headers, compiler, flags, CPU, versions), CONTENT one of the library itself. So one rename publishes it, two processes
+that build it at once do no harm, and a damaged file is not loaded but built anew. A cache that others can write to is
+not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+_LOGGER = logging.getLogger(__name__)
+_FOLDER = Path(__file__).parent
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")  # a fused multiply-add would round once
+_EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, and -mcpu where others have -march
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    ("-march=native",),
+    ("-mcpu=native",),
+    (),
+)
+_TIMEOUT = 120  # seconds
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Where from and where to; `from_environment` reads them from the process's variables."""
+
+    enabled: bool = True
+    """False: native kernels are switched off."""
+    compiler: str = ""
+    """Command of the compiler, arguments allowed; "": the first that is found."""
+    cache: Path | None = None
+    """Folder of the libraries; None: build into a folder that goes when they are loaded."""
+    sources: Path = field(default=_FOLDER)
+    """Folder of the .cpp and .h files."""
+
+
+class Built(NamedTuple):
+    """A loaded library, or why there is none."""
+
+    library: ctypes.CDLL | None
+    """Its functions, as ctypes has them."""
+    reason: str
+    """Why there is no library; "" if there is one."""
+    seconds: float = 0.0
+    """Spent compiling; 0 if it came from the cache."""
+    flags: tuple[str, ...] = ()
+    """What it was compiled with."""
+    note: str = ""
+    """What is not as it should be: a cache that cannot be used."""
+
+    @property
+    def threads(self) -> bool:
+        """Whether it can use more than one thread."""
+        return "-fopenmp" in self.flags
+
+
+def from_environment(variables: Mapping[str, str] | None = None) -> BuildSettings:
+    """OTTAVA_NATIVE, CXX and OTTAVA_CACHE as settings; None reads the process's own variables.
+
+    Example:
+        >>> settings = from_environment({"OTTAVA_NATIVE": "0", "OTTAVA_CACHE": "kept"})
+        >>> settings.enabled, settings.cache.name
+        (False, 'kept')
+    """
+    found = os.environ if variables is None else variables
+    if given := found.get("OTTAVA_CACHE"):
+        cache: Path | None = Path(given)
+    elif given := found.get("XDG_CACHE_HOME"):
+        cache = Path(given) / "ottava"
+    else:
+        try:
+            home = Path.home()
+        except RuntimeError:  # a user id without an entry in the password file
+            cache = None
+        else:
+            cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ottava"
+    enabled = found.get("OTTAVA_NATIVE", "1").strip().lower() not in ("0", "false", "off", "no")
+    return BuildSettings(enabled, found.get("CXX", ""), cache)
+
+
+@functools.lru_cache(maxsize=32)
+def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None) -> Built:
+    """The library of NAME.cpp in this folder, built if need be; asked once a process and name.
+
+    What is lost without it, or built anew each time, is logged once.
+
+    Args:
+        declare: gives its functions their argument types.
+
+    Example:
+        >>> load("nothing_of_that_name").library is None
+        True
+    """
+    built = build(name, from_environment())
+    if built.library is None:
+        _LOGGER.info("%s.cpp: %s. What it would have run takes the slower reference.", name, built.reason)
+    elif declare is not None:
+        declare(built.library)
+    if built.note:
+        _LOGGER.info("%s", built.note)
+    return built
+
+
+def build(name: str, settings: BuildSettings) -> Built:
+    """As `load`, under settings of one's own and without remembering.
+
+    Edge cases: nothing is raised. No compiler, a compile error, native kernels switched off: `reason`. A cache that
+    cannot be written to or that others may write to: compiled for this process only, and `note` says so.
+    """
+    if not settings.enabled:
+        return Built(None, "switched off by OTTAVA_NATIVE=0")
+    try:
+        return _build(name, settings)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return Built(None, f"could not be built: {type(error).__name__}: {error}")
+
+
+def find_compiler(settings: BuildSettings) -> tuple[str, ...] | str:
+    """The compiler's command, or why there is none.
+
+    Example:
+        >>> find_compiler(BuildSettings(compiler="nowhere"))
+        "the compiler 'nowhere' (CXX) was not found; name one that is there, or install g++ or clang++"
+    """
+    if settings.compiler:
+        command = shlex.split(settings.compiler)
+        if not command or shutil.which(command[0]) is None:
+            asked = settings.compiler
+            return f"the compiler {asked!r} (CXX) was not found; name one that is there, or install g++ or clang++"
+        return tuple(command)
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return (found,)
+    return f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH; install one (g++ will do) or set CXX"
+
+
+def sources() -> tuple[str, ...]:
+    """Names of the C++ files that `load` builds."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.cpp")))
+
+
+def _build(name: str, settings: BuildSettings) -> Built:
+    if os.name != "posix":
+        return Built(None, f"native kernels are built on Linux and macOS; this is {platform.system()}")
+    source = settings.sources / f"{name}.cpp"
+    if not source.is_file():
+        return Built(None, f"the package has no {source.name}; install it anew")
+    compiler = find_compiler(settings)
+    if isinstance(compiler, str):
+        return Built(None, compiler)
+    key = _key(source, compiler)
+    cache, note = _usable_cache(settings.cache)
+    if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
+        return cached
+    try:  # beside its place in the cache: a rename does not cross file systems
+        folder = tempfile.mkdtemp(prefix=".build-", dir=cache)
+    except OSError as error:
+        cache, note = None, _unusable(cache, error)
+        folder = tempfile.mkdtemp(prefix="ottava-")
+    try:
+        return _compile_and_load(source, compiler, Path(folder), cache, key)._replace(note=note)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cache: Path | None, key: str) -> Built:
+    started = time.perf_counter()
+    made = folder / "made.so"
+    errors: list[str] = []
+    for extra in _EXTRAS:
+        ran = _run([*compiler, *_FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)])
+        if ran.returncode == 0 and made.is_file():
+            break
+        errors.append(_first_error(ran.stderr or ran.stdout) or f"exit code {ran.returncode}")
+    else:
+        return Built(None, f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}")
+    made.chmod(0o700)
+    target = made
+    if cache is not None:
+        target = cache / f"{source.stem}-{key}-{_EXTRAS.index(extra)}-{_digest(made)}.so"
+        os.replace(made, target)
+    seconds = time.perf_counter() - started
+    return Built(ctypes.CDLL(str(target)), "", seconds, (*_FLAGS, *extra))
+
+
+def _from_cache(cache: Path, name: str, key: str) -> Built | None:
+    for path in sorted(cache.glob(f"{name}-{key}-*.so")):
+        number, content = path.stem.rsplit("-", 2)[1:]
+        try:
+            if not _only_ours(path) or _digest(path) != content:
+                continue
+            library = ctypes.CDLL(str(path))
+        except OSError:  # gone, unreadable, or of another machine after all
+            continue
+        return Built(library, "", 0.0, (*_FLAGS, *_EXTRAS[int(number)]))
+    return None
+
+
+def _key(source: Path, compiler: tuple[str, ...]) -> str:
+    told = _run([*compiler, "--version"])
+    try:
+        own_version = version("ottava")
+    except PackageNotFoundError:  # run from its sources
+        own_version = ""
+    parts = [shlex.join(compiler), told.stdout, own_version, _cpu(), platform.machine(), platform.libc_ver()[1]]
+    parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h"))])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
+    )
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.processor()} {platform.version()}"
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in wanted)
+
+
+def _usable_cache(cache: Path | None) -> tuple[Path | None, str]:
+    """The folder if it can hold libraries of ours, and what is wrong with it otherwise."""
+    if cache is None:
+        return None, "no cache folder: compiled anew in every process; set OTTAVA_CACHE"
+    cache = cache.absolute()
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _only_ours(cache):
+            return None, f"others may write to {cache}: not used, compiled anew in every process; chmod go-w it"
+    except OSError as error:
+        return None, _unusable(cache, error)
+    return cache, ""
+
+
+def _unusable(cache: Path | None, error: OSError) -> str:
+    return f"{cache} cannot be used ({error.strerror}): compiled anew in every process; set OTTAVA_CACHE"
+
+
+def _only_ours(path: Path) -> bool:
+    """Whether nobody else (but root) could have put something there: what lies there is run."""
+    status = path.stat()
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "")[:300]

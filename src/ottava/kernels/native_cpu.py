@@ -1,0 +1,205 @@
+"""Quantize and decode on a CPU in C++ (`native_quantize.cpp`): the bits of `reference`, at the speed of memory.
+
+Built on first use, see `native_build`; where that fails `supports_quantize` says why, and the reference runs. Work is
+shared among as many threads as torch uses; neither their number nor the instruction set changes a bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E4M3, Format
+from ottava.kernels import reference
+from ottava.kernels.native_build import Built, load
+from ottava.kernels.reference import Cast
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.rounding import check_input_dtype
+from ottava.scaling import Granularity, column_major
+
+NAME = "native_cpu"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
+_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
+
+
+class _Cast(ctypes.Structure):
+    """The C++ file's `Cast`: what a spec comes down to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
+        *((name, ctypes.c_int32) for name in ("scale_format", "guarded", "margin")),
+        *((name, ctypes.c_float) for name in ("max", "top", "guard_floor", "tensor_top")),
+    )
+
+
+def built() -> Built:
+    """The library, or why there is none."""
+    return load("native_quantize", _declare)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.ottava_decode.argtypes = [_POINTER, _SIZE, _POINTER, _POINTER, _INT, _INT]
+    library.ottava_decode.restype = None
+    library.ottava_quantize.restype = _INT
+    library.ottava_quantize.argtypes = [
+        *(_POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+    ]
+
+
+def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
+    """Why this kernel does not take such a cast; None if it does.
+
+    Example:
+        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
+        'native_cpu: rounds to nearest even; got stochastic'
+    """
+    if x.device.type != "cpu" or (scale is not None and scale.device.type != "cpu"):
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if (reason := _plan(spec).refusal) is not None:
+        return reason
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
+        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
+    if reason := built().reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+    """As `reference.quantize`, bit for bit; call `supports_quantize` first.
+
+    Row-major and column-major matrices are cast where they lie; others are copied first.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
+        >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec)[1:],
+        ...                                                   reference.quantize(x, spec)[1:]))
+        True
+    """
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2:
+        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    if not x.numel():
+        return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
+    if column_major(x):
+        data, scale_inv, amax = _quantize(x.t(), spec, _plan(spec).transposed, scale)
+        return Cast(data.t(), scale_inv.t().contiguous(), amax.t().contiguous())
+    return _quantize(x, spec, spec.granularity, scale)
+
+
+def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
+    rows, cols = x.shape
+    strides = x.stride()
+    if (strides[1] != 1 and cols > 1) or (strides[0] < cols and rows > 1):
+        x = x.contiguous()
+        strides = x.stride()
+    grid = granularity.grid_shape((rows, cols))
+    data = torch.empty((rows, cols), dtype=torch.uint8)
+    scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
+    library = built().library
+    assert library is not None  # supports_quantize was asked
+    failed = library.ottava_quantize(
+        *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols),
+        *granularity.block_shape((rows, cols)),
+        *(ctypes.byref(_plan(spec).cast), None if scale is None else scale.data_ptr()),
+        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+    return Cast(data if spec.format.dtype is None else data.view(spec.format.dtype), scale_inv, amax)
+
+
+def supports_decode(codes: Tensor, fmt: Format) -> str | None:
+    """Why this kernel does not decode these codes; None if it does."""
+    if codes.device.type != "cpu" or type(codes) is not Tensor:
+        return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
+    if reason := _plan(QuantizationSpec(fmt)).refusal:
+        return reason
+    if reason := built().reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that codes stand for, exactly, in memory of their own; call `supports_decode` first.
+
+    Args:
+        codes: any shape, in fmt.storage_dtype.
+        dtype: float32 or bfloat16; both hold every number of 8 bits or less.
+    Raises:
+        TypeError: the codes are not in fmt.storage_dtype, or another dtype is asked for.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> codes = torch.tensor([1, 15, 7], dtype=torch.uint8)
+        >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
+        True
+    """
+    if codes.dtype != fmt.storage_dtype:
+        raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"decode: got dtype {dtype}; needs float32 or bfloat16")
+    raw = codes.view(torch.uint8)
+    dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
+    raw = raw if dense else raw.contiguous()
+    numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
+    library = built().library
+    assert library is not None  # supports_decode was asked
+    library.ottava_decode(
+        *(raw.data_ptr(), raw.numel(), ctypes.byref(_plan(QuantizationSpec(fmt)).cast)),
+        *(numbers.data_ptr(), int(dtype == torch.bfloat16), torch.get_num_threads()),
+    )
+    return numbers
+
+
+class _Plan(NamedTuple):
+    """A spec once and for all."""
+
+    refusal: str | None
+    cast: _Cast
+    transposed: Granularity
+
+
+def _plan(spec: QuantizationSpec) -> _Plan:
+    return _plan_of(spec.key, spec.format)  # its own hash walks over every field
+
+
+@functools.lru_cache(maxsize=512)
+def _plan_of(key: str, fmt: Format) -> _Plan:
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    refusal = None
+    if spec.rounding != "nearest_even":
+        refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    elif fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
+        refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
+    elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
+        refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
+    if refusal is not None:
+        return _Plan(refusal, _Cast(), spec.granularity.transposed)
+    cast = _Cast(
+        mantissa_bits=fmt.mantissa_bits,
+        emin=fmt.emin,
+        emax=fmt.emax,
+        bias=fmt.bias,
+        bits=fmt.bits,
+        nan_code=(1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1,
+        scale_format=_SCALE_FORMATS.index(spec.scale_format),
+        guarded=int(spec.scaling == "guarded"),
+        margin=spec.margin,
+        max=fmt.max,
+        top=fmt.max * 2.0**-spec.margin,
+        guard_floor=fmt.max * 2.0**-spec.guard_bits,
+        tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
+    )
+    return _Plan(None, cast, spec.granularity.transposed)

@@ -1,0 +1,61 @@
+// What the C++ kernels share: floats as bits, and how an element of x becomes fp32, exactly.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+
+inline float float_of(int32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline int32_t bits_of(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+
+struct Float32 {
+  using Int = int32_t;
+  static constexpr Int mask = MAGNITUDE;
+  static inline float value(Int bits) { return float_of(bits); }
+};
+
+struct BFloat16 {
+  using Int = int16_t;
+  static constexpr Int mask = 0x7fff;
+  static inline float value(Int bits) { return float_of(int32_t(bits) << 16); }
+};
+
+struct Float16 {
+  using Int = int16_t;
+  static constexpr Int mask = 0x7fff;
+  static inline float value(Int bits) {
+    const int32_t sign = int32_t(bits) & int32_t(0x80000000), magnitude = (int32_t(bits) & 0x7fff) << 13;
+    const int32_t rebias = 112 << 23, smallest_normal = 113 << 23;
+    const int32_t normal = magnitude + (magnitude >= (31 << 23) ? 2 * rebias : rebias);
+    const int32_t subnormal = bits_of(float_of(magnitude + smallest_normal) - float_of(smallest_normal));
+    return float_of((magnitude < (1 << 23) ? subnormal : normal) | sign);
+  }
+};
+
+// codes of at most 8 bits -> the bits of an fp32 number, exactly
+struct Decoder {
+  int32_t shift, sign_shift, magnitudes, rebias, smallest_normal, special;
+
+  // special: magnitude from which on codes are infinity and NaN; beyond all of them if there is none
+  Decoder(int mantissa_bits, int bias, int bits, int special_code) {
+    shift = 23 - mantissa_bits;
+    sign_shift = 32 - bits;
+    magnitudes = (1 << (bits - 1)) - 1;
+    rebias = (127 - bias) << 23;
+    smallest_normal = rebias + (1 << 23);
+    special = special_code < 0 ? MAGNITUDE : special_code << shift;
+  }
+
+  inline int32_t operator()(int32_t code) const {
+    const int32_t magnitude = (code & magnitudes) << shift, sign = int32_t(uint32_t(code) << sign_shift) & ~MAGNITUDE;
+    const int32_t normal = magnitude + (magnitude >= special ? 2 * rebias : rebias);
+    const int32_t subnormal = bits_of(float_of(magnitude + smallest_normal) - float_of(smallest_normal));
+    return (magnitude < (1 << 23) ? subnormal : normal) | sign;
+  }
+};

@@ -1,0 +1,248 @@
+// y (M, N) = epilogue(sum over k of a[m, k] * b[n, k]) on codes of up to 8 bits, with fp32 accumulation and ONE rounding.
+//
+// Codes and their products are exact in bf16 x bf16 -> fp32, so with AVX512-BF16 nothing is lost by multiplying there.
+// Elsewhere the same walk runs on fp32. Both operands are decoded by table while they are packed:
+//
+//   b   panels of NR columns of y:   words[panel][unit][NR]     a unit is 2 steps of k in bf16 (one word), 1 in fp32
+//   a   blocks of rows of y:         words[row][unit], or words[rows of MR][unit][MR] where a lies column by column
+//
+// A word of a is broadcast against NR words of b. Scales, three ways:
+//   plain   one scale a row of a and of b: they multiply the finished sum
+//   fold    power-of-two scales along k: a row's largest goes to the epilogue, the rest into the operand's exponents,
+//           exactly; refused (then: steps) where the smallest product would leave fp32's normal range
+//   steps   any scales along k: the sum of each step is scaled on its own
+// One thread computes a tile from first k to last, so the bits do not depend on the number of threads.
+#include "native_gemm.h"
+
+namespace {
+
+// --- the register tile: MR rows of a against NR columns of y, over units of k ----------------------------------------
+
+// What a tile is to become: its sums over some units, scaled step by step or not, added to earlier ones or not.
+struct Tile {
+  float* sums;          // MR x NR, row by row
+  bool more;            // whether there are earlier sums to add to
+  const float* of_a;    // STEPS: scales of the rows of a, and of the rows of b (columns of y); else null
+  const float* of_b;
+};
+
+template <class Isa>
+inline __attribute__((always_inline)) void tile_sum(const typename Isa::Word* a, int64_t row, int64_t unit,
+                                                    const typename Isa::Word* b, int64_t units, const Tile& tile) {
+  typedef typename Isa::V V;
+  constexpr int N = Isa::VECTORS;
+  V s[MR][N];
+#pragma GCC unroll 6
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) s[i][j] = V{};
+  for (int64_t u = 0; u < units; u++, a += unit, b += Isa::NR) {
+    V x[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) x[j] = ((const V*)b)[j];
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = Isa::step(s[i][j], x[j], a + i * row);
+  }
+  V* to = (V*)tile.sums;
+  if (tile.of_a) {
+    V y[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) y[j] = ((const V*)tile.of_b)[j];
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = s[i][j] * tile.of_a[i] * y[j];
+  }
+  if (tile.more)
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = to[i * N + j] + s[i][j];
+#pragma GCC unroll 6
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) to[i * N + j] = s[i][j];
+}
+
+template <class Isa>
+void tile_sum_any(const typename Isa::Word* a, const Layout& layout, const typename Isa::Word* b, int64_t units,
+                  const Tile& tile) {
+  if (layout.unit == 1)
+    tile_sum<Isa>(a, layout.row, 1, b, units, tile);
+  else
+    tile_sum<Isa>(a, 1, MR, b, units, tile);
+}
+
+// --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
+
+inline uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
+  return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+inline uint16_t to_fp16(float x) {
+#if defined(__F16C__)
+  return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  uint16_t sign = (uint16_t)(u >> 16 & 0x8000);
+  float m = std::fabs(x);
+  if (m != m) return sign | 0x7E00;
+  if (m >= 65520.0f) return sign | 0x7C00;
+  int e = 0;
+  if (m > 0) std::frexp(m, &e);
+  e = std::max(e - 1, -14);                                      // subnormals share the exponent of 2**-14
+  float steps = std::nearbyint(std::ldexp(m, 10 - e));           // at most 2048: exact, ties to even
+  return sign | (uint16_t)(((e + 14) << 10) + (int)steps);       // a carry moves into the exponent by itself
+#endif
+}
+
+// Row `row` of y, columns [c0, c0 + n), from fp32 sums.
+void finish_row(const float* sum, int64_t n, float scale, const float* scales, int64_t row, int64_t c0, int64_t width,
+                const Result& y) {
+  float v[64];
+  for (int64_t j = 0; j < n; j++) v[j] = sum[j] * scale * scales[j];
+  if (y.bias)
+    for (int64_t j = 0; j < n; j++) v[j] += y.bias[c0 + j];
+  int64_t at = row * width + c0;
+  if (y.type == 0) {
+    std::memcpy((float*)y.data + at, v, n * 4);
+  } else if (y.type == 1) {
+    uint16_t* to = (uint16_t*)y.data + at;
+    for (int64_t j = 0; j < n; j++) to[j] = to_bf16(v[j]);
+  } else {
+    uint16_t* to = (uint16_t*)y.data + at;
+    for (int64_t j = 0; j < n; j++) to[j] = to_fp16(v[j]);
+  }
+}
+
+// --- the walk --------------------------------------------------------------------------------------------------------
+
+template <class Isa>
+struct Walk {
+  typedef typename Isa::Word Word;
+  const Operand &a, &b;
+  const Result& y;
+  Mode mode;
+  int64_t units, chunk;  // chunk: units of one sum
+  Layout layout;
+
+  // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
+  void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
+    int64_t columns = std::min<int64_t>(Isa::NR, b.side.rows - n0);
+    for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
+      int64_t count = std::min(chunk, units - u);
+      for (int64_t i = 0; i < rows; i += MR) {
+        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr};
+        if (mode == STEPS) {
+          tile.of_a = a.step_scale.data() + c * a.padded + m0 + i;
+          tile.of_b = b.step_scale.data() + c * b.padded + n0;
+        }
+        tile_sum_any<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
+        if (u + chunk < units) continue;
+        for (int64_t r = i; r < std::min(rows, i + MR); r++)
+          finish_row(sums + r * Isa::NR, columns, a.row_scale[m0 + r], b.row_scale.data() + n0, m0 + r, n0, b.side.rows, y);
+      }
+    }
+  }
+
+  bool run(int threads) const {
+    int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), panel_words = units * Isa::NR;
+    int64_t at_once = std::clamp<int64_t>(PANEL_BYTES / (panel_words * 4), 1, panels);
+    at_once = ceil_div(panels, ceil_div(panels, at_once));
+    int64_t blocks = ceil_div(m, ROWS);
+    if (blocks > 1) blocks = ceil_div(blocks, threads) * threads;
+    int64_t rows = ceil_div(ceil_div(m, blocks), MR) * MR;
+    blocks = ceil_div(m, rows);
+    int64_t groups = std::clamp<int64_t>(ceil_div(2 * threads, blocks), 1, at_once);  // few rows: share out columns
+    if (blocks % threads == 0) groups = 1;
+    Buffer<Word> packed = buffer<Word>(at_once * panel_words);
+    int64_t a_words = ceil_div(rows, MR) * layout.tile + 64;
+    Buffer<Word> blocks_of_a = buffer<Word>(threads * a_words);
+    Buffer<float> sums = buffer<float>(threads * rows * Isa::NR);
+    if (!packed || !blocks_of_a || !sums) return false;
+    int64_t pieces = ceil_div(units, 512);
+#pragma omp parallel num_threads(threads)
+    {
+      int me = 0;
+#if defined(_OPENMP)
+      me = omp_get_thread_num();
+#endif
+      Word* own = blocks_of_a.get() + me * a_words;
+      for (int64_t p0 = 0; p0 < panels; p0 += at_once) {
+        int64_t p1 = std::min(panels, p0 + at_once), per_group = ceil_div(p1 - p0, groups);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (p1 - p0) * pieces; i++) {
+          int64_t p = i / pieces, u0 = i % pieces * 512, u1 = std::min(units, u0 + 512);
+          pack_panel<Isa>(b, (p0 + p) * Isa::NR, u0, u1, packed.get() + p * panel_words + u0 * Isa::NR);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < blocks * groups; i++) {
+          int64_t m0 = i / groups * rows, count = std::min(rows, m - m0), first = p0 + i % groups * per_group;
+          pack_block<Isa>(a, m0, count, layout, own);
+          for (int64_t p = first; p < std::min(p1, first + per_group); p++)
+            block(own, m0, count, packed.get() + (p - p0) * panel_words, p * Isa::NR, sums.get() + me * rows * Isa::NR);
+        }
+      }
+    }
+    return true;
+  }
+};
+
+template <class Isa>
+bool walk(Operand& a, Operand& b, const Result& y, Mode mode, int64_t step, int threads) {
+  int64_t chunk = mode == STEPS ? step : CHUNK;
+  return Walk<Isa>{a, b, y, mode, ceil_div(a.k, Isa::UNIT), ceil_div(chunk, Isa::UNIT), layout_of_a<Isa>(a)}.run(threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Instruction sets that this library was built for, best first: 3 AVX512-BF16, 2 AVX512, 1 AVX2, 0 any.
+int ottava_gemm_level() {
+#if defined(OTTAVA_BF16)
+  return 3;
+#elif defined(__AVX512F__)
+  return 2;
+#elif defined(__AVX2__) && defined(__FMA__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// step: even number of k over which no scale of either side changes; k or more: none changes.
+// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory, or no such level.
+int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact, int level,
+                int threads) {
+  try {
+    Operand a = make_operand(*a_side, k), b = make_operand(*b_side, k);
+    Mode mode = step >= k ? PLAIN : STEPS;
+    if (mode == STEPS && exact) {
+      int of_a = fold(a), of_b = fold(b);
+      if (of_a >= 0 && of_b >= 0 && of_a + of_b <= FOLD_OCTAVES) mode = FOLD;
+    }
+    if (mode == STEPS) scale_steps(a, step), scale_steps(b, step);
+    bool done = false;
+#if defined(OTTAVA_BF16)
+    if (level == 3) done = walk<Bf16>(a, b, *y, mode, step, threads);
+#endif
+#if defined(__AVX512F__)
+    if (level == 2) done = walk<Fp32<16, 4>>(a, b, *y, mode, step, threads);
+#endif
+#if defined(__AVX2__) && defined(__FMA__)
+    if (level == 1) done = walk<Fp32<8, 2>>(a, b, *y, mode, step, threads);
+#endif
+    if (level == 0) done = walk<Fp32<4, 2>>(a, b, *y, mode, step, threads);
+    return done ? mode : -1;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+}

@@ -1,0 +1,389 @@
+// Operands of native_gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+extern "C" {
+struct Side {             // as `native_gemm.py` lays it out: eight bytes each
+  const uint8_t* codes;   // (rows, k)
+  int64_t rows, row_stride, col_stride;  // one of the strides is 1
+  const float* scale_inv;
+  int64_t scale_row_stride, scale_col_stride;
+  int64_t block_rows, block_cols;  // of one scale; block_cols >= k: one block
+  const float* table;              // 256 numbers: what the codes stand for
+};
+struct Result {  // y
+  void* data;
+  int64_t type;  // 0 fp32, 1 bf16, 2 fp16
+  const float* bias;
+};
+}
+
+namespace {
+
+constexpr int MR = 6;             // rows of a register tile
+constexpr int ROWS = 96;          // rows of a that one task decodes, at most
+constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
+constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
+constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
+
+enum Mode { PLAIN = 0, FOLD = 1, STEPS = 2 };
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+template <class T>
+using Buffer = std::unique_ptr<T[], Free>;
+template <class T>
+Buffer<T> buffer(int64_t n) {
+  return Buffer<T>(static_cast<T*>(std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64)));
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- instruction sets: vectors of fp32, and what one unit of k does to a sum -----------------------------------------
+
+template <int LANES>
+struct Vector {
+  typedef float type __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+};
+
+template <int LANES_, int VECTORS_>
+struct Fp32 {  // words are fp32 numbers
+  static constexpr int LANES = LANES_, VECTORS = VECTORS_, NR = LANES * VECTORS, UNIT = 1;
+  typedef typename Vector<LANES>::type V;
+  typedef float Word;
+  static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
+    V x = V{} + *a;
+#if defined(__AVX512F__)
+    if constexpr (LANES == 16) return (V)_mm512_fmadd_ps((__m512)x, (__m512)b, (__m512)sum);
+#endif
+#if defined(__FMA__)
+    if constexpr (LANES == 8) return (V)_mm256_fmadd_ps((__m256)x, (__m256)b, (__m256)sum);
+#endif
+#if defined(__ARM_NEON)
+    if constexpr (LANES == 4) return (V)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)b);
+#endif
+    return sum + x * b;  // the same bits: products of codes are exact
+  }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define OTTAVA_BF16 1
+struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
+  static constexpr int LANES = 16, VECTORS = 4, NR = 64, UNIT = 2;
+  typedef typename Vector<16>::type V;
+  typedef uint32_t Word;
+  static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
+    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)*a), (__m512bh)b);
+  }
+};
+#endif
+
+// --- one operand: scales and decoding --------------------------------------------------------------------------------
+
+struct Tables {
+  float fp32[256];
+  uint16_t bf16[256];
+  alignas(64) uint8_t low[128], high[128];
+};
+
+Tables make_tables(const float* values) {
+  Tables t;
+  for (int i = 0; i < 256; i++) {
+    uint32_t bits;
+    t.fp32[i] = values[i];
+    std::memcpy(&bits, &values[i], 4);
+    t.bf16[i] = (uint16_t)(bits >> 16);  // exact
+    if (i < 128) t.low[i] = (uint8_t)t.bf16[i], t.high[i] = (uint8_t)(t.bf16[i] >> 8);
+  }
+  return t;
+}
+
+struct Operand {
+  Side side;
+  Tables tables;
+  int64_t k, steps;               // steps: blocks along k
+  std::vector<float> row_scale;   // PLAIN, FOLD: for the epilogue
+  std::vector<float> step_scale;  // STEPS: [chunk][row]
+  std::vector<int32_t> exponent;  // FOLD: [step][row], at most 0, empty if there is one step
+  int64_t padded;                 // rows, to a whole number of panels
+
+  float scale(int64_t row, int64_t k0) const {
+    return side.scale_inv[row / side.block_rows * side.scale_row_stride + k0 / side.block_cols * side.scale_col_stride];
+  }
+  const int32_t* exponents(int64_t k0) const {
+    return exponent.empty() ? nullptr : exponent.data() + k0 / side.block_cols * padded;
+  }
+};
+
+Operand make_operand(const Side& side, int64_t k) {
+  Operand o{side, make_tables(side.table), k, ceil_div(k, side.block_cols), {}, {}, {}, ceil_div(side.rows, 64) * 64 + 64};
+  o.row_scale.assign(o.padded, 1.0f);
+  for (int64_t r = 0; o.steps == 1 && r < side.rows; r++) o.row_scale[r] = o.scale(r, 0);
+  return o;
+}
+
+// Fills row_scale and exponent; the largest number of octaves between two scales of a row, or -1 for no power of two.
+int fold(Operand& o) {
+  if (o.steps == 1) return 0;
+  int spread = 0;
+  o.exponent.assign(o.steps * o.padded, 0);
+  for (int64_t r = 0; r < o.side.rows; r++) {
+    if (r % o.side.block_rows) {  // as the row above
+      for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] = o.exponent[s * o.padded + r - 1];
+      o.row_scale[r] = o.row_scale[r - 1];
+      continue;
+    }
+    int top = -10000, bottom = 10000;
+    for (int64_t s = 0; s < o.steps; s++) {
+      float scale = o.scale(r, s * o.side.block_cols);
+      int e;
+      if (!(scale > 0) || !(scale <= 3e38f) || std::frexp(scale, &e) != 0.5f) return -1;
+      o.exponent[s * o.padded + r] = e;
+      top = std::max(top, e), bottom = std::min(bottom, e);
+    }
+    for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] -= top;
+    o.row_scale[r] = std::ldexp(1.0f, top - 1);
+    spread = std::max(spread, top - bottom);
+  }
+  return spread;
+}
+
+void scale_steps(Operand& o, int64_t chunk) {
+  int64_t chunks = ceil_div(o.k, chunk);
+  o.step_scale.assign(chunks * o.padded, 0.0f);
+  o.row_scale.assign(o.padded, 1.0f);
+  o.exponent.clear();
+  for (int64_t c = 0; c < chunks; c++)
+    for (int64_t r = 0; r < o.side.rows; r++) o.step_scale[c * o.padded + r] = o.scale(r, c * chunk);
+}
+
+// Words of `count` rows from row r0, units [u0, u1), any layout: word of row i, unit u at out[(i / w * w * n + i % w) +
+// (u - u0) * w] for w = width; n units in a row.
+template <class Isa>
+void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_t u1, int width, int64_t stride,
+                 typename Isa::Word* out) {
+  const Side& s = o.side;
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t u = u0; u < u1; u++) {
+      typename Isa::Word word = 0;
+      for (int h = 0; h < Isa::UNIT; h++) {
+        int64_t k = u * Isa::UNIT + h, r = r0 + i;
+        if (k >= o.k || r >= s.rows) continue;
+        uint8_t code = s.codes[r * s.row_stride + k * s.col_stride];
+        const int32_t* e = o.exponents(k);
+        float x = o.tables.fp32[code];
+        if (e && e[r]) x = std::ldexp(x, e[r]);
+        if constexpr (Isa::UNIT == 1) {
+          word = x;
+        } else {
+          uint32_t bits;
+          std::memcpy(&bits, &x, 4);
+          word |= bits >> 16 << (16 * h);
+        }
+      }
+      out[i / width * width * stride + i % width + (u - u0) * width] = word;
+    }
+}
+
+#if defined(OTTAVA_BF16) && defined(__AVX512VBMI__)
+#define OTTAVA_FAST_PACK 1
+struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
+  __m512i low0, low1, high0, high1, order, sign;
+  explicit Decoder(const Tables& t)
+      : low0(_mm512_load_si512(t.low)), low1(_mm512_load_si512(t.low + 64)), high0(_mm512_load_si512(t.high)),
+        high1(_mm512_load_si512(t.high + 64)), order(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0)),
+        sign(_mm512_set1_epi8((char)0x80)) {}
+  inline __attribute__((always_inline)) void operator()(const uint8_t* codes, int64_t n, __m512i& x, __m512i& y) const {
+    __m512i c = n >= 64 ? _mm512_loadu_si512(codes)
+                        : _mm512_maskz_loadu_epi8(n <= 0 ? 0 : ~0ull >> (64 - n), codes);
+    c = _mm512_permutexvar_epi64(order, c);
+    __m512i l = _mm512_permutex2var_epi8(low0, c, low1);
+    __m512i h = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, c, high1), c, sign, 0xF8);  // t | (c & sign)
+    x = _mm512_unpacklo_epi8(l, h);
+    y = _mm512_unpackhi_epi8(l, h);
+  }
+};
+
+// bf16 numbers times 2**e: e is added to the exponent, but zero, infinity and NaN stay
+inline __attribute__((always_inline)) __m512i shift(__m512i x, __m512i e) {
+  const __m512i field = _mm512_set1_epi16(0x7F80);
+  __m512i exponent = _mm512_and_si512(x, field);
+  __mmask32 finite = _mm512_test_epi16_mask(x, field) & _mm512_cmpneq_epi16_mask(exponent, field);
+  return _mm512_mask_add_epi16(x, finite, x, e);
+}
+
+inline __m512i exponent_words(const int32_t* e) {  // 16 rows -> both halves of a word, at the place of the exponent
+  __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(e), 7);
+  return _mm512_or_si512(_mm512_slli_epi32(v, 16), _mm512_and_si512(v, _mm512_set1_epi32(0xFFFF)));
+}
+
+inline __attribute__((always_inline)) void transpose(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t stride) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(in + i * in_stride);
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm512_storeu_si512(out + i * stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
+    _mm512_storeu_si512(out + (4 + i) * stride, _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
+    _mm512_storeu_si512(out + (8 + i) * stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD));
+    _mm512_storeu_si512(out + (12 + i) * stride, _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD));
+  }
+}
+
+// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written.
+void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
+                 uint32_t* out, int64_t stride) {
+  for (int64_t i = 0; i < count; i++) {
+    const uint8_t* codes = o.side.codes + (r0 + i) * o.side.row_stride;
+    for (int64_t u = u0; u < u1; u += 32) {
+      __m512i x, y;
+      decode(codes + 2 * u, o.k - 2 * u, x, y);
+      if (!o.exponent.empty()) {
+        int64_t row = r0 + i, cols = o.side.block_cols;
+        if (cols % 32 == 0) {
+          x = shift(x, _mm512_set1_epi16((short)(o.exponents(2 * u)[row] * 128)));
+          if (2 * u + 32 < o.k) y = shift(y, _mm512_set1_epi16((short)(o.exponents(2 * u + 32)[row] * 128)));
+        } else {
+          alignas(64) int16_t e[64];
+          for (int64_t j = 0; j < 64; j++)
+            e[j] = (int16_t)(2 * u + j < o.k ? o.exponents(2 * u + j)[row] * 128 : 0);
+          x = shift(x, _mm512_load_si512(e)), y = shift(y, _mm512_load_si512(e + 32));
+        }
+      }
+      _mm512_store_si512(out + i * stride + u - u0, x);
+      _mm512_store_si512(out + i * stride + u - u0 + 16, y);
+    }
+  }
+}
+
+// 64 rows that lie column by column, one unit: 64 words in x
+inline __attribute__((always_inline)) void decode_unit(const Operand& o, const Decoder& decode, int64_t r0, int64_t u,
+                                                       __m512i* x) {
+  const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
+  int64_t n = o.side.rows - r0;
+  __m512i p, q, r = _mm512_setzero_si512(), s = r;
+  decode(codes, n, p, q);
+  if (2 * u + 1 < o.k) decode(codes + o.side.col_stride, n, r, s);
+  alignas(64) static const uint16_t index[64] = {
+      0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
+      11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
+      22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+  __m512i low = _mm512_load_si512(index), high = _mm512_load_si512(index + 32);
+  x[0] = _mm512_permutex2var_epi16(p, low, r);
+  x[1] = _mm512_permutex2var_epi16(p, high, r);
+  x[2] = _mm512_permutex2var_epi16(q, low, s);
+  x[3] = _mm512_permutex2var_epi16(q, high, s);
+  if (const int32_t* e = o.exponents(2 * u))
+    for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
+}
+#endif
+
+// One panel of b, units [u0, u1).
+template <class Isa>
+void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename Isa::Word* out) {
+#if defined(OTTAVA_FAST_PACK)
+  if constexpr (Isa::UNIT == 2) {
+    Decoder decode(o.tables);
+    if (o.side.col_stride != 1) {
+      for (int64_t u = u0; u < u1; u++, out += Isa::NR) {
+        __m512i x[4];
+        decode_unit(o, decode, r0, u, x);
+        for (int j = 0; j < 4; j++) _mm512_store_si512(out + 16 * j, x[j]);
+      }
+      return;
+    }
+    alignas(64) uint32_t rows[64 * 32];
+    int64_t count = std::min<int64_t>(64, o.side.rows - r0);
+    if (count < 64) std::memset(rows, 0, sizeof rows);
+    for (int64_t u = u0; u < u1; u += 32) {
+      decode_rows(o, decode, r0, count, u, u + 1, rows, 32);
+      alignas(64) uint32_t last[16 * 64];
+      for (int64_t v = u; v < std::min(u + 32, u1); v += 16) {
+        bool whole = v + 16 <= u1;
+        uint32_t* to = whole ? out + (v - u0) * Isa::NR : last;
+        for (int64_t g = 0; g < 64; g += 16) transpose(rows + g * 32 + v - u, 32, to + g, Isa::NR);
+        if (!whole) std::memcpy(out + (v - u0) * Isa::NR, last, (u1 - v) * Isa::NR * 4);
+      }
+    }
+    return;
+  }
+#endif
+  pack_slowly<Isa>(o, r0, Isa::NR, u0, u1, Isa::NR, u1 - u0, out);
+}
+
+// How a block of a lies once it is packed: the word of row i of tile t and unit u at [t * tile + i * row + u * unit].
+struct Layout {
+  int64_t tile, row, unit;
+};
+
+template <class Isa>
+Layout layout_of_a(const Operand& o) {
+  int64_t units = ceil_div(o.k, Isa::UNIT);
+#if defined(OTTAVA_FAST_PACK)
+  if (Isa::UNIT == 2 && o.side.col_stride == 1) {
+    int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
+    return {MR * stride, stride, 1};
+  }
+#endif
+  return {MR * units, 1, MR};
+}
+
+template <class Isa>
+void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layout, typename Isa::Word* out) {
+  int64_t units = ceil_div(o.k, Isa::UNIT);
+#if defined(OTTAVA_FAST_PACK)
+  if constexpr (Isa::UNIT == 2) {
+    Decoder decode(o.tables);
+    if (o.side.col_stride == 1) {
+      decode_rows(o, decode, r0, count, 0, units, out, layout.row);
+      for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
+      return;
+    }
+    alignas(64) uint32_t line[64 + 16];
+    constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
+    for (int64_t i = 0; i < count; i += TILES * MR)
+      for (int64_t u = 0; u < units; u++) {
+        __m512i x[4];
+        decode_unit(o, decode, r0 + i, u, x);
+        for (int j = 0; j < 4; j++) _mm512_store_si512(line + 16 * j, x[j]);
+        uint32_t* to = out + i / MR * layout.tile + u * MR;
+        for (int64_t t = 0; t < TILES && i + t * MR < count; t++)
+          _mm256_mask_storeu_epi32(to + t * layout.tile, 0x3F, _mm256_loadu_si256((const __m256i*)(line + t * MR)));
+      }
+    return;
+  }
+#endif
+  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, MR, units, out);
+}
+
+}  // namespace

@@ -1,0 +1,259 @@
+"""Built on first use, whatever the machine is like: raced for, damaged, read-only, no compiler or a bad one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ottava.kernels import native_build
+from ottava.kernels.native_build import BuildSettings, Built, build, from_environment
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="native kernels are built on Linux and macOS"),
+    pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"),
+]
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> BuildSettings:
+    """A file of one function, and an empty cache."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text(SOURCE)
+    return BuildSettings(cache=tmp_path / "cache", sources=sources)
+
+
+def answer(built: Built) -> int:
+    assert built.library is not None, built.reason
+    assert built.reason == ""
+    return int(built.library.answer())
+
+
+def kept(settings: BuildSettings) -> list[Path]:
+    """What is in the cache, hidden files included."""
+    assert settings.cache is not None
+    return sorted(settings.cache.iterdir())
+
+
+def test_the_second_time_it_comes_from_the_cache(settings: BuildSettings) -> None:
+    """One library, nothing else left behind; the flags are known without compiling."""
+    first, second = build("tiny", settings), build("tiny", settings)
+    assert (answer(first), answer(second)) == (42, 42)
+    assert first.seconds > 0
+    assert second.seconds == 0
+    assert first.flags == second.flags
+    assert first.note == second.note == ""
+    assert len(kept(settings)) == 1
+
+
+def test_what_decides_the_code_decides_the_key(settings: BuildSettings) -> None:
+    """Source, a header beside it, the compiler's command: each change is a library of its own."""
+    build("tiny", settings)
+    (settings.sources / "tiny.cpp").write_text('#include "number.h"\n' + SOURCE.replace("42", "NUMBER"))
+    for number in (7, 8):
+        (settings.sources / "number.h").write_text(f"#define NUMBER {number}\n")
+        assert answer(build("tiny", settings)) == number
+    assert len(kept(settings)) == 3
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    assert answer(build("tiny", replace(settings, compiler=f"{compiler} -DUNUSED"))) == 8
+    assert len(kept(settings)) == 4
+
+
+def test_two_processes_may_build_it_at_once(settings: BuildSettings) -> None:
+    """Four, in fact, started together: all get a library that works, and the cache is whole afterwards."""
+    program = (  # the module by itself: without torch the processes start close together
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[3]); import native_build as b;"
+        "built = b.build('tiny', b.BuildSettings(cache=Path(sys.argv[1]), sources=Path(sys.argv[2])));"
+        "print(built.reason or built.library.answer())"
+    )
+    folder = Path(native_build.__file__).parent
+    command = [sys.executable, "-c", program, str(settings.cache), str(settings.sources), str(folder)]
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [racer.communicate(timeout=300)[0] for racer in racers] == ["42\n"] * 4
+    assert all(path.suffix == ".so" for path in kept(settings))
+    assert build("tiny", settings).seconds == 0
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "emptied"])
+def test_a_damaged_library_is_not_loaded_but_built_anew(settings: BuildSettings, damage: str) -> None:
+    """Loading it could do anything."""
+    build("tiny", settings)
+    (path,) = kept(settings)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    path.unlink()  # this process runs the old one: changed in place it would crash
+    path.write_bytes({"cut off": whole[:middle], "one bit": flipped, "emptied": b""}[damage])
+    again = build("tiny", settings)
+    assert answer(again) == 42
+    assert again.seconds > 0
+    assert build("tiny", settings).seconds == 0
+
+
+def test_a_library_of_another_machine_is_built_anew(settings: BuildSettings) -> None:
+    """Whole by its own hash, and still no library here."""
+    build("tiny", settings)
+    (path,) = kept(settings)
+    path.unlink()
+    path.write_bytes(b"not for this machine")
+    path.rename(path.with_name(f"{path.stem.rsplit('-', 1)[0]}-{native_build._digest(path)}.so"))
+    again = build("tiny", settings)
+    assert answer(again) == 42
+    assert again.seconds > 0
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """Not root, for whom nothing is read-only."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["empty", "filled before"])
+def test_a_read_only_cache_is_read(filled: bool) -> None:
+    """What an administrator put there is used; else each process compiles for itself, and says so."""
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o755)
+        sources, cache = Path(base) / "sources", Path(base) / "cache"
+        sources.mkdir()
+        cache.mkdir(mode=0o755)
+        (sources / "tiny.cpp").write_text(SOURCE)
+        settings = BuildSettings(cache=cache, sources=sources)
+        if filled:
+            build("tiny", settings)
+            for path in cache.iterdir():
+                path.chmod(0o755)
+        cache.chmod(0o555)
+        try:
+            with unprivileged():
+                found = build("tiny", settings)
+        finally:
+            cache.chmod(0o755)
+        assert answer(found) == 42
+        assert (found.seconds == 0) == filled
+        assert ("compiled anew in every process; set OTTAVA_CACHE" in found.note) == (not filled)
+
+
+@pytest.mark.parametrize("kind", ["a file is there", "others may write", "none"])
+def test_a_cache_that_cannot_be_used_costs_time_only(settings: BuildSettings, kind: str) -> None:
+    """It still runs; what lies where others may write is not loaded, nor is anything put there."""
+    assert settings.cache is not None
+    if kind == "a file is there":
+        settings.cache.write_text("in the way")
+    elif kind == "others may write":
+        settings.cache.mkdir()
+        settings.cache.chmod(0o777)
+    else:
+        settings = replace(settings, cache=None)
+    found = build("tiny", settings)
+    assert answer(found) == 42
+    assert "compiled anew in every process" in found.note
+    if kind == "others may write":
+        assert kept(settings) == []
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_without_a_compiler_there_is_a_reason(settings: BuildSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked for, and what to do."""
+    missing = build("tiny", replace(settings, compiler="no-such-compiler -O1"))
+    assert missing.library is None
+    assert missing.reason == (
+        "the compiler 'no-such-compiler -O1' (CXX) was not found; name one that is there, or install g++ or clang++"
+    )
+    monkeypatch.setenv("PATH", "")
+    assert build("tiny", settings).reason == (
+        "no C++ compiler: none of c++, g++, clang++ is on PATH; install one (g++ will do) or set CXX"
+    )
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("echo 'fatal error: headers are gone' >&2; exit 1", "fatal error: headers are gone"),
+        ("exit 3", "exit code 3"),
+        ("exit 0", "exit code 0"),  # and no file
+        ('for last; do :; done; case "$last" in *.so) echo junk > "$last"; esac', "could not be built: OSError"),
+    ],
+    ids=["says why", "says nothing", "makes nothing", "makes junk"],
+)
+def test_a_broken_compiler_is_a_reason(settings: BuildSettings, tmp_path: Path, body: str, message: str) -> None:
+    """Never an exception, and no litter in the cache that would be loaded later."""
+    broken = script(tmp_path / "broken-cxx", body)
+    found = build("tiny", replace(settings, compiler=broken))
+    assert found.library is None
+    assert message in found.reason
+    assert answer(build("tiny", settings)) == 42
+
+
+def test_an_old_compiler_gets_fewer_flags(settings: BuildSettings, tmp_path: Path) -> None:
+    """No OpenMP, no -march: compiled all the same, and `threads` says so."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    refuse = 'for f; do case "$f" in -fopenmp|-march=*|-mcpu=*) echo "error: $f" >&2; exit 1;; esac; done'
+    found = build("tiny", replace(settings, compiler=script(tmp_path / "old-cxx", f'{refuse}; exec {compiler} "$@"')))
+    assert answer(found) == 42
+    assert not found.threads
+    assert build("tiny", settings).threads == ("-fopenmp" in build("tiny", settings).flags)
+
+
+def test_a_wrong_source_is_a_reason(settings: BuildSettings) -> None:
+    """The compiler's first error; a file that is not there is named."""
+    (settings.sources / "tiny.cpp").write_text("int f( {\n")
+    assert "tiny.cpp" in build("tiny", settings).reason
+    assert "error" in build("tiny", settings).reason
+    assert build("other", settings).reason == "the package has no other.cpp; install it anew"
+
+
+def test_variables_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTTAVA_NATIVE, CXX, OTTAVA_CACHE before XDG_CACHE_HOME before the home folder."""
+    assert not from_environment({"OTTAVA_NATIVE": "0"}).enabled
+    assert from_environment({"OTTAVA_NATIVE": "1"}).enabled
+    assert build("tiny", from_environment({"OTTAVA_NATIVE": "off"})).reason == "switched off by OTTAVA_NATIVE=0"
+    both = {"OTTAVA_CACHE": "own", "XDG_CACHE_HOME": "shared", "CXX": "clang++ -g"}
+    assert from_environment(both).cache == Path("own")
+    assert from_environment(both).compiler == "clang++ -g"
+    assert from_environment({"XDG_CACHE_HOME": "shared"}).cache == Path("shared/ottava")
+    monkeypatch.setattr(Path, "home", lambda: Path("me"))
+    assert from_environment({}).cache in (Path("me/.cache/ottava"), Path("me/Library/Caches/ottava"))
+
+
+def test_what_is_lost_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not at every cast."""
+    with caplog.at_level(logging.INFO, "ottava"):
+        for _ in range(3):
+            assert native_build.load("no_such_kernel").library is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "no_such_kernel.cpp: the package has no no_such_kernel.cpp; install it anew. "
+        "What it would have run takes the slower reference."
+    ]
+
+
+def test_functions_are_declared_where_there_is_a_library() -> None:
+    """ctypes would take a pointer for a 32-bit int."""
+    declared: list[ctypes.CDLL] = []
+    found = native_build.load("native_quantize", declared.append)
+    assert declared == ([] if found.library is None else [found.library])

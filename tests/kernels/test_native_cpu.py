@@ -1,0 +1,237 @@
+"""The reference's bits, from C++: codes, scales and amax of every spec, dtype and layout; decoding of every code."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from conftest import LAYOUTS, tiles
+from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from ottava.kernels import native_cpu, reference
+from ottava.kernels.native_build import Built
+from ottava.ops import explain_quantize, quantize, quantize_with_amax
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.rounding import decode
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+
+SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
+needs_library = pytest.mark.skipif(bool(native_cpu.built().reason), reason=native_cpu.built().reason)
+
+
+def raw(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint8)
+
+
+def without_nan(x: Tensor) -> Tensor:
+    """NaN as -7, that it may equal itself."""
+    return torch.where(x.isnan(), -7.0, x.float())
+
+
+def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> None:
+    """Codes (those of NaN too), scales and amax; NaN equals NaN."""
+    assert native_cpu.supports_quantize(x, spec, scale) is None
+    ours, truth = native_cpu.quantize(x, spec, scale), reference.quantize(x, spec, scale)
+    assert ours.data.dtype == truth.data.dtype
+    assert torch.equal(raw(ours.data), raw(truth.data))
+    assert torch.equal(without_nan(ours.scale_inv), without_nan(truth.scale_inv))
+    assert torch.equal(without_nan(ours.amax), without_nan(truth.amax))
+    assert [t.is_contiguous() for t in ours] == [t.is_contiguous() for t in truth]
+
+
+@needs_library
+def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Every format of at most 8 bits; zeros, subnormals, infinities and NaN of both signs, rows far apart."""
+    for make in LAYOUTS.values():
+        x = make(dtype)
+        for fmt in SMALL:
+            assert_same(x, replace(spec, format=fmt))
+    for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), tiles(300, 260, dtype)[:, 1:259]):
+        x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
+        for fmt in SMALL:
+            assert_same(x, replace(spec, format=fmt))
+
+
+@needs_library
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-120, 3e38])
+def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: torch.dtype, scale: float) -> None:
+    """All 65,536 patterns: ties, subnormals, saturation, NaN; for fp32, the same patterns as its upper half."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    x = patterns.view(torch.bfloat16).float() if dtype == torch.float32 else patterns.view(dtype)
+    assert_same(x.view(64, 1024), QuantizationSpec(fmt), torch.tensor(scale))
+
+
+@needs_library
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_ties_of_fp32_go_to_even(fmt: Format) -> None:
+    """Half way between all neighbours, and one ulp to either side, by the table of the format."""
+    table = decode(torch.arange(1 << (fmt.bits - 1), dtype=torch.uint8).view(fmt.storage_dtype), fmt)
+    numbers = table[table.isfinite()]
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.stack([ties, ties.nextafter(torch.tensor(math.inf)), ties.nextafter(torch.tensor(0.0))])
+    assert_same(torch.cat([near, -near]), QuantizationSpec(fmt), torch.tensor(1.0))
+
+
+@needs_library
+@pytest.mark.parametrize("scaling", ["delayed", "guarded"])
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("given", [0.0, 1e-30, 0.5, 30.0, 150.0, 1e30, math.nan, math.inf, -1.0])
+def test_a_given_scale_is_taken_as_the_reference_does(scaling: str, scale_format: str, given: float) -> None:
+    """None yet, far too small, within the guard, too large, and numbers that no history gives."""
+    for fmt in (E4M3, E5M2):
+        spec = QuantizationSpec(fmt, scaling=scaling, scale_format=scale_format, guard_bits=2, margin=1)  # type: ignore[arg-type]
+        for x in (torch.randn(40, 70).bfloat16(), torch.zeros(3, 5), torch.full((3, 5), math.nan), torch.ones(2, 0)):
+            assert_same(x, spec, torch.tensor(given))
+            assert_same(x.t(), spec, torch.tensor([given]))
+
+
+@needs_library
+@pytest.mark.parametrize("margin", [-3, 2, 40])
+@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-130, 3.4e38, 448.0, 447.9999])
+def test_extreme_scales_are_the_references(margin: int, amax: float, scale_format: str) -> None:
+    """Beyond fp32 on either side, on and next to a power of two."""
+    x = torch.randn(40, 64).clamp(-1, 1) * amax
+    x[::8, ::16] = amax
+    for fmt in SMALL:
+        assert_same(x, QuantizationSpec(fmt, BLOCK_1X32, scale_format, margin=margin))  # type: ignore[arg-type]
+
+
+@needs_library
+@pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "1x16"])
+def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
+    """One, two, and more than there are cores; rows and columns that do not divide."""
+    x = tiles(700, 333, dtype)
+    for scale_format in ("fp32", "e4m3") if granularity != "tensor" else ("fp32", "pow2"):
+        spec = QuantizationSpec(E4M3, Granularity.parse(granularity), scale_format)  # type: ignore[arg-type]
+        torch.set_num_threads(1)
+        alone = native_cpu.quantize(x, spec)
+        for threads in (2, 5):
+            torch.set_num_threads(threads)
+            try:
+                together = native_cpu.quantize(x, spec)
+            finally:
+                torch.set_num_threads(1)
+            assert all(torch.equal(a.float(), b.float()) for a, b in zip(alone, together, strict=True))
+
+
+@needs_library
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares instruction sets of x86")
+@pytest.mark.parametrize("flags", [("-O1",), ("-O3", "-march=x86-64-v3")], ids=["SSE2", "AVX2"])
+def test_instruction_sets_change_no_bit(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Scalar code without AVX, and AVX2, against the reference; the default build is what all other tests run."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    source, made = Path(native_cpu.__file__).with_name("native_quantize.cpp"), tmp_path / "made.so"
+    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", *flags, str(source), "-o", str(made)]
+    subprocess.run(command, check=True, timeout=300)
+    library = ctypes.CDLL(str(made))
+    native_cpu._declare(library)
+    monkeypatch.setattr(native_cpu, "built", lambda: Built(library, ""))
+    x = tiles(140, 300, dtype)
+    x[0, 5], x[3, 7] = math.inf, math.nan
+    for fmt in SMALL:
+        for granularity in ("tensor", "row", "1x32", "128x1"):
+            assert_same(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(without_nan(native_cpu.decode(codes, E4M3)), without_nan(decode(codes, E4M3)))
+
+
+@needs_library
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+def test_every_code_is_decoded(fmt: Format) -> None:
+    """The bits of `rounding.decode`, the sign of zeros too; BF16 holds them all; strides are kept."""
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(fmt.storage_dtype)
+    assert native_cpu.supports_decode(codes, fmt) is None
+    for layout in (codes, codes.view(-1, 16).t(), codes.view(-1, 16)[:, ::3], codes.expand(40, -1), codes[:0]):
+        truth = without_nan(decode(layout, fmt))
+        for dtype in (torch.float32, torch.bfloat16):
+            numbers = native_cpu.decode(layout, fmt, dtype)
+            assert numbers.dtype == dtype
+            assert torch.equal(without_nan(numbers).view(torch.int32), truth.to(dtype).float().view(torch.int32))
+    assert native_cpu.decode(codes.view(-1, 16).t(), fmt).stride() == codes.view(-1, 16).t().stride()
+    assert native_cpu.decode(codes.repeat(1000), fmt).shape == (1000 << fmt.bits,)
+
+
+def test_wrong_arguments_of_decode_are_refused() -> None:
+    """With what is needed."""
+    with pytest.raises(TypeError, match=r"E2M1 codes are held in torch\.uint8; got torch\.int8"):
+        native_cpu.decode(torch.zeros(2, dtype=torch.int8), E2M1)
+    with pytest.raises(TypeError, match=r"got dtype torch\.float16; needs float32 or bfloat16"):
+        native_cpu.decode(torch.zeros(2, dtype=torch.uint8), E2M1, torch.float16)
+    assert native_cpu.supports_decode(torch.zeros(2, dtype=BF16.dtype), BF16) is not None
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
+    """As the reference says it; other dtypes as well."""
+    with pytest.raises(ValueError, match=r"needs a matrix \(rows, columns\): flatten it first"):
+        native_cpu.quantize(torch.zeros(shape), QuantizationSpec(E4M3))
+    with pytest.raises(TypeError, match=r"got torch\.float64; needs float32, bfloat16 or float16"):
+        native_cpu.quantize(torch.zeros(2, 2, dtype=torch.float64), QuantizationSpec(E4M3))
+
+
+REFUSED = {
+    "stochastic": (QuantizationSpec(E4M3, rounding="stochastic"), "rounds to nearest even; got stochastic"),
+    "bf16": (QuantizationSpec(BF16), "casts to signed formats of at most 8 bits; got BF16"),
+    "e8m0": (QuantizationSpec(E8M0), "casts to signed formats of at most 8 bits; got E8M0"),
+    "margin": (QuantizationSpec(E4M3, margin=100), "takes at most 64 octaves; got margin 100, guard 3"),
+}
+
+
+@pytest.mark.parametrize("spec, message", REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_cast_it_refuses(spec: QuantizationSpec, message: str) -> None:
+    """And the reference runs, which `explain_quantize` says."""
+    x = torch.rand(4, 40) + 1
+    assert native_cpu.supports_quantize(x, spec) == f"native_cpu: {message}"
+    assert explain_quantize(x, spec) == f"native_cpu: {message}\nreference: runs"
+    assert quantize(x, spec).spec == spec
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """Fake ones, other devices, a scale that is not one fp32 number."""
+    spec = QuantizationSpec(E4M3)
+    with FakeTensorMode():
+        assert "takes plain tensors; got FakeTensor" in str(native_cpu.supports_quantize(torch.ones(2, 2), spec))
+    assert "runs on a cpu; got meta" in str(native_cpu.supports_quantize(torch.ones(2, 2, device="meta"), spec))
+    two = native_cpu.supports_quantize(torch.ones(2, 2), spec, torch.ones(2))
+    assert two == "native_cpu: takes one fp32 scale; got 2 of torch.float32"
+
+
+def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits; the reason is in the explanation."""
+    x, spec = torch.randn(40, 300), QuantizationSpec(E4M3, BLOCK_1X128)
+    before = quantize_with_amax(x, spec)
+    monkeypatch.setattr(native_cpu, "built", lambda: Built(None, "no C++ compiler"))
+    assert explain_quantize(x, spec) == "native_cpu: no C++ compiler\nreference: runs"
+    after = quantize_with_amax(x, spec)
+    assert torch.equal(raw(before[0].data), raw(after[0].data))
+    assert torch.equal(before[0].scale_inv, after[0].scale_inv)
+    assert torch.equal(before[1], after[1])
+
+
+@needs_library
+def test_it_is_what_ops_runs() -> None:
+    """On a CPU, where there is a library."""
+    assert explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, PER_ROW)) == "native_cpu: runs"
+
+
+@needs_library
+def test_the_argument_is_left_as_it_was(dtype: torch.dtype) -> None:
+    """No cast in place; a gradient is neither needed nor recorded."""
+    x = torch.randn(40, 300).to(dtype)
+    before = x.clone()
+    native_cpu.quantize(x, QuantizationSpec(E4M3))
+    native_cpu.quantize(x.t(), QuantizationSpec(E4M3, BLOCK_1X32))
+    assert torch.equal(x, before)

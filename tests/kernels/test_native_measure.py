@@ -1,0 +1,156 @@
+"""The sums of debug.measure from C++: counts, histograms and extremes exactly those of the torch walk, sums to 1e-6."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import LAYOUTS, tiles
+from ottava import quantize
+from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
+from ottava.debug.tally import Tally, tally_fields
+from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from ottava.kernels import native_measure
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+
+pytestmark = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)
+
+SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
+SUMS = {"sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "scale_log2", "scale_log2_squared"}
+SUMS |= {f.name for f in tally_fields() if f.name.startswith("energy")}
+CANCELS = {"sx": "sabs", "sxe": "sxx"}
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """The walk in torch, which is the truth here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_measure, "supports_measure", lambda *_: "not now")
+        yield
+
+
+def assert_same(x: Tensor, x_q: QuantizedTensor, whole: Tensor | None = None, fine: bool = True) -> None:
+    assert native_measure.supports_measure(x, x_q) is None
+    ours = measure_packed(x, x_q, whole=whole, fine=fine).tally()
+    with in_torch():
+        truth = measure_packed(x, x_q, whole=whole, fine=fine).tally()
+    differ = {f.name for f in tally_fields() if not equal(f.name, ours, truth)}
+    assert {name: (getattr(ours, name), getattr(truth, name)) for name in differ} == {}
+
+
+def equal(name: str, ours: Tally, truth: Tally) -> bool:
+    got, wanted = np.asarray(getattr(ours, name)), np.asarray(getattr(truth, name))
+    if name == "row_sqnr":  # of fp32 sums: a row on the edge of a bin may be in its neighbour
+        return got.sum() == wanted.sum() and float(np.abs(np.cumsum(got - wanted)).sum()) <= 1
+    if name not in SUMS:
+        return np.array_equal(got, wanted, equal_nan=True)
+    size = getattr(truth, CANCELS[name]) if name in CANCELS else 0.0
+    return np.allclose(got, wanted, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "1x32", "128x128", "16x16", "3x5", "*x4"])
+def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: torch.dtype) -> None:
+    """Every layout; infinities and NaN among numbers of very different size, casts of x.T too."""
+    spec = QuantizationSpec(fmt, Granularity.parse(block))  # type: ignore[arg-type]
+    for make in (*LAYOUTS.values(), lambda dtype: tiles(150, 700, dtype)):
+        x = make(dtype)
+        if not x.numel():
+            continue
+        assert_same(x, quantize(x, spec))
+        assert_same(x, quantize(x, spec), fine=False)
+    for x in (tiles(140, 131, dtype), tiles(131, 140, dtype).t()):
+        x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
+        assert_same(x, quantize(x, spec))
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor", "e4m3"])
+def test_every_scale_format_is_measured(scale_format: str) -> None:
+    """Two-level scales that vanish, power-of-two ones that saturate."""
+    for fmt in (E4M3, E2M1):
+        spec = QuantizationSpec(fmt, BLOCK_1X32, scale_format)  # type: ignore[arg-type]
+        x = torch.randn(130, 300) * torch.exp2(torch.randint(-40, 40, (130, 1)))
+        assert_same(x, quantize(x, spec))
+
+
+@pytest.mark.parametrize("amax", [2.0**-149, 1e-40, 1e-20, 1e30, 3.4e38])
+def test_numbers_at_the_ends_of_fp32_are_measured(amax: float) -> None:
+    """Neither squares nor quotients leave their range; a row of subnormals, too."""
+    x = torch.randn(140, 200).clamp(-1, 1) * amax
+    x[7] *= 1e-3
+    for spec in (QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E5M2, BLOCK_1X128)):
+        assert_same(x, quantize(x, spec))
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@pytest.mark.parametrize("octaves", [-40, 0, 1, 9])
+def test_predicted_scales_are_measured(fmt: object, octaves: int) -> None:
+    """Far too small: underflow; too large: what is clipped, the tie at the top included; and the error of each."""
+    for scaling in ("delayed", "guarded"):
+        spec = QuantizationSpec(fmt, scaling=scaling)  # type: ignore[arg-type]
+        x = torch.randn(130, 300) * 4
+        scale = torch.tensor(spec.format.max / float(x.abs().max()) * 2.0**octaves)
+        assert_same(x, quantize(x, spec, scale=scale))
+    step = math.ldexp(spec.format.eps, spec.format.emax)
+    tie = torch.tensor([[spec.format.max + step / 2, spec.format.max + step, spec.format.max + step / 4, 1.0]])
+    spec = replace(spec, scaling="delayed")  # a guard would not let it clip
+    assert_same(tie, quantize(tie, spec, scale=torch.tensor(1.0)))
+
+
+def test_threads_change_no_bit() -> None:
+    """Bands are added in their order, whoever measured them: fp64 sums, too."""
+    x = tiles(128 * 37 + 5, 333, torch.bfloat16)
+    x_q = quantize(x, QuantizationSpec(E4M3, BLOCK_1X32))
+
+    def run(threads: int) -> Packed:
+        torch.set_num_threads(threads)
+        try:
+            return measure_packed(x, x_q)
+        finally:
+            torch.set_num_threads(1)
+
+    alone = run(1)
+    for threads in (2, 5):
+        assert all(map(torch.equal, alone, run(threads)))
+
+
+def test_a_sample_is_measured_against_its_tensor() -> None:
+    """amax, and with it the spread of blocks, and what is not finite, come from the whole."""
+    x = tiles(600, 140, torch.bfloat16)
+    x[550, 3] = math.inf
+    rows = sample_rows(x, 3, 0)
+    assert rows is not None
+    for granularity in ("tensor", "row", "128x128"):
+        x_q = quantize(x, QuantizationSpec(E4M3, Granularity.parse(granularity)))
+        assert_same(x[rows], take_rows(x_q, rows), whole=x)
+
+
+def test_a_cast_that_is_all_wrong_is_measured_as_such() -> None:
+    """Codes of another tensor, NaN among them: what a damaged cache would show."""
+    x, other = tiles(40, 300, torch.float32), tiles(40, 300, torch.float32)
+    x_q = quantize(other, QuantizationSpec(E4M3))
+    assert_same(x, x_q)
+    assert measure_packed(x, x_q).tally().see > 0.1 * measure_packed(x, x_q).tally().sxx
+
+
+def test_what_it_cannot_measure_it_refuses() -> None:
+    """And torch measures it."""
+    x = torch.rand(4, 40) + 1
+    for fmt in (BF16, E8M0):
+        x_q = quantize(x, QuantizationSpec(fmt))
+        reason = native_measure.supports_measure(x, x_q)
+        assert reason == f"native_measure: takes signed formats of at most 8 bits; got {fmt}"
+        assert measure_packed(x, x_q).tally().n == 160
+    x_q = quantize(x[:0], QuantizationSpec(E4M3))
+    assert native_measure.supports_measure(x[:0], x_q) == "native_measure: an empty matrix"
+    assert "takes a float32, bfloat16 or float16 matrix" in str(native_measure.supports_measure(x, x_q))
+    wide = replace(quantize(x, QuantizationSpec(E4M3)), dtype=torch.float64)
+    assert "got torch.float64" in str(native_measure.supports_measure(x.double(), wide))
