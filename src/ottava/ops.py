@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import reference, scaled_mm
+from ottava.kernels import reference, scaled_mm, triton_quantize
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -252,6 +252,8 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
     with _no_autocast(x.device):
+        if triton_quantize.supports_quantize(x, spec, scale) is None:
+            return triton_quantize.quantize(x.detach(), spec, scale)
         return reference.quantize(x.detach(), spec, scale)  # codes carry no gradient
 
 
@@ -263,19 +265,24 @@ def _spec_from_key(key: str) -> QuantizationSpec:
 @torch.library.custom_op("ottava::quantize", mutates_args=())
 def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     data, scale_inv, amax = _quantize(x, _spec_from_key(spec), scale)
-    like = torch.empty_like(x, dtype=data.dtype, device="meta")  # the strides that the fake kernel promised
-    return (
-        (data if data.stride() == like.stride() else data.clone(memory_format=torch.contiguous_format)),
-        scale_inv,
-        amax,
-    )
+    like = _codes_like(x, data.dtype, "meta")  # the strides that the fake kernel promised
+    if data.stride() != like.stride():
+        data = torch.empty_strided(data.shape, like.stride(), dtype=data.dtype, device=data.device).copy_(data)
+    return data, scale_inv, amax
+
+
+def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An accelerator's GEMMs want contiguous codes, and Triton writes such; the reference keeps the strides of x."""
+    if x.device.type == "cpu":
+        return torch.empty_like(x, dtype=dtype, device=device)
+    return torch.empty(x.shape, dtype=dtype, device=device)
 
 
 @_quantize_op.register_fake
 def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _spec_from_key(spec)
     grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
-    data = torch.empty_like(x, dtype=parsed.format.storage_dtype)
+    data = _codes_like(x, parsed.format.storage_dtype, x.device)
     return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
 
 

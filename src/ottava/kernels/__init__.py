@@ -9,5 +9,10 @@ GEMMs within the rounding of one fp32 accumulation. A kernel file is a module wi
     gemm             (a, b, out_dtype, bias, fast_accum) -> Tensor
     padding          (a, b) -> what it zero-pads, "" if nothing
 
+and one that casts, with these:
+
+    supports_quantize  (x, spec, scale) -> None, or the reason why not
+    quantize           (x, spec, scale) -> reference.Cast
+
 Which one runs is decided in `ops`, from an explicit tuple.
 """
