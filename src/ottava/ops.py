@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import reference, scaled_mm, triton_quantize
+from ottava.kernels import decoded, reference, scaled_mm, triton_quantize
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -45,7 +45,7 @@ class GemmKernel(Protocol):
 
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (reference, scaled_mm)
-_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
+_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, reference)
 
 
 @dataclass(frozen=True, slots=True)
