@@ -81,8 +81,8 @@ class Device:
         """Seconds of (M, K) x (N, K) -> (M, N) in 16 bits, operands of `itemsize` bytes."""
         tiles = math.ceil(m / 128) * math.ceil(n / 256)
         efficiency = tiles / (math.ceil(tiles / self.processors) * self.processors)
-        if efficiency < 0.6:  # smaller tiles fill a wave better
-            smaller = math.ceil(m / 128) * math.ceil(n / 128) / self.processors
+        if efficiency < 0.6:  # smaller tiles fill a wave better, and a long K is split among processors
+            smaller = math.ceil(m / 128) * math.ceil(n / 128) * max(1, k // 2048) / self.processors
             efficiency = max(efficiency, min(1.0, smaller))
         moved = (m * k + n * k) * itemsize + 2 * m * n
         return max(2 * m * n * k / (rate * efficiency), moved / self.bandwidth) + self.start
@@ -196,7 +196,7 @@ def plan_layer(name: str, shape: tuple[int, int, int], recipe: Recipe, device: D
         >>> plan_layer("up", (16384, 4096, 14336), get_recipe("delayed"), Device()).taken
         True
         >>> print(plan_layer("tiny", (512, 512, 512), get_recipe("rowwise"), Device()).reason)
-        stays in BF16: casts take 18 us and the GEMMs save 0 us
+        stays in BF16: casts take 19 us and the GEMMs save 4 us
     """
     m, k, n = shape
     if min(shape) < 1:
