@@ -110,6 +110,23 @@ def quantize_with_amax(
     return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
 
 
+def quantize_both(
+    x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec
+) -> tuple[QuantizedTensor, QuantizedTensor] | None:
+    """(x cast to spec, x.T cast to spec_t) with their current scales, where a kernel gives both from one reading of x.
+
+    None where none does, on a CPU for one, and inside torch.compile: cast them one by one. The bits are the same.
+    """
+    if torch.compiler.is_compiling() or any(triton_quantize.supports_quantize(x, s) for s in (spec, spec_t)):
+        return None
+    row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t)
+    assert row is not None
+    assert col is not None
+    return QuantizedTensor(row.data, row.scale_inv, spec, x.dtype), QuantizedTensor(
+        col.data, col.scale_inv, spec_t, x.dtype
+    )
+
+
 def gemm(
     a: Operand,
     b: Operand,

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ottava
 from conftest import tiles
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from ottava.kernels import reference, triton_quantize
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import RECIPES
+from ottava.recipe import RECIPES, Recipe
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
@@ -130,6 +131,17 @@ def test_scales_of_every_magnitude(fmt: Format, margin: int, scale_format: Any) 
 
 # --- x and x.T from one reading --------------------------------------------------------------------------------------
 
+TRITON_RECIPES = [
+    recipe.name
+    for recipe in RECIPES.values()
+    if recipe.quantized
+    and all(
+        refusal(spec) is None
+        for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+        for spec in (gemm.lhs, gemm.rhs)
+        if spec is not None
+    )
+]
 BOTH = {
     f"{recipe.name} {tensor}": cells
     for recipe in RECIPES.values()
@@ -168,6 +180,33 @@ def test_what_is_not_wanted_is_none() -> None:
     x = torch.randn(4, 8, device=DEVICE)
     assert triton_quantize.quantize_both(x, spec, None)[1] is None
     assert triton_quantize.quantize_both(x, None, spec)[0] is None
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES.values() if r.name in TRITON_RECIPES], ids=lambda r: r.name)
+def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, backward and a second step: y, dx, dw, db with every cast by Triton; each door reads its tensor once."""
+    results, casts = [], []
+    for on_triton in (False, True):
+        torch.manual_seed(0)
+        layer = ottava.nn.Linear(40, 24, recipe=recipe, dtype=torch.bfloat16, device=DEVICE)
+        answer = None if on_triton else "not wanted in this pass"
+        monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_, answer=answer: answer)
+        original = triton_quantize.quantize_both
+        monkeypatch.setattr(triton_quantize, "quantize_both", lambda *a, o=original: casts.append(a) or o(*a))
+        for _ in range(2):
+            x = torch.randn(50, 40, dtype=torch.bfloat16).to(DEVICE).requires_grad_()
+            y = layer(x)
+            y.backward(torch.randn(50, 24, dtype=torch.bfloat16).to(DEVICE))
+            results.append([y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()])
+        monkeypatch.undo()
+    for reference_run, triton_run in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, reference_run, triton_run))
+    assert casts
+    if not any(spec.predicted for gemm in (recipe.fprop, recipe.dgrad) for spec in (gemm.lhs, gemm.rhs) if spec):
+        outer = [call for call in casts if call[1] is not None and call[2] is not None]
+        assert len(outer) >= (5 if recipe.wgrad.quantized else 1)  # two steps; on a CPU the weight's cast is cached
 
 
 # --- predicted scales ------------------------------------------------------------------------------------------------
@@ -229,3 +268,53 @@ def test_wrong_arguments_are_the_references() -> None:
         triton_quantize.quantize(torch.ones(2, 2, dtype=torch.float64), DELAYED)
     with pytest.raises(ValueError, match=r"quantize: got shape \(2,\); needs a matrix"):
         triton_quantize.quantize(torch.ones(2), DELAYED)
+
+
+# --- what only a device shows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", TRITON_RECIPES)
+def test_a_step_never_waits_for_the_device(name: str) -> None:
+    """Forward and backward of a Linear after a first one, under torch's watch for synchronization."""
+    layer = ottava.nn.Linear(256, 512, recipe=name, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(384, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_tensorwise_step_takes_twelve_kernels() -> None:
+    """Three casts of three launches and three GEMMs; the gradient comes from outside, there is no bias."""
+    layer = ottava.nn.Linear(256, 512, bias=False, recipe="tensorwise", dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(384, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dy = torch.randn(384, 512, dtype=torch.bfloat16, device="cuda")
+    layer(x).backward(dy)
+    x.grad = layer.weight.grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(x).backward(dy)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 12, kernels
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("spec", [QuantizationSpec(E4M3), GUARDED, QuantizationSpec(E4M3, BLOCK_1X128)], ids=str)
+def test_casts_can_be_captured_in_a_graph(spec: QuantizationSpec) -> None:
+    """Replayed on other numbers it gives their codes: no decision was frozen in, the guard's neither."""
+    x = torch.randn(300, 400, device="cuda")
+    scale = torch.tensor(448 / 8.0, device="cuda") if spec.predicted else None
+    triton_quantize.quantize(x, spec, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = triton_quantize.quantize(x, spec, scale)
+    for factor in (1.0, 1e3, 1e-3):
+        x.copy_(torch.randn(300, 400, device="cuda") * factor)
+        graph.replay()
+        truth = reference.quantize(x.cpu(), spec, None if scale is None else scale.cpu())
+        assert same(captured, truth, spec)
