@@ -7,6 +7,8 @@ a format without an independent witness fails its tests.
 
 from __future__ import annotations
 
+import triton_mode  # noqa: F401  # isort: skip
+
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 

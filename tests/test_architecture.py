@@ -45,6 +45,9 @@ MUTABLE_ON_PURPOSE = {
     "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
+DEVICE_CODE = ("ottava.kernels.triton_device",)
+"""Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
+
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
     | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum"}
@@ -215,12 +218,18 @@ def environment_stays_outside(module: Module) -> list[str]:
 
 
 def triton_is_late(module: Module) -> list[str]:
-    """No import of triton when ottava is imported: most machines have none."""
+    """No import of triton when ottava is imported, nor of device code, which does: most machines have none."""
     found = []
+    if module.name in DEVICE_CODE:
+        return found
+    late = {name.rsplit(".", 1)[-1] for name in DEVICE_CODE}
     for node in module_level(module.tree.body):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [f"{module.name}:{node.lineno}: import triton" for name in names if name.split(".")[0] == "triton"]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parts = {part for name in names for part in name.split(".")} | {alias.name for alias in node.names}
+            found += [f"{module.name}:{node.lineno}: import {name}" for name in parts & late]
     return found
 
 
@@ -331,6 +340,8 @@ RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that brea
     (environment_stays_outside, "ottava.ops", "import os\nx = os.environ.get('X')"),
     (environment_stays_outside, "ottava.ops", "from os import getenv"),
     (triton_is_late, "ottava.kernels.quantize", "import triton.language as tl"),
+    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels import triton_device"),
+    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton_device import cast_kernel"),
     (
         triton_is_late,
         "ottava.kernels.quantize",

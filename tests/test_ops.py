@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ottava import ops
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.kernels import reference, scaled_mm
-from ottava.ops import GemmRecord, explain, gemm, quantize, quantize_with_amax
+from ottava.ops import GemmRecord, explain, gemm, quantize, quantize_both, quantize_with_amax
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
 
@@ -83,6 +83,11 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     """Said with the remedy."""
     with pytest.raises(TypeError, match=f"quantize: got {dtype}; needs float32, bfloat16 or float16"):
         quantize(torch.zeros(2, 2).to(dtype), E4)
+
+
+def test_both_casts_at_once_are_left_to_those_who_can() -> None:
+    """On a CPU no kernel gives x and x.T from one reading; the doors then cast twice."""
+    assert quantize_both(torch.randn(4, 8), E4, E4) is None
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------

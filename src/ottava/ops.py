@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, native_cpu, native_gemm, reference, scaled_mm
+from ottava.kernels import bf16_mm, decoded, native_cpu, native_gemm, reference, scaled_mm, triton_quantize
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -55,10 +55,10 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
-_QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
+_QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (triton_quantize, native_cpu, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
-_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, reference)
+_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,23 @@ def quantize_with_amax(
     else:
         data, scale_inv, amax = _quantize(x, spec, scale)
     return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
+
+
+def quantize_both(
+    x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec
+) -> tuple[QuantizedTensor, QuantizedTensor] | None:
+    """(x cast to spec, x.T cast to spec_t) with their current scales, where a kernel gives both from one reading of x.
+
+    None where none does, on a CPU for one, and inside torch.compile: cast them one by one. The bits are the same.
+    """
+    if torch.compiler.is_compiling() or any(triton_quantize.supports_quantize(x, s) for s in (spec, spec_t)):
+        return None
+    row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t)
+    assert row is not None
+    assert col is not None
+    return QuantizedTensor(row.data, row.scale_inv, spec, x.dtype), QuantizedTensor(
+        col.data, col.scale_inv, spec_t, x.dtype
+    )
 
 
 def gemm(
@@ -300,19 +317,24 @@ def _spec_from_key(key: str) -> QuantizationSpec:
 @torch.library.custom_op("ottava::quantize", mutates_args=())
 def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     data, scale_inv, amax = _quantize(x, _spec_from_key(spec), scale)
-    like = torch.empty_like(x, dtype=data.dtype, device="meta")  # the strides that the fake kernel promised
-    return (
-        (data if data.stride() == like.stride() else data.clone(memory_format=torch.contiguous_format)),
-        scale_inv,
-        amax,
-    )
+    like = _codes_like(x, data.dtype, "meta")  # the strides that the fake kernel promised
+    if data.stride() != like.stride():
+        data = torch.empty_strided(data.shape, like.stride(), dtype=data.dtype, device=data.device).copy_(data)
+    return data, scale_inv, amax
+
+
+def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An accelerator's GEMMs want contiguous codes, and Triton writes such; the reference keeps the strides of x."""
+    if x.device.type == "cpu":
+        return torch.empty_like(x, dtype=dtype, device=device)
+    return torch.empty(x.shape, dtype=dtype, device=device)
 
 
 @_quantize_op.register_fake
 def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     parsed = _spec_from_key(spec)
     grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
-    data = torch.empty_like(x, dtype=parsed.format.storage_dtype)
+    data = _codes_like(x, parsed.format.storage_dtype, x.device)
     return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.kernels.native_sums import checksum
-from ottava.ops import quantize, quantize_with_amax
+from ottava.ops import quantize, quantize_both, quantize_with_amax
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.scaling import amax, compute_scale
@@ -67,6 +67,10 @@ class Quantizer(nn.Module):
         A spec of None passes x through. Where x and x.T share their scales (per tensor, square blocks) one cast serves
         both; else x.T is cast from high precision.
         """
+        if rowwise and columnwise and row_spec and col_spec and not (row_spec.predicted or col_spec.predicted):
+            both = quantize_both(x, row_spec, col_spec)  # where a kernel reads x once for the two of them
+            if both is not None:
+                return both
         row = self._cast(x, row_spec, record) if rowwise else None
         if not columnwise:
             return row, None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 import ottava
@@ -65,6 +66,50 @@ def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
         run("--history", tmp_path)
 
 
-def test_history_is_asked_for() -> None:
-    with pytest.raises(Exception, match="history"):
-        run()
+def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
+    for arguments in ((), ("--model", "llama-8b", "--history", tmp_path)):
+        with pytest.raises(ValueError, match="give --model, to predict its layers, or --history"):
+            run(*arguments)
+
+
+def test_a_model_is_predicted_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the device, the fact that nothing was measured, and a reason a layer."""
+    assert run("--model", "llama-8b", "--tokens", "16384", "--recipe", "delayed") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "recipe 'delayed', 16,384 tokens, H200 (assumed): predicted, not measured"
+    assert lines[1].startswith("4 of 4 linear layers gain")
+    assert "mlp.gate_up" in lines[4]
+    assert "gains: the GEMMs save" in lines[4]
+
+
+def test_a_model_of_ones_own_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """MODULE:FUNCTION, built on the meta device; small layers are refused."""
+    assert run("--model", f"{__name__}:own_model", "--tokens", "512", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["schema_version"], values["tokens"], values["recipe"]) == (1, 512, "tensorwise")
+    assert [(layer["name"], layer["shape"], layer["taken"]) for layer in values["layers"]] == [
+        ("", [512, 64, 32], False)
+    ]
+
+
+def own_model() -> torch.nn.Module:
+    """What MODULE:FUNCTION names above."""
+    return torch.nn.Linear(64, 32)
+
+
+def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ceilings.json"
+    path.write_text(json.dumps({"constants": {"name": "one that was measured", "tensor": 1.0, "tensor_fast": 1.0}}))
+    assert run("--model", "llama-1b", "--device", path) == 0
+    out = capsys.readouterr().out
+    assert "one that was measured" in out
+    assert "0 of 4 linear layers gain" in out
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [("llama", "unknown model 'llama'"), ("builtins:dict", "returned dict"), ("json:x", "no function 'x'")],
+)
+def test_wrong_models_are_refused(model: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        run("--model", model)

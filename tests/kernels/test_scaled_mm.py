@@ -19,7 +19,7 @@ from ottava.formats import BF16, E2M1, E2M3, E4M3, E5M2, E8M0
 from ottava.kernels import reference, scaled_mm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
-from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
+from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 
 TENSOR, ROW, E5 = QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E5M2)
 TAKEN = {
@@ -112,7 +112,14 @@ REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, torch.dtype, torch
     "6 bits": (*[QuantizationSpec(E2M3)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E2M3"),
     "16 bits": (*[QuantizationSpec(BF16)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got BF16"),
     "a scale": (*[QuantizationSpec(E8M0)] * 2, torch.bfloat16, None, "takes E4M3 and E5M2; got E8M0"),
-    "1x128": (*[QuantizationSpec(E4M3, BLOCK_1X128)] * 2, torch.bfloat16, None, "got 1x128 and 1x128"),
+    "rows with 1x128": (ROW, QuantizationSpec(E4M3, BLOCK_1X128), torch.bfloat16, None, "got row and 1x128"),
+    "squares twice": (*[QuantizationSpec(E4M3, BLOCK_128X128)] * 2, torch.bfloat16, None, "got 128x128 and 128x128"),
+    "1x128, fp16": (
+        *[QuantizationSpec(E4M3, BLOCK_1X128)] * 2,
+        torch.float16,
+        None,
+        "blocks give bfloat16 and float32",
+    ),
     "1x32": (*[QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")] * 2, torch.bfloat16, None, "got 1x32 and 1x32"),
     "rows, fp32": (ROW, ROW, torch.float32, None, r"per-row scales give bfloat16 only; got torch\.float32"),
     "one side rows, fp16": (TENSOR, ROW, torch.float16, None, r"per-row scales give bfloat16 only; got torch\.float16"),
@@ -154,6 +161,85 @@ def test_other_devices_are_refused() -> None:
     a = cast(torch.ones(16, 16), TENSOR)
     meta = replace(a, data=a.data.to("meta"), scale_inv=a.scale_inv.to("meta"))
     assert scaled_mm.supports_gemm(meta, meta, torch.bfloat16, None) == "scaled_mm: runs on cuda and cpu; got meta"
+
+
+BLOCKS = {
+    f"{lhs} x {rhs}": (QuantizationSpec(E4M3, lhs), QuantizationSpec(E4M3, rhs))
+    for lhs, rhs in ((BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128), (BLOCK_1X128, BLOCK_1X128))
+}
+AWKWARD = pytest.mark.parametrize("m, n, k", [(1, 1, 1), (3, 130, 100), (128, 256, 512), (129, 17, 640), (4, 16, 128)])
+
+
+def as_scaled_blas_checks(scale: Tensor, granularity: Granularity, rows: int, k: int) -> bool:
+    """Shape and strides as ScaledBlas.cpp checks them before it calls cuBLASLt."""
+    per_k = -(-k // 128)
+    shape = (rows, per_k) if granularity == BLOCK_1X128 else (-(-per_k // 4) * 4, -(-rows // 128))
+    stride = shape[0] if scale.size(1) > 1 else scale.stride(1)
+    strides_fit = scale.stride(0) == 1 and scale.stride(1) == stride and stride in (shape[0], 1)
+    return scale.dtype == torch.float32 and tuple(scale.shape) == shape and strides_fit
+
+
+@AWKWARD
+@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_are_laid_out_as_hopper_wants_them(pair: Pair, m: int, n: int, k: int) -> None:
+    """Sizes in multiples, A row-major and B column-major, scales outer dimension first; 16-byte strides of them."""
+    ready = scaled_mm.arguments(cast(torch.randn(m, k), pair[0]), cast(torch.randn(n, k), pair[1]))
+    (rows, inner), cols = ready.a.shape, ready.b.shape[1]
+    assert (rows % 4, inner % 128, cols % 16, ready.b.shape[0]) == (0, 0, 0, inner)
+    assert ready.a.is_contiguous()
+    assert ready.b.t().is_contiguous()
+    assert as_scaled_blas_checks(ready.scale_a, pair[0].granularity, rows, inner)
+    assert as_scaled_blas_checks(ready.scale_b, pair[1].granularity, cols, inner)
+    kinds = {BLOCK_1X128: "BlockWise1x128", BLOCK_128X128: "BlockWise128x128"}
+    assert [ready.kind_a.name, ready.kind_b.name] == [kinds[spec.granularity] for spec in pair]
+
+
+@AWKWARD
+@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+def test_what_is_handed_over_means_the_same(pair: Pair, m: int, n: int, k: int, float64_gemm: Float64Gemm) -> None:
+    """The arguments multiplied by the definition, in fp64 by other code: padding and layout lose nothing."""
+    a, b = cast(torch.randn(m, k), pair[0]), cast(torch.randn(n, k), pair[1])
+    ready = scaled_mm.arguments(a, b)
+    values = []
+    for codes, scale, spec in ((ready.a, ready.scale_a, pair[0]), (ready.b.t(), ready.scale_b, pair[1])):
+        entries = scale if spec.granularity == BLOCK_1X128 else scale.t().repeat_interleave(128, 0)
+        entries = entries.repeat_interleave(128, 1)[: codes.shape[0], : codes.shape[1]]
+        values.append(codes.double() * entries.double())
+    exact, _ = float64_gemm(a, b, None)
+    assert torch.allclose((values[0] @ values[1].t())[:m, :n], exact, rtol=0.0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_are_refused_on_a_cpu_and_say_their_padding(pair: Pair) -> None:
+    """torch's CPU version has none; the receipt on Hopper names all three sizes."""
+    a, b = cast(torch.randn(5, 200), pair[0]), cast(torch.randn(17, 200), pair[1])
+    reason = "scaled_mm: torch multiplies blocks of 128 on cuda only; got cpu"
+    assert scaled_mm.supports_gemm(a, b, torch.bfloat16, None) == reason
+    assert scaled_mm.padding(a, b) == "M 5->8, K 200->256, N 17->32"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "out_dtype, with_bias", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
+)
+@AWKWARD
+@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+def test_blocks_agree_with_the_reference_on_hopper(
+    pair: Pair, m: int, n: int, k: int, out_dtype: torch.dtype, with_bias: bool, float64_gemm: Float64Gemm
+) -> None:
+    """Every pair, ragged sizes, bias; within the short accumulator of one block of K."""
+    a, b = cast(torch.randn(m, k), pair[0]), cast(torch.randn(n, k), pair[1])
+    bias = torch.randn(n).bfloat16() if with_bias else None
+    exact, _ = float64_gemm(a, b, bias)
+    magnitude = torch.ones_like(exact) * exact.abs().amax() + k
+    on_gpu = [replace(t, data=t.data.cuda(), scale_inv=t.scale_inv.cuda()) for t in (a, b)]
+    reason = scaled_mm.supports_gemm(on_gpu[0], on_gpu[1], out_dtype, None)
+    if reason is not None:
+        pytest.skip(reason)
+    y = scaled_mm.gemm(on_gpu[0], on_gpu[1], out_dtype, None if bias is None else bias.cuda()).cpu()
+    assert (y.dtype, tuple(y.shape)) == (out_dtype, (m, n))
+    assert ((y.double() - exact).abs() <= 2.0**-12 * magnitude + BF16.eps / 2 * exact.abs()).all()
 
 
 @pytest.mark.gpu

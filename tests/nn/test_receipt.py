@@ -142,7 +142,7 @@ def kernels_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K = 100 is padded to 112, and 3 tokens to 16 where they are contracted; blocks of 128 are refused, aloud."""
+    """K = 100 is padded to 112, and 3 tokens to 16 where they are contracted; blocks of 32 are refused, aloud."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 64)).bfloat16()
     ottava.convert(model, "tensorwise")
@@ -157,9 +157,12 @@ def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) 
         assert set(rows(model, "kernel").values()) == {scaled_mm.NAME}
         assert ottava.receipt(model).native_fraction == 1
         ottava.assert_fp8(model, 1.0, native=True)
-        with ottava.autocast("blockwise"):
+        with ottava.autocast("mxfp8"):
             model(x).sum().backward()
-        note = "scaled_mm: takes scales per tensor and per row; got 1x128 and 128x128"
+        note = (
+            "scaled_mm: takes scales per tensor and per row, and 1x128 with 1x128 or 128x128; got 1x32 and 1x32; "
+            "decoded_bf16: runs on cuda; got cpu"
+        )
         assert rows(model, "note")["0.fprop"] == note
         with pytest.raises(AssertionError, match="on FP8 hardware") as failure:
             ottava.assert_fp8(model, native=True)

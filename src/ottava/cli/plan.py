@@ -1,30 +1,94 @@
-"""`ottava plan`: what would have been better, from what a run has recorded."""
+"""`ottava plan`: which layers of a model would gain, or what would have been better in a recorded run."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SCHEMA_VERSION = 1
 
 
 def plan(
+    model: Annotated[
+        str, typer.Option("--model", help="llama-8b, llama-1b or MODULE:FUNCTION, which returns a model.")
+    ] = "",
+    tokens: Annotated[int, typer.Option("--tokens", help="With --model: batch x sequence on one GPU.")] = 16384,
+    recipe: Annotated[str, typer.Option("--recipe", help="With --model: the recipe to predict.")] = "tensorwise",
+    device: Annotated[
+        Path | None, typer.Option("--device", metavar="JSON", help="With --model: what `gpu.py ceilings` measured.")
+    ] = None,
     history: Annotated[
-        Path, typer.Option("--history", metavar="RUN", help="Folder of a run whose recipe predicts scales.")
-    ],
+        Path | None, typer.Option("--history", metavar="RUN", help="Folder of a run whose recipe predicts scales.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Rank amax histories for delayed scaling by what they would have done in a recorded run.
+    """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
 
-    Replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. A setting is better if
-    fewer casts clip, and then if fewer bits are lost: octaves at the bottom of the format that the scale leaves unused.
+    With --model: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16 and why. The
+    constants are an H200's unless --device names a file of measured ones.
+
+    With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. A setting
+    is better if fewer casts clip, and then if fewer bits are lost: octaves at the bottom of the format that the scale
+    leaves unused.
     "guard fires": casts in which recipe guarded would have taken the current scale instead of the predicted one.
 
     Exit code 4 if the run has no recording or it is damaged.
     """
+    if bool(model) == bool(history):
+        raise ValueError("plan: give --model, to predict its layers, or --history, to replay a run's amaxes")
+    if history is None:
+        return _plan_model(model, tokens, recipe, device, as_json)
+    return _plan_history(history, as_json)
+
+
+def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_json: bool) -> int:
+    import torch
+
+    from ottava.nn.plan import Device, plan_model
+
+    with torch.device("meta"):  # no memory for weights that nobody reads
+        model = _build(name)
+    result = plan_model(model, recipe, tokens=tokens, device=Device.read(device) if device else None)
+    values = {"schema_version": SCHEMA_VERSION, "model": name, **result.to_dict()}
+    typer.echo(json.dumps(values, allow_nan=False) if as_json else str(result))
+    return 0
+
+
+def _build(name: str) -> nn.Module:
+    from torch import nn
+
+    # (hidden, feed-forward, width of the keys' and values' heads)
+    known = {"llama-8b": (4096, 14336, 1024), "llama-1b": (2048, 8192, 512)}
+    if name in known:
+        hidden, wide, kv = known[name]
+        return nn.ModuleDict(
+            {
+                "attention": nn.ModuleDict(
+                    {"qkv": nn.Linear(hidden, hidden + 2 * kv), "out": nn.Linear(hidden, hidden)}
+                ),
+                "mlp": nn.ModuleDict({"gate_up": nn.Linear(hidden, 2 * wide), "down": nn.Linear(wide, hidden)}),
+            }
+        )
+    module, colon, function = name.partition(":")
+    if not colon or not function:
+        raise ValueError(f"plan: unknown model {name!r}; needs one of {', '.join(known)} or MODULE:FUNCTION")
+    make = getattr(importlib.import_module(module), function, None)
+    if not callable(make):
+        raise ValueError(f"plan: {module} has no function {function!r}; needs one that returns a model")
+    built = make()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"plan: {name} returned {type(built).__name__}; needs a torch.nn.Module")
+    return built
+
+
+def _plan_history(history: Path, as_json: bool) -> int:
     from ottava.debug.history import replay
     from ottava.debug.recording import RecordingError, read_series
 

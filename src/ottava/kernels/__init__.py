@@ -12,5 +12,10 @@ a module with these names, or those of them that belong to what it does:
     quantize         (x, spec, scale) -> Cast: codes, scale_inv, amax
     padding          (a, b) -> what it zero-pads, "" if nothing
 
+and one that casts, with these:
+
+    supports_quantize  (x, spec, scale) -> None, or the reason why not
+    quantize           (x, spec, scale) -> reference.Cast
+
 Which one runs is decided in `ops`, from an explicit tuple.
 """

@@ -1,28 +1,36 @@
 """torch's scaled GEMM: FP8 tensor cores on Hopper and later through cuBLASLt; the same call also runs on a CPU.
 
-    y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias           per tensor, or per row of a and of b
+    y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias           per tensor, per row of a and of b, or by blocks of 128
 
-cuBLASLt wants K and N in multiples of 16; both are zero-padded here, which changes no sum, and the receipt says so.
-torch's CPU version takes more than CUDA's does; the rules here are CUDA's on every device, so that what is refused on a
-cluster is refused on a laptop.
+cuBLASLt wants K and N in multiples of 16, and with blocks K in multiples of 128 and M of 4; all are zero-padded here,
+which changes no sum, and the receipt says so. torch's CPU version takes more than CUDA's does, but no blocks; the rules
+here are CUDA's on every device, so that what is refused on a cluster is refused on a laptop.
 
-Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp.
+Blocks (1x128 with 1x128 or 128x128) are Hopper's, from CUDA 12.9 on, always in the slow, accurate accumulation. Their
+bias is added to an fp32 result: whether cuBLASLt adds it there is not known, and there is one rounding either way.
+
+Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of scales); vllm #49932 (M in fours).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType
 
 from ottava.formats import E4M3, E5M2
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.scaling import PER_ROW, PER_TENSOR
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 
 NAME = "scaled_mm"
 NATIVE = True
 
 _ALIGNMENT = 16
+_BLOCK = 128
 _HOPPER, _ADA = (9, 0), (8, 9)
+_CUDA_WITH_BLOCKS = (12, 9)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -31,13 +39,19 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: takes E4M3 and E5M2; got {a.spec.format} and {b.spec.format}"
     if a.spec.format == E5M2 and b.spec.format == E5M2:
         return f"{NAME}: no tensor core multiplies E5M2 by E5M2"
-    known = (PER_TENSOR, PER_ROW)
-    if a.spec.granularity not in known or b.spec.granularity not in known:
-        return f"{NAME}: takes scales per tensor and per row; got {a.spec.granularity} and {b.spec.granularity}"
-    per_row = PER_ROW in (a.spec.granularity, b.spec.granularity)
+    sides = {a.spec.granularity, b.spec.granularity}
+    blocks = BLOCK_1X128 in sides and sides <= {BLOCK_1X128, BLOCK_128X128}
+    if not blocks and not sides <= {PER_TENSOR, PER_ROW}:
+        return (
+            f"{NAME}: takes scales per tensor and per row, and 1x128 with 1x128 or 128x128; "
+            f"got {a.spec.granularity} and {b.spec.granularity}"
+        )
+    per_row = PER_ROW in sides
+    if blocks and out_dtype == torch.float16:
+        return f"{NAME}: blocks give bfloat16 and float32; got {out_dtype}"
     if per_row and out_dtype != torch.bfloat16:
         return f"{NAME}: per-row scales give bfloat16 only; got {out_dtype}"
-    if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype):
+    if bias is not None and not blocks and (out_dtype == torch.float32 or bias.dtype != out_dtype):
         return f"{NAME}: bias must be of the output's 16-bit dtype; got {bias.dtype} for {out_dtype}"
     if 0 in (*a.shape, *b.shape):
         return f"{NAME}: an empty operand"
@@ -45,6 +59,12 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         capability = torch.cuda.get_device_capability(a.device)
         if capability < _ADA or (per_row and capability < _HOPPER):
             return f"{NAME}: needs FP8 tensor cores; this device is sm_{capability[0]}{capability[1]}"
+        if blocks and capability[0] != _HOPPER[0]:
+            return f"{NAME}: blocks of 128 are Hopper's (sm_90); this device is sm_{capability[0]}{capability[1]}"
+        if blocks and _cuda_version() < _CUDA_WITH_BLOCKS:
+            return f"{NAME}: blocks of 128 need a torch built for CUDA 12.9 or later; got {torch.version.cuda}"
+    elif blocks:
+        return f"{NAME}: torch multiplies blocks of 128 on cuda only; got {a.device.type}"
     elif a.device.type != "cpu":
         return f"{NAME}: runs on cuda and cpu; got {a.device.type}"
     return None
@@ -52,39 +72,106 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """What is zero-padded: "K 100->112" and the like."""
-    sizes = (("K", a.shape[1]), ("N", b.shape[0]))
-    return ", ".join(f"{name} {size}->{_aligned(size)}" for name, size in sizes if size % _ALIGNMENT)
+    m, n, k = _sizes(a, b)
+    padded = (("M", a.shape[0], m), ("K", a.shape[1], k), ("N", b.shape[0], n))
+    return ", ".join(f"{name} {size}->{aligned}" for name, size, aligned in padded if size != aligned)
+
+
+class Arguments(NamedTuple):
+    """What torch's scaled GEMM is called with."""
+
+    a: Tensor
+    """Codes (M, K), row-major."""
+    b: Tensor
+    """Codes (K, N), column-major: with the above, the only layouts of sm_90."""
+    scale_a: Tensor
+    """fp32: one | (M, 1) | 1x128: (M, K / 128), strides (1, M) | 128x128: (K / 128 in fours, M / 128), first one 1."""
+    kind_a: ScalingType
+    """Which of them."""
+    scale_b: Tensor
+    """fp32: one | (1, N) | 1x128: (N, K / 128), strides (1, N) | 128x128: (K / 128 in fours, N / 128), first one 1."""
+    kind_b: ScalingType
+    """Which of them."""
+
+
+def arguments(a: QuantizedTensor, b: QuantizedTensor) -> Arguments:
+    """Pads and lays out the operands as CUDA's kernels want them; nothing is copied that lies so already."""
+    m, n, k = _sizes(a, b)
+    codes_a, codes_b = _pad(a.data, m, k), _pad(b.data, n, k).t()
+    if not _has_blocks(a):
+        if a.scale_inv.numel() == b.scale_inv.numel() == 1:
+            one = ScalingType.TensorWise
+            return Arguments(codes_a, codes_b, a.scale_inv, one, b.scale_inv, one)
+        row = ScalingType.RowWise
+        scale_a, scale_b = _rows(a.scale_inv, a.shape[0], m), _rows(b.scale_inv, b.shape[0], n)
+        return Arguments(codes_a, codes_b, scale_a.contiguous(), row, scale_b.t().contiguous(), row)
+    (scale_a, kind_a), (scale_b, kind_b) = _block_scales(a, m), _block_scales(b, n)
+    return Arguments(codes_a, codes_b, scale_a, kind_a, scale_b, kind_b)
 
 
 def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension."""
-    n, k = b.shape
-    pad_k, pad_n = _aligned(k) - k, _aligned(n) - n
-    a_scale, b_scale = a.scale_inv, b.scale_inv  # (M, 1) or (1, 1); (N, 1) or (1, 1)
-    if a_scale.numel() != 1 or b_scale.numel() != 1:
-        a_scale, b_scale = a_scale.expand(a.shape[0], 1), b_scale.expand(n, 1)
-        b_scale = nn.functional.pad(b_scale, (0, 0, 0, pad_n), value=1.0)
-    if bias is not None and pad_n:
-        bias = nn.functional.pad(bias, (0, pad_n))
-    y = torch._scaled_mm(
-        _pad(a.data, 0, pad_k),  # row-major (M, K)
-        _pad(b.data, pad_n, pad_k).t(),  # column-major (K, N): the only layouts of sm_90
-        scale_a=a_scale.contiguous(),
-        scale_b=b_scale.t().contiguous(),
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
+    blocks = _has_blocks(a)
+    ready = arguments(a, b)
+    own_bias = bias if blocks else None
+    if bias is not None and not blocks and ready.b.shape[1] != bias.shape[0]:
+        bias = nn.functional.pad(bias, (0, ready.b.shape[1] - bias.shape[0]))
+    y = nn.functional.scaled_mm(
+        ready.a,
+        ready.b,
+        ready.scale_a,
+        ready.kind_a,
+        ready.scale_b,
+        ready.kind_b,
+        bias=None if blocks else bias,
+        output_dtype=torch.float32 if own_bias is not None else out_dtype,
+        use_fast_accum=fast_accum and not blocks,
     )
-    return y[:, :n].contiguous() if pad_n else y  # the strides that ops promises to torch.compile
+    y = y[: a.shape[0], : b.shape[0]]
+    if own_bias is not None:
+        y = (y + own_bias.to(torch.float32)).to(out_dtype)
+    return y.contiguous()  # the strides that ops promises to torch.compile
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _has_blocks(x_q: QuantizedTensor) -> bool:
+    return x_q.spec.granularity in (BLOCK_1X128, BLOCK_128X128)
+
+
+def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> tuple[int, int, int]:
+    """(M, N, K), padded."""
+    if not _has_blocks(a):
+        return a.shape[0], _aligned(b.shape[0], _ALIGNMENT), _aligned(b.shape[1], _ALIGNMENT)
+    return _aligned(a.shape[0], 4), _aligned(b.shape[0], _ALIGNMENT), _aligned(b.shape[1], _BLOCK)
+
+
+def _rows(scale_inv: Tensor, rows: int, padded: int) -> Tensor:
+    """(rows, 1) or (1, 1) -> (padded, 1)."""
+    return nn.functional.pad(scale_inv.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
+
+
+def _block_scales(x_q: QuantizedTensor, rows: int) -> tuple[Tensor, ScalingType]:
+    """Outer dimension first in memory: entries of one block of K lie side by side (1x128), or those of K (128x128)."""
+    scale_inv = x_q.scale_inv
+    if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows)
+        padded = nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)
+        return padded.t().contiguous().t(), ScalingType.BlockWise1x128
+    fours = _aligned(scale_inv.shape[1], 4)  # (rows / 128, K / 128) -> (K / 128 in fours, rows / 128), strides (1, .)
+    padded = nn.functional.pad(scale_inv, (0, fours - scale_inv.shape[1]), value=1.0)
+    return padded.contiguous().t(), ScalingType.BlockWise128x128
+
+
+def _aligned(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
 
 
 def _pad(codes: Tensor, rows: int, cols: int) -> Tensor:
-    if rows or cols:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
-        return nn.functional.pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
+    more_rows, more_cols = rows - codes.shape[0], cols - codes.shape[1]
+    if more_rows or more_cols:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
+        return nn.functional.pad(codes.view(torch.uint8), (0, more_cols, 0, more_rows)).view(codes.dtype)
     return codes.contiguous()
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))

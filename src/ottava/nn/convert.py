@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from ottava.errors import unknown_name
 from ottava.nn.linear import Linear
+from ottava.nn.plan import Device, plan_layer
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
 
@@ -57,7 +58,14 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Filter | None = None) -> ConversionReport:
+def convert(
+    model: nn.Module,
+    recipe: Recipe | str = "tensorwise",
+    *,
+    filter: Filter | None = None,
+    plan: int | None = None,
+    device: Device | None = None,
+) -> ConversionReport:
     """Puts the nn.Linear layers of a model under a recipe, in place.
 
     Args:
@@ -65,6 +73,9 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
+        plan: tokens of one forward (batch x sequence on one GPU); layers that `nn.plan` predicts to be slower under
+            the recipe than in BF16 stay as they are. None: no prediction.
+        device: the constants it predicts with; None takes an H200's.
     Returns:
         ConversionReport; `.model` is the model.
     Raises:
@@ -88,6 +99,8 @@ def convert(model: nn.Module, recipe: Recipe | str = "tensorwise", *, filter: Fi
     _check_patterns(recipe, layers)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
+    if plan is not None:
+        answers = {name: answer or _loss(name, layers[name], recipe, plan, device) for name, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
     for name in converted:  # only now: a filter that raises has left the model as it was
@@ -178,6 +191,15 @@ def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str
     if isinstance(answer, str):
         return answer
     return "refused by the filter" if answer is False else None
+
+
+def _loss(name: str, layer: nn.Linear, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
+    """Why a layer would lose by the recipe; None if it gains, or if the recipe leaves it alone anyway."""
+    predicted = plan_layer(name, (tokens, layer.in_features, layer.out_features), recipe, device or Device())
+    asked = recipe.for_layer(name)
+    if predicted.taken or not (asked.fprop.quantized or asked.dgrad.quantized or asked.wgrad.quantized):
+        return None
+    return f"predicted {predicted.speedup:.2f} x BF16, {predicted.reason}"
 
 
 def _as_it_stays(layer: nn.Linear, reason: str) -> str:

@@ -1,0 +1,285 @@
+"""Which layers gain from FP8, predicted before anything runs: a roofline per GEMM, and the casts it needs.
+
+    GEMM   max(2 M N K / (rate * wave efficiency), bytes / bandwidth) + start
+    cast   bytes moved / transposing bandwidth + launches         of x, of w and of dy, each for its two GEMMs
+
+A layer whose sum comes out slower than BF16 is refused, with the reason. It is GPU time: in eager mode the host needs
+some 150 us a layer, which only a graph or torch.compile hides. Constants are those of an H200 from data sheets and
+published measurements, until `benchmarks/gpu.py ceilings` has measured yours (`Device.read`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a roofline knows of a GPU; SI units.
+
+    Example:
+        >>> Device().name, round(Device().bf16 / 1e12)
+        ('H200 (assumed)', 750)
+    """
+
+    name: str = "H200 (assumed)"
+    """Printed with every prediction."""
+    capability: tuple[int, int] = (9, 0)
+    """Compute capability: which GEMMs stay in FP8."""
+    bf16: float = 750e12
+    """Operations a second of a large BF16 GEMM on random numbers: 769 to 798e12 at 8192 cubed on an H200, less 5%."""
+    tensor_fast: float = 1.85
+    """FP8 over BF16, one scale a tensor, short accumulator. cuBLAS on H200 NVL: 1.90 (TransformerEngine's docs)."""
+    tensor: float = 1.65
+    """The same with full accumulation: fast is 1.1 to 1.2 times as fast (torchao #2377)."""
+    row: float = 1.75
+    """Scales of rows and columns. FBGEMM on H100: 1.80 (FBGEMM #2766)."""
+    block: float = 1.6
+    """1x128 with 128x128. cuBLAS on H100: 1.66 (torchao #2784)."""
+    bandwidth: float = 4.0e12
+    """Bytes a second of a copy."""
+    transposing: float = 3.6e12
+    """Of a cast that also writes its transpose: TransformerEngine's reach 3.4 to 3.5e12."""
+    launch: float = 2e-6
+    """Seconds of the shortest kernel."""
+    start: float = 4e-6
+    """Seconds that a GEMM takes beside its work."""
+    processors: int = 132
+    """Streaming multiprocessors."""
+
+    @classmethod
+    def read(cls, path: Path) -> Device:
+        """The constants that `benchmarks/gpu.py ceilings` measured.
+
+        Raises:
+            ValueError: no such measurement in the file, or a constant with a name that is not known.
+        """
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        constants = found.get("constants") if isinstance(found, dict) else None
+        known = {field.name for field in fields(cls)}
+        if not isinstance(constants, dict) or not constants or not set(constants) <= known:
+            raise ValueError(
+                f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
+                "`python benchmarks/gpu.py ceilings`"
+            )
+        if "capability" in constants:
+            constants["capability"] = tuple(constants["capability"])
+        return cls(**constants)
+
+    def gemm(self, m: int, n: int, k: int, rate: float, itemsize: int) -> float:
+        """Seconds of (M, K) x (N, K) -> (M, N) in 16 bits, operands of `itemsize` bytes."""
+        tiles = math.ceil(m / 128) * math.ceil(n / 256)
+        efficiency = tiles / (math.ceil(tiles / self.processors) * self.processors)
+        if efficiency < 0.6:  # smaller tiles fill a wave better, and a long K is split among processors
+            smaller = math.ceil(m / 128) * math.ceil(n / 128) * max(1, k // 2048) / self.processors
+            efficiency = max(efficiency, min(1.0, smaller))
+        moved = (m * k + n * k) * itemsize + 2 * m * n
+        return max(2 * m * n * k / (rate * efficiency), moved / self.bandwidth) + self.start
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """One GEMM, predicted."""
+
+    kernel: str
+    """What multiplies: "bf16", "fp8 tensor", "fp8 row", "fp8 blocks" or "emulated"."""
+    bf16: float
+    """Seconds in BF16."""
+    planned: float
+    """Seconds under the recipe, without its casts."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One linear layer, predicted."""
+
+    name: str
+    """In the model."""
+    shape: tuple[int, int, int]
+    """(M, K, N): tokens, input features, output features."""
+    gemms: Mapping[str, GemmPlan]
+    """fprop, dgrad, wgrad."""
+    casts: float
+    """Seconds of all casts, forward and backward."""
+    reason: str
+    """Why it gains or not."""
+
+    @property
+    def bf16(self) -> float:
+        """Seconds of the three GEMMs in BF16."""
+        return sum(gemm.bf16 for gemm in self.gemms.values())
+
+    @property
+    def planned(self) -> float:
+        """Seconds of the three GEMMs and the casts under the recipe."""
+        return sum(gemm.planned for gemm in self.gemms.values()) + self.casts
+
+    @property
+    def speedup(self) -> float:
+        """BF16 over recipe; above 1 the recipe gains."""
+        return self.bf16 / self.planned
+
+    @property
+    def taken(self) -> bool:
+        """Whether the recipe gains here."""
+        return self.speedup > 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, predicted: what each layer would gain, and which should stay in BF16."""
+
+    recipe: Recipe
+    """What was asked for."""
+    tokens: int
+    """Rows of each GEMM's activations."""
+    device: Device
+    """The constants used."""
+    layers: tuple[LayerPlan, ...]
+    """In the order of the model."""
+
+    @property
+    def speedup(self) -> float:
+        """Of all linear layers together, the refused ones in BF16."""
+        planned = sum(min(layer.planned, layer.bf16) for layer in self.layers)
+        return sum(layer.bf16 for layer in self.layers) / planned if planned else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, seconds."""
+        layers = [
+            {
+                "name": layer.name,
+                "shape": list(layer.shape),
+                "gemms": {name: asdict(gemm) for name, gemm in layer.gemms.items()},
+                "casts": layer.casts,
+                "speedup": layer.speedup,
+                "taken": layer.taken,
+                "reason": layer.reason,
+            }
+            for layer in self.layers
+        ]
+        own = {"recipe": self.recipe.name, "tokens": self.tokens, "speedup": self.speedup}
+        return {**own, "device": asdict(self.device), "layers": layers}
+
+    def __str__(self) -> str:
+        taken = sum(layer.taken for layer in self.layers)
+        lines = [
+            f"recipe {self.recipe.name!r}, {self.tokens:,} tokens, {self.device.name}: predicted, not measured",
+            f"{taken} of {len(self.layers)} linear layers gain; all of them together {self.speedup:.2f} x BF16",
+        ]
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        for layer in self.layers:
+            each = " ".join(f"{name} {gemm.bf16 / gemm.planned:.2f}" for name, gemm in layer.gemms.items())
+            m, k, n = layer.shape
+            lines.append(f"  {layer.name:{width}} {m}x{k}x{n}  {layer.speedup:.2f}  ({each})  {layer.reason}")
+        return "\n".join(lines)
+
+
+def plan_layer(name: str, shape: tuple[int, int, int], recipe: Recipe, device: Device) -> LayerPlan:
+    """Predicts one layer of (M, K, N).
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> plan_layer("up", (16384, 4096, 14336), get_recipe("delayed"), Device()).taken
+        True
+        >>> print(plan_layer("tiny", (512, 512, 512), get_recipe("rowwise"), Device()).reason)
+        stays in BF16: casts take 19 us and the GEMMs save 4 us
+    """
+    m, k, n = shape
+    if min(shape) < 1:
+        raise ValueError(f"plan: layer {name!r} has M, K, N = {shape}; each needs at least 1")
+    resolved = recipe.for_layer(name)
+    sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    gemms = {gemm: _gemm(sizes[gemm], getattr(resolved, gemm), device) for gemm in GEMMS}
+    fprop, dgrad, wgrad = resolved.fprop, resolved.dgrad, resolved.wgrad
+    casts = (
+        _cast(m * k, fprop.lhs, wgrad.rhs, device)
+        + _cast(n * k, fprop.rhs, dgrad.rhs, device)
+        + _cast(m * n, dgrad.lhs, wgrad.lhs, device)
+    )
+    layer = LayerPlan(name, shape, gemms, casts, "")
+    saved = layer.bf16 - layer.planned + casts
+    emulated = [gemm for gemm, one in gemms.items() if one.kernel == "emulated"]
+    if not resolved.quantized:
+        reason = "BF16 by the recipe"
+    elif emulated and not layer.taken:
+        capability = "".join(map(str, device.capability))
+        reason = f"stays in BF16: sm_{capability} emulates {', '.join(emulated)} of this recipe"
+    elif not layer.taken:
+        reason = f"stays in BF16: casts take {1e6 * casts:.0f} us and the GEMMs save {1e6 * max(saved, 0):.0f} us"
+    else:
+        reason = f"gains: the GEMMs save {1e6 * saved:.0f} us and casts take {1e6 * casts:.0f} us"
+    return LayerPlan(name, shape, gemms, casts, reason)
+
+
+def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: Device | None = None) -> Plan:
+    """Predicts every nn.Linear of a model, which may be on the meta device.
+
+    Args:
+        tokens: rows of the activations in one forward: batch x sequence on one GPU.
+        device: None takes the constants of an H200.
+    Raises:
+        ValueError: unknown recipe, or tokens below 1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4096, 14336), nn.Linear(14336, 64))
+        >>> plan = plan_model(model, "delayed", tokens=16384)
+        >>> [layer.taken for layer in plan.layers]
+        [True, False]
+    """
+    recipe, device = get_recipe(recipe), device or Device()
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    shapes = {name: (tokens, layer.in_features, layer.out_features) for name, layer in linears.items()}
+    return Plan(recipe, tokens, device, tuple(plan_layer(*item, recipe, device) for item in shapes.items()))
+
+
+def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> GemmPlan:
+    bf16 = device.gemm(*sizes, device.bf16, 2)
+    kernel, ratio = _kernel(cells, device)
+    if kernel == "bf16":
+        return GemmPlan(kernel, bf16, bf16)
+    if kernel == "emulated":  # decoded to BF16 first: 1 byte read and 2 written an element
+        m, n, k = sizes
+        return GemmPlan(kernel, bf16, bf16 + 3 * (m * k + n * k) / device.bandwidth + 2 * device.launch)
+    return GemmPlan(kernel, bf16, device.gemm(*sizes, device.bf16 * ratio, 1))
+
+
+def _kernel(cells: GemmRecipe, device: Device) -> tuple[str, float]:
+    """(what multiplies, its rate over BF16's)."""
+    if cells.lhs is None or cells.rhs is None:
+        return "bf16", 1.0
+    if cells.compute == "bf16" or max(cells.lhs.format.bits, cells.rhs.format.bits) != 8 or device.capability < (8, 9):
+        return "emulated", 1.0
+    sides = {cells.lhs.granularity, cells.rhs.granularity}
+    if sides == {PER_TENSOR}:
+        return "fp8 tensor", device.tensor_fast if cells.fast_accum else device.tensor
+    if sides <= {PER_TENSOR, PER_ROW} and device.capability >= (9, 0):
+        return "fp8 row", device.row
+    if sides <= {BLOCK_1X128, BLOCK_128X128} and device.capability[0] == 9:
+        return "fp8 blocks", device.block
+    return "emulated", 1.0
+
+
+def _cast(elements: int, row: QuantizationSpec | None, col: QuantizationSpec | None, device: Device) -> float:
+    """Seconds to cast a bf16 tensor for its two GEMMs; as `kernels.triton_quantize` does it."""
+    wanted = [spec for spec in (row, col) if spec is not None]
+    if not wanted:
+        return 0.0
+    seconds = len(wanted) * elements / device.transposing  # a byte written each
+    whole = [not spec.predicted and None in (spec.granularity.rows, spec.granularity.cols) for spec in wanted]
+    reads = 2 if any(whole) else 1
+    launches = 1 if not any(whole) and not wanted[0].predicted else 3  # zeroed amax, and two kernels
+    return seconds + reads * 2 * elements / device.transposing + launches * device.launch

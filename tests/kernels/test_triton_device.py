@@ -1,0 +1,74 @@
+"""The device code as machine code: compiled ahead of time for every architecture that is meant, without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no build for this machine")
+
+FOLDER = Path(__file__).parent
+ARCHITECTURES = (80, 89, 90, 100)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache of this run: what is compiled is today's source."""
+    return tmp_path_factory.mktemp("triton")
+
+
+@functools.cache
+def compiled(capability: int, cache: Path) -> dict[str, dict[str, Any]]:
+    """What `compile_ahead.py` says."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, str(FOLDER / "compile_ahead.py"), str(capability)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_nothing_spills(capability: int, cache: Path) -> None:
+    """No register goes to memory, in no launch."""
+    spilled = {name: facts for name, facts in compiled(capability, cache).items() if facts["STACK"] or facts["LOCAL"]}
+    assert spilled == {}
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_memory_is_moved_16_bytes_at_a_time(capability: int, cache: Path) -> None:
+    """x is loaded, and the codes of x and of x.T are stored, 16 bytes a thread: nothing narrower touches them."""
+    for name, facts in compiled(capability, cache).items():
+        assert facts["loads16"] > 0, name
+        assert facts["loads"] == 0, name
+        assert facts["byte_stores"] == 0, name
+        if name != "amax":
+            assert facts["stores16"] > 0, name
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+def test_arithmetic_is_exact(capability: int, cache: Path) -> None:
+    """Subnormals are not flushed and divisions are correctly rounded, as the bits of the reference need."""
+    for name, facts in compiled(capability, cache).items():
+        assert not facts["flushes"], name
+        assert facts["approximate"] == 0, name
+
+
+def test_conversions_are_the_hardwares_where_it_has_them(cache: Path) -> None:
+    """Two numbers an instruction from sm_89 on; sm_80 has none and rounds by integers."""
+    for capability in ARCHITECTURES:
+        for name, facts in compiled(capability, cache).items():
+            wanted = capability >= 89 and name != "amax"
+            assert (facts["conversions"] > 0) == wanted, (capability, name)
+
+
+def test_one_amax_a_program_is_atomic(cache: Path) -> None:
+    """Blocks need none; the predicted cast takes the amax in the same pass; amax takes it of tensor, rows, columns."""
+    atomics = {name: facts["atomics"] > 0 for name, facts in compiled(90, cache).items()}
+    assert {name for name, some in atomics.items() if some} == {"predicted", "amax"}
