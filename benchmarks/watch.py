@@ -2,8 +2,8 @@
 
     python benchmarks/watch.py [--steps 200] [--rounds 5]
 
-Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to the
-unwatched block of the same round, so that a machine that is busy elsewhere slows both.
+Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to
+the unwatched block of the same round, so that a machine that is busy elsewhere slows both.
 """
 
 from __future__ import annotations

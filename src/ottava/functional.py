@@ -126,8 +126,8 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
     """When the gradient of y arrives, the door stages its amax. For calibration."""
     if not y.requires_grad:
         return
-    # a hook, not a Function of its own: y may be written to in place afterwards (nn.ReLU). Of a 3-D input y is a view of
-    # the GEMM's result, which an in-place operation cuts out of the graph, hooks and all: so the result is asked
+    # a hook, not a Function of its own: y may be written to in place afterwards (nn.ReLU). Of a 3-D input y is a view
+    # of the GEMM's result, which an in-place operation cuts out of the graph, hooks and all: so the result is asked
     result = y if y._base is None or y._base.grad_fn is None or y._base.numel() != y.numel() else y._base
     result.register_hook(lambda dy: door.calibrate(dy, spec))
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from test_loop import curve, saved_curve, tiny
 from torch import Tensor
 
 from ottava.debug.run.reader import Run
 from ottava.train import Trainer
 from ottava.train.config import ConfigError
-from test_loop import curve, saved_curve, tiny
 
 POISONED = 30
 
@@ -38,10 +38,11 @@ def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None
     """Line for line, and resumed too; the folder holds both stories."""
     bare = Trainer(tiny(f"recipe={recipe}"), tmp_path / "bare")
     bare.advance()
-    watched = Trainer(tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}"), tmp_path / "watched")
+    config = tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}")
+    watched = Trainer(config, tmp_path / "watched")
     watched.advance(6)
     watched.close()
-    resumed = Trainer(tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}"), tmp_path / "watched", resume=True)
+    resumed = Trainer(config, tmp_path / "watched", resume=True)
     resumed.advance()
     assert saved_curve(tmp_path / "watched") == saved_curve(tmp_path / "bare")
     run = Run.open(tmp_path / "watched")

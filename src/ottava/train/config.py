@@ -170,7 +170,7 @@ class TrainConfig(Section):
     `ottava report`, `diagnose` and `compare`. null: nobody watches."""
 
     guard: GuardConfig | None = None
-    """{} rewinds at a loss spike, replays in high precision, and skips the batch or leaves FP8 for a while. null: off."""
+    """{} rewinds at a loss spike, replays in high precision, and skips the batch or leaves FP8 for a while."""
     auto_fallback: Literal["off", "propose", "apply"] = "off"
     """What is done about layers that are badly cast, look after look: proposals are events of the watch; "apply" also
     changes the recipes of these layers. Needs `watch`."""

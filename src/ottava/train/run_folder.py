@@ -158,8 +158,8 @@ def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
     ]
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
-        "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may change; "
-        "take the old settings, or start a new run folder"
+        "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may "
+        "change; take the old settings, or start a new run folder"
     )
 
 
