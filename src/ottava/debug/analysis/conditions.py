@@ -105,6 +105,7 @@ class Literal(Node):
     value: float | str
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         return np.full(rows.count, self.value, dtype=np.float64 if isinstance(self.value, float) else object)
 
     def __str__(self) -> str:
@@ -118,6 +119,7 @@ class Name(Node):
     name: str
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         try:
             return rows.value(self.name)
         except Missing as what:
@@ -136,6 +138,7 @@ class Call(Node):
     argument: Node
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         try:
             return rows.call(self.name, self.argument)
         except Missing as what:
@@ -143,6 +146,7 @@ class Call(Node):
             return None
 
     def parts(self) -> Sequence[Node]:
+        """See `Node.parts`."""
         return (self.argument,)
 
     def __str__(self) -> str:
@@ -158,6 +162,7 @@ class Arithmetic(Node):
     right: Node
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         left, right = self.left.values(rows, missing), self.right.values(rows, missing)
         if left is None or right is None:
             return None
@@ -165,6 +170,7 @@ class Arithmetic(Node):
             return np.asarray(_ARITHMETIC[self.sign](left, right), dtype=np.float64)
 
     def parts(self) -> Sequence[Node]:
+        """See `Node.parts`."""
         return self.left, self.right
 
     def __str__(self) -> str:
@@ -180,6 +186,7 @@ class Comparison(Node):
     right: Node
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         left, right = self.left.values(rows, missing), self.right.values(rows, missing)
         if left is None or right is None:
             return np.full(rows.count, np.nan)
@@ -190,6 +197,7 @@ class Comparison(Node):
         return found
 
     def parts(self) -> Sequence[Node]:
+        """See `Node.parts`."""
         return self.left, self.right
 
     def __str__(self) -> str:
@@ -204,6 +212,7 @@ class Among(Node):
     choices: tuple[Node, ...]
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         left = self.left.values(rows, missing)
         if left is None:
             return np.full(rows.count, np.nan)
@@ -213,6 +222,7 @@ class Among(Node):
         return found
 
     def parts(self) -> Sequence[Node]:
+        """See `Node.parts`."""
         return (self.left, *self.choices)
 
     def __str__(self) -> str:
@@ -227,6 +237,7 @@ class Logical(Node):
     operands: tuple[Node, ...]
 
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
+        """See `Node.values`."""
         answers = [part.values(rows, missing) for part in self.operands]
         known = [np.full(rows.count, np.nan) if answer is None else answer for answer in answers]
         if self.word == "not":
@@ -239,6 +250,7 @@ class Logical(Node):
         return np.asarray(result)
 
     def parts(self) -> Sequence[Node]:
+        """See `Node.parts`."""
         return self.operands
 
     def __str__(self) -> str:

@@ -175,6 +175,7 @@ class CastRows(AnyRows):
         return {slot: np.array(sorted(found, key=lambda i: steps[i])) for slot, found in rows.items()}
 
     def series(self) -> Iterator[np.ndarray[Any, Any]]:
+        """One slot each."""
         yield from self.index.values()
 
     def positions(self) -> Values:
