@@ -83,7 +83,8 @@ class Collector:
         """Whether that tensor is to be handed in; the weight only once a step, whatever the micro-batches."""
         if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:
             return False
-        return self.looking or self.config.light
+        # weights move slowly: between looks their amax is worth its price only where a scale is predicted from it
+        return self.looking or (self.config.light and (tensor != "weight" or self._reach > 0))
 
     def cast(
         self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
