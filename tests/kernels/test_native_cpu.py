@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import LAYOUTS, tiles
+from layout_samples import LAYOUTS, tiles
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ottava.kernels import native_cpu, reference
 from ottava.kernels.native_build import Built

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import LAYOUTS, tiles
+from layout_samples import LAYOUTS, tiles
 from ottava import quantize
 from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
 from ottava.debug.tally import Tally, tally_fields

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
-from conftest import tiles
+from layout_samples import tiles
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from ottava.kernels import reference, triton_quantize
 from ottava.quantized_tensor import QuantizationSpec
