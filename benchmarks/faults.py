@@ -279,8 +279,8 @@ seed {_few(map(str, TUNED_ON))}; these are seeds {_few(map(str, PUBLISHED))}.
 
 - Faulty runs: {s["faulty_runs"]}, of {s["rules_injected"]} rules. The right rule came first in {s["right_rule_first"]}
   (recall {s["recall"]:.1%}), and was named at all in {s["right_rule_anywhere"]}.
-- Without those whose numbers were logged rather than caused: {s["caused_runs"]} runs, recall {s["recall_of_caused"]:.1%}.
-- Of {s["runs_with_a_finding"]} runs with a finding it was right in {s["right_rule_first"]} (precision {s["precision"]:.1%}).
+- Numbers that are caused, not logged: {s["caused_runs"]} runs, recall {s["recall_of_caused"]:.1%}.
+- Runs with a finding: {s["runs_with_a_finding"]}, right in {s["right_rule_first"]} (precision {s["precision"]:.1%}).
 - Clean runs: {s["clean_runs"]}; a rule fired in {s["clean_runs_with_a_finding"]}.
 
 The faults are ours, made to fit the rules, in models of 64 and 128 columns: this shows that rules do what they say and

@@ -199,10 +199,10 @@ def _best_factor(x: Tensor, x_q: QuantizedTensor) -> float | None:
     factors = torch.where(bottom > 0, top / torch.where(bottom > 0, bottom, 1.0), 1.0)
     if not bool((factors > 0).all()):
         return None
-    if x_q.spec.scale_format.startswith("e8m0"):
-        # codes under such a scale were cast with a power of two: any other factor belongs to another tensor
-        factors = torch.exp2(factors.log2().round())
     fitted = (x_q.scale_inv.to(torch.float64) * factors).to(torch.float32)
+    if x_q.spec.scale_format in ("pow2", "e8m0", "e8m0_floor"):
+        # such codes were cast with a power of two: where another scale fits best, they are of another tensor
+        fitted = torch.exp2(fitted.log2().round())
     corrected = QuantizedTensor(x_q.data, fitted.reshape(x_q.scale_inv.shape), x_q.spec, x_q.dtype)
     wide = granularity.expand(fitted.reshape(x_q.scale_inv.shape), shape)
     noise = torch.where(finite, x - corrected.dequantize(torch.float32), 0.0).to(torch.float64)
