@@ -107,7 +107,9 @@ def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str
 
 
 def _text(result: Diagnosis, framework: str) -> str:
-    lines = [result.sentence]
+    known = result.coverage_pct == result.coverage_pct  # not NaN
+    seen = f" Coverage {result.coverage_pct:.0f} %." if known else " Coverage is not known."
+    lines = [result.sentence + (seen if result.findings else "")]
     for number, finding in enumerate(result.findings, 1):
         lines += ["", *_finding(number, finding, framework)]
     lines += ["", "Triage"]

@@ -138,6 +138,31 @@ def test_bits_put_units_on_one_scale() -> None:
     assert by_name["rms"].bits(-8.0, 4) == by_name["rms"].bits(8.0, 4) == 1
 
 
+def test_what_got_better_is_no_damage(tmp_path: Path) -> None:
+    good = record(tmp_path / "good")
+    bad = record(tmp_path / "bad", lambda layer, tensor, step, x: x / 1024, seed=1)  # MSE falls by 20 octaves
+    result = compare(good, bad)
+    assert not [entry for entry in result.ranked if entry["metric"] == "mse"]
+    assert result.ranked[0]["metric"] in ("rms", "amax")
+    assert result.first is not None
+    assert result.first["metric"] in ("rms", "amax")
+
+
+def test_sqnr_above_the_formats_own_is_not_missed(tmp_path: Path) -> None:
+    def nearly_exact(noise: float) -> Change:
+        def change(layer: str, tensor: str, step: int, x: Tensor) -> Tensor:
+            return torch.exp2((x > 0).float()) * (1 + noise * torch.tanh(x))  # E4M3 rounds the noise away
+
+        return change
+
+    good, bad = record(tmp_path / "good", nearly_exact(0.001)), record(tmp_path / "bad", nearly_exact(0.01))
+    a, b = (float(run.table().where(tensor="input").metric("row_sqnr_p50_db").min()) for run in (good, bad))
+    assert a - 3 > b > 36  # a drop that leaves the band, far above E4M3's 31.6 dB
+    result = compare(good, bad)
+    assert not [entry for entry in result.ranked if entry["unit"] == "dB"]
+    assert result.first is None or not result.first["metric"].endswith("_db")
+
+
 def test_tokens_pair_runs_of_different_batch_sizes(tmp_path: Path) -> None:
     good = record(tmp_path / "good", tokens=100)
     bad = record(tmp_path / "bad", seed=1, tokens=50, every=2)  # twice the steps for the same tokens

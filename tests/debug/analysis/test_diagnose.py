@@ -244,3 +244,13 @@ def test_the_result_is_plain_json(tmp_path: Path) -> None:
     ]
     assert set(values["findings"][0]) >= set(fields)
     assert set(values) >= {"verdict", "sentence", "coverage_pct", "findings", "questions"}
+
+
+def test_evidence_is_what_was_measured_not_what_was_counted(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "rules:\n  - {id: MINE, title: t, stage: bug, cause: c, refute_by: r, confidence: 0.5,\n"
+        "     when: rms > 0.5 and looks >= 2 and age >= 0}\n"
+    )
+    result = diagnose(record(tmp_path / "run"), rules=tmp_path / "mine.yaml")
+    assert {e.metric for e in result.findings[0].evidence} == {"rms"}
+    assert "overage" not in result.sentence  # a field of its own, where there is a finding

@@ -8,7 +8,11 @@ Effects of different units are ranked by the bits that an element of the tensor 
     % of elements  a flushed or clipped element keeps none of the bits of its format's significand: pp / 100 * (m + 1)
     octaves        of growth (amax, rms, kurtosis; of MSE half as many) cost no bits while the scale follows, but a
                    delayed scale clips after one octave and flushes after six: eight octaves count as one bit, so that
-                   size leads the table only where no cast got worse
+                   size leads the table only where no cast got worse; what fell where only growth hurts (MSE,
+                   kurtosis) is no damage
+
+SQNR above what a healthy tensor has in that format (a few exact values give 40 dB and more) is not missed when it goes:
+it counts as that much, for the ranking and for the band.
 
 MSE has units, the square of its tensor's, and is compared with the same tensor's only.
 
@@ -26,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.facts import context_of, healthy_sqnr_db
 from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SYMBOLS, RunError
@@ -57,19 +61,21 @@ class Metric:
     growth: bool = False
     """Size, not error."""
 
-    def effect(self, good: float, bad: float) -> float:
-        """How much worse; negative where it is better. For growth, how much different."""
+    def effect(self, good: Any, bad: Any) -> Any:
+        """How much worse; negative where it is better. For growth, how much larger. NaN where it is not known."""
         if self.unit == "octaves":
-            return math.log2(bad / good) if good > 0 and bad > 0 else math.nan
+            with np.errstate(all="ignore"):
+                return np.where((good > 0) & (bad > 0), np.log2(bad) - np.log2(good), np.nan)
         return good - bad if self.worse == "low" else bad - good
 
-    def bits(self, effect: float, significand: int) -> float:
-        """The effect in bits lost per element."""
+    def bits(self, effect: Any, significand: int) -> Any:
+        """The effect in bits lost per element; what got better lost none."""
         if self.unit == "dB":
             return effect * _BITS_PER_DB
         if self.unit == "pp":
             return effect / 100 * significand
-        return abs(effect) / _OCTAVES_PER_BIT / (2 if self.name == "mse" else 1)
+        size = np.abs(effect) if self.worse == "both" else np.maximum(effect, 0.0)
+        return size / _OCTAVES_PER_BIT / (2 if self.name == "mse" else 1)
 
 
 METRICS = (
@@ -153,6 +159,8 @@ class _Series:
     """Where on the common axis: steps, or tokens."""
     values: Mapping[str, Any]
     significand: int
+    floor_db: float
+    """SQNR of a healthy tensor in its format."""
 
 
 class _Side:
@@ -173,8 +181,8 @@ class _Side:
 
     def paired(self, other: _Side, place: Place) -> list[int]:
         """Steps of this run for which the other one has a look near by."""
-        mine, theirs = self.series[place], other.series[place]
-        return [int(mine.step[i]) for i in range(len(mine.step)) if _nearest(theirs.at, mine.at[i]) is not None]
+        mine = self.series[place]
+        return [int(step) for step in mine.step[_nearest(other.series[place].at, mine.at) >= 0]]
 
 
 def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
@@ -184,12 +192,12 @@ def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
         place = (slot.layer, slot.tensor, slot.direction)
         if place in found:  # the same tensor under a second recipe
             continue
-        steps = rows["step"]
+        order = np.argsort(rows["step"], kind="stable")
+        steps = rows["step"][order]
         at = steps.astype(np.float64) if position is None else np.interp(steps, *position)
-        values = {metric.name: rows.metric(metric.name) for metric in METRICS}
-        found[place] = _Series(
-            steps, at, values, FORMATS[slot.format].mantissa_bits + 1 if slot.format in FORMATS else 4
-        )
+        values = {metric.name: np.asarray(rows.metric(metric.name), dtype=np.float64)[order] for metric in METRICS}
+        mantissa = FORMATS[slot.format].mantissa_bits if slot.format in FORMATS else 3
+        found[place] = _Series(steps, at, values, mantissa + 1, healthy_sqnr_db(mantissa))
     return found
 
 
@@ -202,13 +210,21 @@ def _tokens(run: Run) -> tuple[Any, Any]:
     return run.steps["step"], known if len(known) > 1 and bool((np.diff(known) > 0).all()) else known.cumsum()
 
 
-def _nearest(axis: Any, at: float) -> int | None:
-    """Index of the nearest look, unless it is further away than looks are from each other."""
+def _closest(axis: Any, at: Any) -> Any:
+    """Index of the nearest place on an ascending axis, for each of many."""
+    right = np.clip(np.searchsorted(axis, at), 1, max(len(axis) - 1, 1))
+    left = right - 1
+    right = np.minimum(right, len(axis) - 1)
+    return np.where(np.abs(axis[left] - at) <= np.abs(axis[right] - at), left, right)
+
+
+def _nearest(axis: Any, at: Any) -> Any:
+    """Index of the nearest look of each place; -1 where it is further away than half of what lies between looks."""
     if not len(axis):
-        return None
-    i = int(np.abs(axis - at).argmin())
+        return np.full(len(at), -1)
+    found = _closest(axis, at)
     spacing = float(np.median(np.diff(axis))) if len(axis) > 1 else 0.0
-    return i if abs(float(axis[i]) - at) <= max(spacing, 0.0) / 2 + 1e-9 * abs(at) else None
+    return np.where(np.abs(axis[found] - at) <= spacing / 2 + 1e-9 * np.abs(at), found, -1)
 
 
 def _match_layers(sides: Sequence[_Side]) -> None:
@@ -240,63 +256,69 @@ def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[st
     for place in places:
         mine = sides[1].series[place]
         references = [side.series[place] for side in (sides[0], *sides[2:]) if place in side.series]
+        theirs = _nearest(references[0].at, mine.at)
+        looks = np.flatnonzero(theirs >= 0)
+        pairs = looks, theirs[looks]
+        around = [(series, _closest(series.at, mine.at[looks])) for series in references]
         for metric in METRICS:
-            entries = _effects(place, metric, mine, references[0])
-            worst = max(entries, key=lambda entry: entry["bits"], default=None)
-            if worst is not None and worst["bits"] > 0.01:
-                ranked.append({key: value for key, value in worst.items() if key != "at"})
-            if (left := _exit(metric, entries, references)) is not None:
+            worst, left = _judge(place, metric, mine, references[0], pairs, around)
+            if worst is not None:
+                ranked.append(worst)
+            if left is not None:
                 exits.append(left)
     ranked.sort(key=lambda entry: -entry["bits"])
     return ranked, exits
 
 
-def _effects(place: Place, metric: Metric, mine: _Series, good: _Series) -> list[dict[str, Any]]:
-    """One entry per pair of looks at which both numbers are known."""
+def _judge(
+    place: Place, metric: Metric, mine: _Series, good: _Series, pairs: tuple[Any, Any], around: Sequence[Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The pair of looks with the worst effect, if there is one; and the first of two outside the band, or the last."""
     layer, tensor, direction = place
-    entries = []
-    for i, at in enumerate(mine.at):
-        if (j := _nearest(good.at, float(at))) is None:
-            continue
-        a, b = float(good.values[metric.name][j]), float(mine.values[metric.name][i])
-        effect = metric.effect(a, b)
-        if math.isfinite(effect):
-            shown = {"good": _tidy(a), "bad": _tidy(b), "effect": _tidy(effect), "unit": metric.unit}
-            bits = _tidy(metric.bits(effect, mine.significand))
-            where = {"layer": layer, "tensor": tensor, "direction": direction, "metric": metric.name}
-            entries.append({**where, **shown, "bits": bits, "step": int(mine.step[i]), "at": float(at)})
-    return entries
+    a, b = good.values[metric.name][pairs[1]], mine.values[metric.name][pairs[0]]
+    effect = metric.effect(a, b)
+    capped = (
+        metric.effect(np.minimum(a, mine.floor_db), np.minimum(b, mine.floor_db)) if metric.unit == "dB" else effect
+    )
+    bits = metric.bits(capped, mine.significand)
+    known = np.flatnonzero(np.isfinite(effect))
+    if not len(known):
+        return None, None
+
+    def entry(i: int) -> dict[str, Any]:
+        where = {"layer": layer, "tensor": tensor, "direction": direction, "metric": metric.name}
+        numbers = {"good": _tidy(a[i]), "bad": _tidy(b[i]), "effect": _tidy(effect[i]), "unit": metric.unit}
+        return {**where, **numbers, "bits": _tidy(bits[i]), "step": int(mine.step[pairs[0][i]])}
+
+    worst = known[int(np.argmax(bits[known]))]
+    low, high = _band(metric, around)
+    if metric.unit == "dB":
+        low = np.minimum(low, mine.floor_db)
+    under, over = b < low, b > high
+    outside = (over if metric.worse == "high" else under if metric.worse == "low" else over | under)[known]
+    stays = np.flatnonzero(outside & np.append(outside[1:], True))
+    left = None
+    if len(stays):
+        i = known[stays[0]]
+        left = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])]}
+    return (entry(worst) if bits[worst] > 0.01 else None), left
 
 
-def _exit(metric: Metric, entries: Sequence[dict[str, Any]], references: Sequence[_Series]) -> dict[str, Any] | None:
-    """The first of two looks in a row outside the band, or the last look."""
-    before: dict[str, Any] | None = None
-    for n, entry in enumerate(entries):
-        low, high = _band(metric, references, entry["at"])
-        over, under = entry["bad"] > high, entry["bad"] < low
-        if not (over if metric.worse == "high" else under if metric.worse == "low" else over or under):
-            before = None
-            continue
-        entry = {**entry, "good_band": [_tidy(low), _tidy(high)]}
-        if before is not None or n == len(entries) - 1:
-            return before or entry
-        before = entry
-    return None
-
-
-def _band(metric: Metric, references: Sequence[_Series], at: float) -> tuple[float, float]:
-    """What the references did in the looks around a place, and the tolerance."""
-    around: list[float] = []
-    for series in references:
-        nearest = int(np.abs(series.at - at).argmin())
-        part = series.values[metric.name][max(0, nearest - _AROUND) : nearest + _AROUND + 1]
-        around += [float(value) for value in part if math.isfinite(value)]
-    if not around:
-        return -math.inf, math.inf
-    low, high = min(around), max(around)
+def _band(metric: Metric, around: Sequence[tuple[_Series, Any]]) -> tuple[Any, Any]:
+    """What the references did in the looks around each place, and the tolerance; no bounds where nothing is known."""
+    low: Any = math.inf
+    high: Any = -math.inf
+    for series, nearest in around:
+        values = series.values[metric.name]
+        padded = np.pad(values, _AROUND, constant_values=np.nan)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1)
+        finite = np.isfinite(windows)
+        low = np.minimum(low, np.where(finite, windows, np.inf).min(1)[nearest])
+        high = np.maximum(high, np.where(finite, windows, -np.inf).max(1)[nearest])
+    low, high = np.where(low == math.inf, -math.inf, low), np.where(high == -math.inf, math.inf, high)
     if metric.unit == "octaves":
         return low * 2.0**-metric.tolerance, high * 2.0**metric.tolerance
-    share = 0.1 * high if metric.unit == "pp" else 0.0  # half of a tensor flushed is 50 % or 55 %
+    share = np.where(np.isfinite(high), 0.1 * high, 0.0) if metric.unit == "pp" else 0.0  # half flushed is 50 or 55 %
     return low - metric.tolerance - share, high + metric.tolerance + share
 
 

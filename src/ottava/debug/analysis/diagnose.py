@@ -28,6 +28,8 @@ _STAGES = ("bug", "config", "numeric")
 _SEVERITY = (("critical", 1.0), ("warning", 0.4))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
 _MOST_EVIDENCE = 8
+_BOOKKEEPING = frozenset({"looks", "age", "step", "kind", "check", "format", "granularity", "scale_format", "scaling"})
+"""What conditions ask to know whether they apply: no evidence of anything."""
 _Rows = CastRows | StepRows | EventRows | RunRows
 
 
@@ -323,6 +325,7 @@ def _main_recipe(context: Context) -> str:
 def _evidence(found: _Fired) -> list[Evidence]:
     """The worst row of every place, the worst place first, with each comparison that held there."""
     comparisons = [c for c in found.rule.when.comparisons if isinstance(c.left, (Name, Call))]
+    comparisons = [c for c in comparisons if str(c.left) not in _BOOKKEEPING] or comparisons
     answers = {c: _numbers(c, found) for c in comparisons}
     excess = np.full(found.rows.count, -math.inf)
     for comparison, (holds, left, right) in answers.items():
@@ -391,8 +394,9 @@ def _coverage(context: Context) -> float:
 
 
 def _sentence(findings: Sequence[Finding], coverage: float, context: Context, tested: int, rules: int) -> str:
-    seen = "coverage is not known" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
+    """What matters most, in a line; the share of layers that was seen is said where it is all that there is to say."""
     if not findings:
+        seen = "coverage is not known" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
         diverged = context.loss.diverged == "yes"
         ill = f" The loss diverges from step {context.loss.diverged_at:.0f} on all the same." if diverged else ""
         return f"no FP8 evidence found; {seen}, {tested} of {rules} rules could be asked.{ill}"
@@ -407,7 +411,7 @@ def _sentence(findings: Sequence[Finding], coverage: float, context: Context, te
         place = f" ({where}{worst.metric} {value}{unit}{at})"
     rest = len(findings) - 1
     more = f"; {rest} more finding{'s' if rest > 1 else ''}" if rest else ""
-    return f"{first.severity}: {first.title}{place}{more}. {seen[0].upper()}{seen[1:]}."
+    return f"{first.severity}: {first.title}{place}{more}."
 
 
 def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:
