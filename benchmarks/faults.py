@@ -68,7 +68,6 @@ class Result:
     seed: int
     recipe: str
     logged: bool
-    confidence: float
     seconds: float
 
     @property
@@ -117,10 +116,9 @@ def _result(
     logged: bool,
 ) -> Result:  # fmt: skip
     ids = [finding.id for finding in found.findings]
-    confidence = found.findings[0].confidence if found.findings else 0.0
     seconds = round(time.perf_counter() - started, 2)
     first, others = (ids[0] if ids else ""), ids[1:]
-    return Result(name, rule, first, others, size, strength, seed, recipe, logged, confidence, seconds)
+    return Result(name, rule, first, others, size, strength, seed, recipe, logged, seconds)
 
 
 def scores(results: Sequence[Result]) -> dict[str, Any]:

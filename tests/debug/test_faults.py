@@ -71,7 +71,7 @@ def test_every_rule_is_injected_or_says_why_not() -> None:
 
 def test_scores_count_what_they_say() -> None:
     def result(expected: str, first: str) -> object:
-        return suite.Result("x", expected, first, [], "small", 1.0, 1, "tensorwise", False, 0.5, 0.0)
+        return suite.Result("x", expected, first, [], "small", 1.0, 1, "tensorwise", False, 0.0)
 
     scores = suite.scores([result("N1", "N1"), result("N1", "N3"), result("N2", ""), result("", ""), result("", "N5")])
     assert scores["recall"] == 0.3333
