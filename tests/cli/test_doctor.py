@@ -14,13 +14,20 @@ from ottava.kernels import native_build
 from ottava.kernels.native_build import BuildSettings, Built
 
 
+@pytest.fixture(autouse=True)
+def forgets() -> Iterator[None]:
+    """What was not found under settings of a test is looked for anew by the tests that follow: comes before monkeypatch,
+    and so ends after it."""
+    yield
+    native_build.load.cache_clear()
+
+
 @pytest.fixture
 def switched_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a process with OTTAVA_NATIVE=0 sees it."""
     monkeypatch.setenv("OTTAVA_NATIVE", "0")
     native_build.load.cache_clear()
     yield
-    native_build.load.cache_clear()
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object]]:
@@ -72,7 +79,7 @@ def test_a_machine_that_has_everything_is_told_so(
 
 
 def test_a_missing_compiler_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was looked for; libraries that are loaded already still run."""
+    """What was looked for."""
     monkeypatch.setattr(native_build, "from_environment", lambda: BuildSettings(compiler="no-such-compiler"))
     doctor()
     assert "compiler  none" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_an_interrupted_demo_ends_as_if_it_had_not_been(
     assert [(r.label, r.losses, r.validation) for r in result.runs] == [
         (r.label, r.losses, r.validation) for r in whole[1].runs
     ]
-    assert result.machinery == whole[1].machinery
+    assert repr(result.machinery) == repr(whole[1].machinery)  # a statistic that says nothing is NaN
 
 
 def test_a_run_of_the_demo_is_the_run_that_trains_alone(whole: tuple[Path, DemoResult], tmp_path: Path) -> None:

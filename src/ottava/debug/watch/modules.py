@@ -38,6 +38,7 @@ _COMPILED_QUIETLY = (
     "called no forward hooks: it is compiled (then watch with compiled='eager'), in a CUDA graph, used functionally, "
     "or did not run"
 )
+_NOT_ASKED = "was not asked for"
 _WITHOUT_GRAD = "ran without gradients only"
 _TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
@@ -66,6 +67,7 @@ class ModuleTap:
             are what this call of the layer adds to the gradients of its input and weight.
         model: only its layers; None: all of the process.
         wants: asked with (layer, tensor) before a tensor is prepared.
+        asked: whether a layer is asked for at all; of one that is not, nobody complains that it gives no sample.
         own: layers of ottava too, also where their casts are seen at the door.
 
     Edge cases: the dtype is that of the GEMM, under torch.autocast its dtype; the weight is as the parameter is. Of a
@@ -89,9 +91,10 @@ class ModuleTap:
         tensors: Collection[str] = ("input", "weight", "grad_output"),
         model: nn.Module | None = None,
         wants: Callable[[str, str], bool] = lambda layer, tensor: True,
+        asked: Callable[[str], bool] = lambda layer: True,
         own: bool = False,
     ) -> None:
-        self._see, self._wants, self._own = see, wants, own
+        self._see, self._wants, self._asked, self._own = see, wants, asked, own
         self._tensors = frozenset(tensors)
         self._lock = threading.RLock()
         self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
@@ -171,6 +174,8 @@ class ModuleTap:
         }
 
     def _why_unseen(self, linear: _Linear) -> str:
+        if not self._asked(linear.name):
+            return _NOT_ASKED
         if linear.without_grad:
             return _WITHOUT_GRAD
         module = linear.module()
@@ -187,7 +192,7 @@ class ModuleTap:
                 for linear in self._linears.values()
                 if not linear.seen and self._looks - linear.found_at >= LOOKS_BEFORE_WARNING and self._listed(linear)
                 for entry in [self._entry(linear)]
-                if entry["why"] != _WITHOUT_GRAD
+                if entry["why"] not in (_WITHOUT_GRAD, _NOT_ASKED)
             ]
             nothing = not self._linears
         if nothing and (living := _living_linears()):

@@ -103,7 +103,11 @@ class Watch:
         self.collector = Collector(config, self.dumps)
         self.doors = DoorTap(self.collector, model, Checks(self._disagrees))
         self.modules = ModuleTap(
-            self.collector.simulate, tensors=config.tensors, model=model, wants=self.collector.wants
+            self.collector.simulate,
+            tensors=config.tensors,
+            model=model,
+            wants=self.collector.wants,
+            asked=lambda layer: matches(layer, config.layers),
         )
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
