@@ -55,7 +55,8 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
-_QUANTIZE_KERNELS: tuple[QuantizeKernel, ...] = (triton_quantize, native_cpu, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
+_ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, reference)
@@ -229,7 +230,7 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
         'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
     """
     lines = []
-    for kernel in _QUANTIZE_KERNELS:
+    for kernel in _casts(x.device):
         if reason := kernel.supports_quantize(x.detach(), spec, scale):
             lines.append(reason)
         else:
@@ -246,6 +247,10 @@ def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
     specs = [t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b)]
     if reason := refuse_pair(specs[0], specs[1]):
         raise ValueError(f"gemm: {specs[0] or 'high precision'} x {specs[1] or 'high precision'}: {reason}")
+
+
+def _casts(device: torch.device) -> tuple[QuantizeKernel, ...]:
+    return _CPU_CASTS if device.type == "cpu" else _ACCELERATOR_CASTS
 
 
 def _kernels(device: torch.device) -> tuple[GemmKernel, ...]:
@@ -302,7 +307,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
     x = x.detach()  # codes carry no gradient
-    for kernel in _QUANTIZE_KERNELS:
+    for kernel in _casts(x.device):
         if kernel.supports_quantize(x, spec, scale) is None:
             break
     with _no_autocast(x.device):

@@ -23,11 +23,10 @@ def forgets() -> Iterator[None]:
 
 
 @pytest.fixture
-def switched_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process with OTTAVA_NATIVE=0 sees it."""
     monkeypatch.setenv("OTTAVA_NATIVE", "0")
     native_build.load.cache_clear()
-    yield
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object]]:
