@@ -16,8 +16,7 @@ from ottava.kernels.native_build import BuildSettings, Built
 
 @pytest.fixture(autouse=True)
 def forgets() -> Iterator[None]:
-    """What was not found under settings of a test is looked for anew by the tests that follow: comes before monkeypatch,
-    and so ends after it."""
+    """What was not found under a test's settings is looked for anew afterwards; before monkeypatch, so it ends last."""
     yield
     native_build.load.cache_clear()
 

@@ -265,10 +265,10 @@ def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
     with watch(model, tmp_path / "run", max_overhead=1e-6) as seen:
         train(model, 450)
     run = Run.open(seen.folder)
-    doubled = [event["every"] for event in run.events if event["kind"] == "overhead"]
-    assert doubled
-    assert doubled == [100, 200, 400][: len(doubled)]
-    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8, 16, 32, 50, 100, 200, 400]
+    changes = [(event["light_every"], event["every"]) for event in run.events if event["kind"] == "overhead"]
+    assert changes[:6] == [(2**i, 50) for i in range(1, 7)]  # amaxes first, at 4, 8, 16, 32, 50 and 100
+    assert changes[6:] == [(64, 100), (64, 200), (64, 400)]  # at 150, 200 and 400
+    assert sorted(set(run.table()["step"].tolist())) == [1, 2, 4, 8, 16, 32, 50, 100, 150, 200, 400]
 
 
 def test_settings_and_host_are_in_the_manifest(tmp_path: Path) -> None:

@@ -69,8 +69,11 @@ class Collector:
         """Whether the running step is looked at in full."""
         self.look = 0
         """Number of the look; decides which rows are sampled."""
+        self.noting = config.light
+        """Whether amaxes of the running step are noted."""
         self.seconds = 0.0
-        """Time spent in here, on the host."""
+        """Time spent on watching, on the host."""
+        self._timing = False
         self._recipes = tuple(get_recipe(recipe) for recipe in config.recipes)
         self._sums: dict[SlotKey, Packed] = {}
         self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
@@ -84,7 +87,7 @@ class Collector:
         if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:
             return False
         # weights move slowly: between looks their amax is worth its price only where a scale is predicted from it
-        return self.looking or (self.config.light and (tensor != "weight" or self._reach > 0))
+        return self.looking or (self.noting and (tensor != "weight" or self._reach > 0))
 
     def cast(
         self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
@@ -141,7 +144,7 @@ class Collector:
 
     def _note(self, key: SlotKey, x: Tensor, scale_inv: Tensor | None) -> None:
         place = (key.layer, key.tensor)
-        if not self.config.light or not x.numel():
+        if not (self.config.light and (self.noting or self.looking)) or not x.numel():
             return
         seen = block_amaxes(x.detach()).reshape(())
         scale = None if scale_inv is None or scale_inv.numel() != 1 else scale_inv.reshape(())
@@ -199,10 +202,14 @@ class Collector:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """What runs inside is counted as time spent on watching."""
-        started = time.perf_counter()
+        if self._timing:  # inside another one
+            yield
+            return
+        self._timing, started = True, time.perf_counter()
         try:
             yield
         finally:
+            self._timing = False
             self.seconds += time.perf_counter() - started
 
 

@@ -80,16 +80,16 @@ class WatchConfig(RefusesUnknownFields):
     recipes: tuple[str | Recipe, ...] = ("tensorwise",)
     """Simulated for layers whose GEMMs are not ours. Layers of ottava show what they really cast."""
     every: int | None = None
-    """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and twice as many whenever
-    watching takes more than `max_overhead`."""
+    """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and less often, amaxes too,
+    where watching takes more than `max_overhead`."""
     sample: int = 16
     """Of tensors with many rows, one band of 128 rows in so many is measured; another one at every look. 1: all."""
     fine: bool = True
     """Record for every block size how far elements lie below the amax of their block: what-if needs it."""
     light: bool = True
-    """amax of every tensor in every step, in a ring that triggers put on record."""
+    """amax of inputs and gradients in every step, in a ring that triggers put on record."""
     flight: int = 64
-    """Steps in that ring."""
+    """Noted steps in that ring."""
     triggers: Triggers = field(default_factory=Triggers)
     dump: DumpConfig = field(default_factory=DumpConfig)
     sinks: tuple[Any, ...] = ()

@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,7 @@ class ModuleTap:
         wants: asked with (layer, tensor) before a tensor is prepared.
         asked: whether a layer is asked for at all; of one that is not, nobody complains that it gives no sample.
         own: layers of ottava too, also where their casts are seen at the door.
+        timed: a context around all that is done for a tensor.
 
     Edge cases: the dtype is that of the GEMM, under torch.autocast its dtype; the weight is as the parameter is. Of a
         DTensor it is the local shard. Weights in packed or foreign formats, and whatever has not the shape that its
@@ -93,7 +95,9 @@ class ModuleTap:
         wants: Callable[[str, str], bool] = lambda layer, tensor: True,
         asked: Callable[[str], bool] = lambda layer: True,
         own: bool = False,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._timed = timed
         self._see, self._wants, self._asked, self._own = see, wants, asked, own
         self._tensors = frozenset(tensors)
         self._lock = threading.RLock()
@@ -226,8 +230,9 @@ class ModuleTap:
         if site is None or site[0]() is not module or not self._counts(module, site):
             return
         _, name, adapter = site
-        for part in adapter.call(module, args, kwargs, output):
-            self._take(name + part.suffix, module, adapter, part)
+        with self._timed():
+            for part in adapter.call(module, args, kwargs, output):
+                self._take(name + part.suffix, module, adapter, part)
 
     def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
         if _has_doors(module) and not self._own and _casts(module):
@@ -313,9 +318,10 @@ class ModuleTap:
     ) -> None:
         if torch.compiler.is_compiling() or period != self._period:
             return
-        if gradient.shape != shape:
-            gradient = gradient.detach().reshape(shape)
-        self._hand(linear, tensor, gradient, dtype, width, arrange)
+        with self._timed():
+            if gradient.shape != shape:
+                gradient = gradient.detach().reshape(shape)
+            self._hand(linear, tensor, gradient, dtype, width, arrange)
 
     def _hand(
         self,

@@ -108,6 +108,7 @@ class Watch:
             model=model,
             wants=self.collector.wants,
             asked=lambda layer: matches(layer, config.layers),
+            timed=self.collector.timed,
         )
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
@@ -117,7 +118,9 @@ class Watch:
         self._active = self._paused = False
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
-        self._started = self._step_started = time.perf_counter()
+        self._started = self._step_started = self._mark = time.perf_counter()
+        self._light_every = 1
+        self._light_seconds = self._seconds_before = 0.0
         self._stance: Any = None
         self._closed = False
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
@@ -231,7 +234,9 @@ class Watch:
         step = self.steps_done
         looked = self.collector.looking
         self._disarm()
-        if (looked or self.config.light) and (text := self.modules.looked()) is not None:
+        if not looked:
+            self._light_seconds += self.collector.seconds - self._seconds_before
+        if (looked or self.collector.noting) and (text := self.modules.looked()) is not None:
             self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
         numbers = self._numbers(entered)
@@ -247,7 +252,7 @@ class Watch:
             self._after_look(step, tallies, numbers)
         self._arm(step + 1)
         now = time.perf_counter()
-        self.collector.seconds = before + (now - entered)
+        self.collector.seconds = self._seconds_before = before + (now - entered)
         self._step_started = now
 
     def _numbers(self, now: float) -> dict[str, float]:
@@ -297,11 +302,22 @@ class Watch:
                     callback(step, table)
         self.writer.flush()
         self._describe_run()
-        limit = self.config.max_overhead if self.config.every is None else None
+        if self.config.every is None:
+            self._be_thrifty(step, self.config.max_overhead)
+
+    def _be_thrifty(self, step: int, limit: float) -> None:
+        """Half of what watching may take is for amaxes; what takes more comes half as often."""
+        now = time.perf_counter()
         settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
-        if limit is not None and settled and self.overhead > limit:
+        if self._light_seconds > 0.5 * limit * (now - self._mark) and self._light_every < self.config.flight:
+            self._light_every *= 2
+        elif settled and self.overhead > limit:
             self.schedule.every *= 2
-            self.writer.event(step, "overhead", share=self.overhead, every=self.schedule.every)
+        else:
+            return
+        self._mark, self._light_seconds = now, 0.0
+        facts = {"every": self.schedule.every, "light_every": self._light_every}
+        self.writer.event(step, "overhead", share=self.overhead, **facts)
 
     def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern in self.config.layers:
@@ -317,7 +333,8 @@ class Watch:
         dumping = self.dumps.begin(step)
         self.collector.looking = self.schedule.looks(step) or dumping
         self.collector.look = self._looks
-        if self.collector.looking or self.config.light:
+        self.collector.noting = self.config.light and step % self._light_every == 0
+        if self.collector.looking or self.collector.noting:
             self.doors.attach()
             self.modules.attach()
         if self.collector.looking and self.config.compiled == "eager":
