@@ -15,6 +15,7 @@ needs.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -80,12 +81,12 @@ class Rows(Protocol):
         """
 
 
-class Node:
+class Node(ABC):
     """A part of a condition."""
 
+    @abstractmethod
     def values(self, rows: Rows, missing: set[str]) -> Values | None:
         """One per row; None where a name in it is missing, which is then noted."""
-        raise NotImplementedError
 
     def parts(self) -> Sequence[Node]:
         """Those it is made of."""

@@ -6,6 +6,7 @@ What may be asked of them is in `facts`; here is how their values are found.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,7 +96,7 @@ class Context:
         raise Missing(f"{rest!r} in the run's config")
 
 
-class AnyRows:
+class AnyRows(ABC):
     """What all kinds share: facts that are computed once, and names of the whole run."""
 
     kind = ""
@@ -106,9 +107,9 @@ class AnyRows:
         self._known: dict[str, Values] = {}
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """How many rows."""
-        raise NotImplementedError
 
     def value(self, name: str) -> Values:
         """See `conditions.Rows`."""

@@ -1,6 +1,7 @@
 """Sums what the taps see in one optimizer step: full tallies where the step is looked at, amaxes in every step.
 
-Nothing here waits for the device; numbers are read back when the step has ended (`drain`).
+On a GPU nothing here waits for the device while the step runs, but for histograms in a full look; numbers are read back
+when it has ended.
 """
 
 from __future__ import annotations
