@@ -24,10 +24,10 @@ class Seen:
     def __init__(self) -> None:
         self.tensors: list[tuple[str, str, Tensor]] = []
 
-    def __call__(self, layer: str, tensor: str, x: Tensor) -> None:
+    def __call__(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         assert x.dim() == 2
         assert not x.requires_grad
-        self.tensors.append((layer, tensor, x.clone()))
+        self.tensors.append((layer, tensor, x.clone() if dtype is None else x.to(dtype)))
 
     def of(self, layer: str, tensor: str) -> list[Tensor]:
         return [x for name, which, x in self.tensors if (name, which) == (layer, tensor)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava.debug.measure import BAND_ROWS, measure, measure_packed, sample_rows, take_rows
+from ottava.debug.measure import BAND_ROWS, measure, measure_packed, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import GRANULARITIES, Tally, tally_fields
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -284,8 +284,7 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
         merged = Tally()
         edges = [0, *(cut * BAND_ROWS for cut in cuts), len(x)]
         for start, stop in itertools.pairwise(edges):
-            rows = torch.arange(start, stop)
-            part = measure_packed(x[start:stop], take_rows(x_q, rows), whole=x[start:stop])
+            part = measure_packed(x[start:stop], take_bands_of(x_q, [(start, stop)]))
             merged += part.tally()
         shared = {"n_casts", "n_scales", "n_predicted", "block_spread"}  # per call; relative to each shard's own amax
         for f in tally_fields():
@@ -302,17 +301,14 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
 @pytest.mark.parametrize("rows", [1, 127, 128, 700])
 def test_sampled_rows_are_whole_bands(rows: int, every: int, phase: int) -> None:
     """The bands phase, phase + every, ...; all rows where there is one band; and each band is reached by some phase."""
-    x = torch.empty(rows, 3)
-    bands = [list(range(s, min(s + BAND_ROWS, rows))) for s in range(0, rows, BAND_ROWS)]
-    sampled = sample_rows(x, every, phase)
+    bands = [(s, min(s + BAND_ROWS, rows)) for s in range(0, rows, BAND_ROWS)]
+    sampled = sample_bands(rows, every, phase)
     if every == 1 or len(bands) == 1:
         assert sampled is None
         return
-    assert sampled is not None
-    first = phase % min(every, len(bands))
-    assert sampled.tolist() == [row for band in bands[first::every] for row in band]
-    phases = [sample_rows(x, every, p) for p in range(every)]
-    assert {int(row) for part in phases if part is not None for row in part} == set(range(rows))
+    assert sampled == bands[phase % min(every, len(bands)) :: every]
+    phases = [sample_bands(rows, every, p) for p in range(every)]
+    assert {band for part in phases if part is not None for band in part} == set(bands)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -320,9 +316,14 @@ def test_taking_rows_of_a_cast_equals_slicing_its_dequantized_form(spec: Quantiz
     """Scales stay with their rows; blocks taller than a row go with their whole band."""
     x = hard(400, 70, torch.bfloat16).nan_to_num()
     x_q = ottava.quantize(x, spec)
-    rows = sample_rows(x, 2, 1)
-    assert rows is not None
-    assert torch.equal(take_rows(x_q, rows).dequantize(), x_q.dequantize()[rows])
+    bands = sample_bands(len(x), 2, 1)
+    assert bands is not None
+    rows = torch.cat([torch.arange(*band) for band in bands])
+    assert torch.equal(take_bands_of(x_q, bands).dequantize(), x_q.dequantize()[rows])
+    for matrix in (x, x.t().contiguous().t()):
+        taken = take_bands(matrix, bands)
+        assert torch.equal(taken, x[rows])
+        assert taken.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
 
 
 def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
@@ -330,9 +331,9 @@ def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
     x = torch.ones(4 * BAND_ROWS, 8)
     x[0, 0], x[1, 1] = math.inf, 64.0
     x_q = ottava.quantize(x, E4M3, scale=torch.tensor(4.0))
-    rows = sample_rows(x, 4, 2)
-    assert rows is not None
-    tally = measure_packed(x[rows], take_rows(x_q, rows), whole=x).tally()
+    bands = sample_bands(len(x), 4, 2)
+    assert bands is not None
+    tally = measure_packed(take_bands(x, bands), take_bands_of(x_q, bands), extent=survey(x)).tally()
     assert (tally.n, tally.n_total, tally.n_nonfinite, tally.amax) == (BAND_ROWS * 8, x.numel(), 1, 64)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
-from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
+from ottava.debug.measure import Packed, measure_packed, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.tally import Tally, tally_fields
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_measure
@@ -37,11 +37,11 @@ def in_torch() -> Iterator[None]:
         yield
 
 
-def assert_same(x: Tensor, x_q: QuantizedTensor, whole: Tensor | None = None, fine: bool = True) -> None:
+def assert_same(x: Tensor, x_q: QuantizedTensor, extent: Tensor | None = None, fine: bool = True) -> None:
     assert native_measure.supports_measure(x, x_q) is None
-    ours = measure_packed(x, x_q, whole=whole, fine=fine).tally()
+    ours = measure_packed(x, x_q, extent=extent, fine=fine).tally()
     with in_torch():
-        truth = measure_packed(x, x_q, whole=whole, fine=fine).tally()
+        truth = measure_packed(x, x_q, extent=extent, fine=fine).tally()
     differ = {f.name for f in tally_fields() if not equal(f.name, ours, truth)}
     assert {name: (getattr(ours, name), getattr(truth, name)) for name in differ} == {}
 
@@ -126,11 +126,11 @@ def test_a_sample_is_measured_against_its_tensor() -> None:
     """amax, and with it the spread of blocks, and what is not finite, come from the whole."""
     x = tiles(600, 140, torch.bfloat16)
     x[550, 3] = math.inf
-    rows = sample_rows(x, 3, 0)
-    assert rows is not None
+    bands = sample_bands(len(x), 3, 0)
+    assert bands is not None
     for granularity in ("tensor", "row", "128x128"):
         x_q = quantize(x, QuantizationSpec(E4M3, Granularity.parse(granularity)))
-        assert_same(x[rows], take_rows(x_q, rows), whole=x)
+        assert_same(take_bands(x, bands), take_bands_of(x_q, bands), extent=survey(x))
 
 
 def test_a_cast_that_is_all_wrong_is_measured_as_such() -> None:
@@ -151,6 +151,6 @@ def test_what_it_cannot_measure_it_refuses() -> None:
         assert measure_packed(x, x_q).tally().n == 160
     x_q = quantize(x[:0], QuantizationSpec(E4M3))
     assert native_measure.supports_measure(x[:0], x_q) == "native_measure: an empty matrix"
-    assert "takes a float32, bfloat16 or float16 matrix" in str(native_measure.supports_measure(x, x_q))
+    assert "takes a matrix and its codes; got (4, 40) and (0, 40)" in str(native_measure.supports_measure(x, x_q))
     wide = replace(quantize(x, QuantizationSpec(E4M3)), dtype=torch.float64)
     assert "got torch.float64" in str(native_measure.supports_measure(x.double(), wide))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,11 @@ from ottava.debug.tally import (
 )
 from ottava.formats import Format
 from ottava.kernels import native_measure
+from ottava.kernels.native_measure import Look
+from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.rounding import decode, floor_log2, power_of_two
-from ottava.scaling import BLOCK_1X128, Granularity, compute_scale
+from ottava.rounding import clipping, decode, floor_log2, power_of_two
+from ottava.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major, compute_scale
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
@@ -70,58 +72,90 @@ def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
 
 
 @torch.no_grad()
-def measure_packed(x: Tensor, x_q: QuantizedTensor, *, whole: Tensor | None = None, fine: bool = True) -> Packed:
+def survey(x: Tensor, *, finite: bool = True) -> Tensor:
+    """What one reading of x (R, C) tells, left on its device: fp64 (4,): its amax, inf or NaN where an element is; that
+    of the finite elements; how many are not finite; how many there are.
+
+    Args:
+        finite: False: the second and third may be left out (NaN), where they take another reading.
+
+    Example:
+        >>> survey(torch.tensor([[1.0, -3.0], [math.inf, 2.0]])).tolist()
+        [inf, 3.0, 1.0, 4.0]
+    """
+    if native_measure.supports_survey(x) is None:
+        return native_measure.survey(x)
+    largest = block_amaxes(x).reshape(())
+    here, lost = largest, _f64(0, x)
+    if x.device.type == "cpu" and math.isfinite(float(largest)):  # elsewhere asking would wait for the device
+        pass
+    elif finite:
+        within = x.isfinite()
+        here = block_amaxes(torch.where(within, x, 0)).reshape(())
+        lost = (~within).sum(dtype=torch.float64)
+    else:
+        here, lost = _f64(math.nan, x), _f64(math.nan, x)
+    return torch.stack([largest.double(), here.double(), lost, _f64(x.numel(), x)])
+
+
+def measure_packed(x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = None, fine: bool = True) -> Packed:
     """As `measure`, left on the device.
 
     Args:
         x: (R, C) before the cast; float32, bfloat16 or float16.
         x_q: the same elements after it.
-        whole: the tensor of which x is a sample of rows: amax, the count of non-finite elements and the error of a
-            predicted scale are taken from it.
+        extent: the `survey` of the tensor of which x is a sample of rows: amax, the count of non-finite elements and
+            the error of a predicted scale are taken from it.
         fine: fill the histograms of elements below the amax of their block, too, which cost as much as all else.
     """
-    whole = x if whole is None else whole
-    amax = block_amaxes(whole).reshape(())
-    nonfinite = _f64(0, x)
-    clean = x.device.type == "cpu" and math.isfinite(float(amax))  # elsewhere asking would wait for the device
-    if not clean:
-        finite = whole.isfinite()
-        nonfinite = (~finite).sum(dtype=torch.float64)
-        amax = block_amaxes(torch.where(finite, whole, 0)).reshape(())
-    if native_measure.supports_measure(x, x_q) is None:
-        return _natively(x, x_q, amax, nonfinite, whole.numel(), fine)
-    walk = _Walk(x, x_q, amax, clean, fine)
+    packed = measure_all([Look(x, x_q, survey(x) if extent is None else extent)], fine=fine)
+    return Packed(packed.sums[0], packed.extremes[0])
+
+
+@torch.no_grad()
+def measure_all(looks: Sequence[Look], *, fine: bool = True) -> Packed:
+    """The tallies of several casts, made or still to be made: sums (looks, SUM_WIDTH), extremes (looks, ...).
+
+    Example:
+        >>> import ottava
+        >>> x, spec = torch.randn(8, 64), ottava.QuantizationSpec(ottava.E4M3)
+        >>> measure_all([Look(x, spec, survey(x)), Look(x, quantize(x, spec), survey(x))]).sums.shape[0]
+        2
+    """
+    looks = [look._replace(x=look.x.detach()) for look in looks]
+    if all(native_measure.supports_measure(look.x, look.cast) is None for look in looks):
+        return Packed(*native_measure.measure(looks, _places(), SUM_WIDTH, fine=fine))
+    return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, fine) for look in looks), strict=True)))
+
+
+def cast_of(look: Look) -> QuantizedTensor:
+    """The cast of a look, made now if it is not there; the random numbers of the process stay as they were."""
+    if isinstance(look.cast, QuantizedTensor):
+        return look.cast
+    spec, scale = look.cast, look.scale
+    # a guarded cast compares its prediction with the amax that there is
+    if scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded":
+        largest = look.extent[:1].to(torch.float32).reshape(1, 1)
+        scale = compute_scale(largest, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+    if spec.rounding != "stochastic":
+        return quantize(look.x, spec, scale=scale)
+    with torch.random.fork_rng([look.x.device] if look.x.device.type == "cuda" else []):
+        return quantize(look.x, spec, scale=scale)
+
+
+def _walked(look: Look, fine: bool) -> Packed:
+    x, x_q = look.x, cast_of(look)
+    if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
+        return measure_packed(x, x_q, extent=look.extent, fine=fine)  # only the cast had to be made elsewhere
+    extent = look.extent
+    clean = x.device.type == "cpu" and not float(extent[2])
+    walk = _Walk(x, x_q, extent[1].to(torch.float32), clean, fine)
     for start in range(0, x.shape[0], BAND_ROWS):
         walk.band(start, min(start + BAND_ROWS, x.shape[0]))
-    walk.sums |= {"n_total": _f64(whole.numel(), x), "n_casts": _f64(1, x), "n_nonfinite": nonfinite}
-    walk.extremes["amax"] = amax.to(torch.float64)
-    _scales(walk, x_q, amax)
+    walk.sums |= {"n_total": extent[3], "n_casts": _f64(1, x), "n_nonfinite": extent[2]}
+    walk.extremes["amax"] = extent[1]
+    _scales(walk, x_q, walk.amax)
     return walk.packed()
-
-
-def _natively(x: Tensor, x_q: QuantizedTensor, amax: Tensor, nonfinite: Tensor, total: int, fine: bool) -> Packed:
-    clip, beyond = _clip(x_q.spec.format)
-    sums, extremes = native_measure.measure(
-        x, x_q, float(amax), clip, beyond is torch.ge, _places(), SUM_WIDTH, fine=fine
-    )
-    numbers = {"n_total": total, "n_casts": 1, "n_nonfinite": float(nonfinite)}
-    values = {
-        "amax": float(amax),
-        "amin": -extremes.amin,
-        "max_error": extremes.max_error,
-        "scale_max": extremes.scale_max,
-        "scale_min": -extremes.scale_min,
-        "scale_error_max": -math.inf,
-        "scale_error_min": -math.inf,
-    }
-    if x_q.spec.predicted:
-        known, error = _prediction_error(x_q, amax)
-        numbers |= {"n_predicted": float(known), "scale_error": float(error)}
-        if known:
-            values |= {"scale_error_max": float(error), "scale_error_min": -float(error)}
-    for name, number in numbers.items():
-        sums[_places()[name]] = number
-    return Packed(sums, torch.tensor([values[f.name] for f in EXTREME_FIELDS], dtype=torch.float64))
 
 
 @functools.cache
@@ -131,30 +165,39 @@ def _places() -> Mapping[str, int]:
     return dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
 
 
-def sample_rows(x: Tensor, every: int, phase: int) -> Tensor | None:
-    """Indices of one band of BAND_ROWS rows in `every`, beginning with band `phase % every`; None for all of them.
+Bands = Sequence[tuple[int, int]]
+"""(first row, the one after the last) of each."""
+
+
+def sample_bands(rows: int, every: int, phase: int) -> Bands | None:
+    """One band of BAND_ROWS rows in `every`, beginning with band `phase % every`; None for all of them.
 
     Example:
-        >>> sample_rows(torch.empty(1000, 8), 4, 1)[[0, 127, 128, -1]]
-        tensor([128, 255, 640, 767])
+        >>> sample_bands(1000, 4, 1)
+        [(128, 256), (640, 768)]
     """
-    bands = -(-x.shape[0] // BAND_ROWS)
+    bands = -(-rows // BAND_ROWS)
     if every <= 1 or bands < 2:
         return None
-    starts = torch.arange(phase % min(every, bands), bands, every) * BAND_ROWS
-    rows = (starts[:, None] + torch.arange(BAND_ROWS)).flatten()
-    return rows[rows < x.shape[0]].to(x.device)
+    starts = range(phase % min(every, bands) * BAND_ROWS, rows, every * BAND_ROWS)
+    return [(start, min(start + BAND_ROWS, rows)) for start in starts]
 
 
-def take_rows(x_q: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
-    """Some rows of a cast; whole bands of them where blocks are taller than a row."""
-    height = x_q.spec.granularity.rows
-    scale_inv = x_q.scale_inv
-    if height == 1:
-        scale_inv = scale_inv[rows]
-    elif height is not None:
-        scale_inv = scale_inv[torch.unique_consecutive(rows // height)]
-    return QuantizedTensor(x_q.data.view(torch.uint8)[rows].view(x_q.data.dtype), scale_inv, x_q.spec, x_q.dtype)
+def take_bands(x: Tensor, bands: Bands) -> Tensor:
+    """Those rows of a matrix; of one that lies in memory by columns, as such."""
+    dim, lying = (1, x.t()) if column_major(x) else (0, x)
+    parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
+    taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    return taken.t() if dim else taken
+
+
+def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
+    """Those rows of a cast, with their scales."""
+    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv
+    if height is not None:
+        scale_inv = torch.cat([scale_inv[start // height : -(-stop // height)] for start, stop in bands])
+    data = take_bands(x_q.data.view(torch.uint8), bands).view(x_q.data.dtype)
+    return QuantizedTensor(data, scale_inv, x_q.spec, x_q.dtype)
 
 
 def _f64(value: float, like: Tensor) -> Tensor:
@@ -169,7 +212,8 @@ class _Walk:
         self.format: Format = x_q.spec.format
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
-        self.clip, self.beyond = _clip(self.format)
+        self.clip, tie_clips = clipping(self.format)
+        self.beyond = torch.ge if tie_clips else torch.gt
         self.unit = _unit(amax)
         zero = torch.zeros((), dtype=torch.float64, device=x.device)
         self.sums: dict[str, Tensor] = {
@@ -299,13 +343,6 @@ def _divided(magnitude: Tensor, per_block: Tensor, granularity: Granularity) -> 
         blocks = magnitude.view(magnitude.shape[0] // rows, rows, magnitude.shape[1] // cols, cols)
         return (blocks / per_block[:, None, :, None]).view(magnitude.shape)
     return magnitude / granularity.expand(per_block, (magnitude.shape[0], magnitude.shape[1]))
-
-
-def _clip(fmt: Format) -> tuple[float, Callable[[Tensor, Tensor], Tensor]]:
-    """Where clipping begins, and how to ask: up to half a step above the largest number rounds to it, the tie only if
-    it is even."""
-    step = math.ldexp(fmt.eps, fmt.emax)
-    return fmt.max + step / 2, torch.gt if fmt.max / step % 2 == 0 else torch.ge
 
 
 def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:

@@ -9,16 +9,17 @@ in `measure`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Merge = Literal["sum", "max", "min"]
+Key = TypeVar("Key", bound=Hashable)
 Number = Any
 """A float, or one float64 for every row of a table."""
 Bins = npt.NDArray[np.float64]
@@ -161,6 +162,45 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
 EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
 SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
+
+
+class Tallies(Mapping[Key, Tally]):
+    """One step's tallies by what they are of, in one table: what reads all of them need not go from one to the next.
+
+    Example:
+        >>> both = Tallies.of({"a": Tally(n=1), "b": Tally(n=3, amax=2.0)})
+        >>> both["b"].amax, both.rows.n.tolist()
+        (2.0, [1.0, 3.0])
+    """
+
+    def __init__(self, keys: Iterable[Key], rows: Tally) -> None:
+        self._index = {key: i for i, key in enumerate(keys)}
+        self.rows = rows
+        """Every field an array (tallies,), histograms (tallies, bins)."""
+
+    @classmethod
+    def of(cls, tallies: Mapping[Key, Tally]) -> Tallies[Key]:
+        """From any mapping."""
+        if isinstance(tallies, Tallies):
+            return tallies
+        rows: dict[str, Any] = {}
+        for f in fields(Tally):
+            shape = (len(tallies), f.metadata["bins"]) if f.metadata["bins"] else (len(tallies),)
+            values = [getattr(tally, f.name) for tally in tallies.values()]
+            rows[f.name] = np.array(values, dtype=np.float64).reshape(shape)
+        return cls(tallies, Tally(**rows))
+
+    def __getitem__(self, key: Key) -> Tally:
+        i = self._index[key]
+        picked = {f.name: getattr(self.rows, f.name)[i] for f in fields(Tally)}
+        numbers: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in picked.items()}
+        return Tally(**numbers)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
 
 
 def unpack(sums: Bins, extremes: Bins) -> Tally:

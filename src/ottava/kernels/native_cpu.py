@@ -48,6 +48,7 @@ def built() -> Built:
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_decode.argtypes = [_POINTER, _SIZE, _POINTER, _POINTER, _INT, _INT]
     library.ottava_decode.restype = None
+    library.ottava_scales.restype = None
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
         *(_POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
@@ -64,7 +65,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     """
     if x.device.type != "cpu" or (scale is not None and scale.device.type != "cpu"):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if (reason := _plan(spec).refusal) is not None:
+    if (reason := plan(spec).refusal) is not None:
         return reason
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
         return f"{NAME}: takes plain tensors; got {type(x).__name__}"
@@ -93,7 +94,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     if not x.numel():
         return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
     if column_major(x):
-        data, scale_inv, amax = _quantize(x.t(), spec, _plan(spec).transposed, scale)
+        data, scale_inv, amax = _quantize(x.t(), spec, plan(spec).transposed, scale)
         return Cast(data.t(), scale_inv.t().contiguous(), amax.t().contiguous())
     return _quantize(x, spec, spec.granularity, scale)
 
@@ -112,7 +113,7 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
     failed = library.ottava_quantize(
         *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols),
         *granularity.block_shape((rows, cols)),
-        *(ctypes.byref(_plan(spec).cast), None if scale is None else scale.data_ptr()),
+        *(ctypes.byref(plan(spec).cast), None if scale is None else scale.data_ptr()),
         *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
     )
     if failed:
@@ -124,7 +125,7 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
     if codes.device.type != "cpu" or type(codes) is not Tensor:
         return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
-    if reason := _plan(QuantizationSpec(fmt)).refusal:
+    if reason := plan(QuantizationSpec(fmt)).refusal:
         return reason
     if reason := built().reason:
         return f"{NAME}: {reason}"
@@ -157,26 +158,30 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     library = built().library
     assert library is not None  # supports_decode was asked
     library.ottava_decode(
-        *(raw.data_ptr(), raw.numel(), ctypes.byref(_plan(QuantizationSpec(fmt)).cast)),
+        *(raw.data_ptr(), raw.numel(), ctypes.byref(plan(QuantizationSpec(fmt)).cast)),
         *(numbers.data_ptr(), int(dtype == torch.bfloat16), torch.get_num_threads()),
     )
     return numbers
 
 
-class _Plan(NamedTuple):
+class CastPlan(NamedTuple):
     """A spec once and for all."""
 
     refusal: str | None
+    """Why such casts are not made here."""
     cast: _Cast
+    """What the C++ file needs of it."""
     transposed: Granularity
+    """Its granularity for x.T."""
 
 
-def _plan(spec: QuantizationSpec) -> _Plan:
+def plan(spec: QuantizationSpec) -> CastPlan:
+    """What a spec comes down to here."""
     return _plan_of(spec.key, spec.format)  # its own hash walks over every field
 
 
 @functools.lru_cache(maxsize=512)
-def _plan_of(key: str, fmt: Format) -> _Plan:
+def _plan_of(key: str, fmt: Format) -> CastPlan:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
     refusal = None
     if spec.rounding != "nearest_even":
@@ -186,7 +191,7 @@ def _plan_of(key: str, fmt: Format) -> _Plan:
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
-        return _Plan(refusal, _Cast(), spec.granularity.transposed)
+        return CastPlan(refusal, _Cast(), spec.granularity.transposed)
     cast = _Cast(
         mantissa_bits=fmt.mantissa_bits,
         emin=fmt.emin,
@@ -202,4 +207,4 @@ def _plan_of(key: str, fmt: Format) -> _Plan:
         guard_floor=fmt.max * 2.0**-spec.guard_bits,
         tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
     )
-    return _Plan(None, cast, spec.granularity.transposed)
+    return CastPlan(None, cast, spec.granularity.transposed)

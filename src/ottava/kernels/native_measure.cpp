@@ -1,327 +1,15 @@
-// Sums about a cast in one walk: what debug/measure.py adds up band by band, element by element in registers.
-//
-// Counts and histograms are exact. Sums: fp32 in the lanes of a vector for at most 1024 columns, then fp64; each band
-// of 128 rows has sums of its own, which are added in the order of the bands, so that threads change no bit.
+// Sums about casts, see native_measure.h; and the casts themselves, where nobody made them yet.
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <new>
-#include <vector>
 
-#include "native_float.h"
-
-extern "C" struct Job {  // native_measure._Job
-  const void* x;
-  const uint8_t* codes;
-  const float* scale_inv;
-  int64_t rows, cols, x_row, x_col, code_row, code_col;  // strides in elements; one of each pair is 1
-  int64_t block_rows, block_cols, grid_cols, scale_count;
-  int32_t dtype, mantissa_bits, bias, bits, special_code, fine, tie_clips, threads;
-  float amax;  // of the tensor
-  double clip;
-  const int64_t* places;  // where each of Field begins in a vector of `width` numbers
-  int64_t width;
-  double* sums;      // (width), zeros
-  double* extremes;  // amin, max_error, scale_max, scale_min
-};
+#include "native_measure.h"
 
 namespace {
 
-enum Field {
-  N, NONZERO, UNDERFLOW_, SUBNORMAL, OVERFLOW_, ROWS, SX, SABS, SXX, SX4, SEE, SXE, SREL,
-  EXPONENTS, ROW_SQNR, SPREAD, BELOW, SCALES = BELOW + 8, SCALE_LOG2, SCALE_LOG2_SQUARED
-};
-constexpr int POWERS[] = {1, 1, 2, 4, 2, 2, 0};  // of the unit, SX to SREL
-constexpr int SUMS = 7, GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS = 164, SQNR_BINS = 128, SPREAD_BINS = 32;
-constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
-constexpr int64_t BAND = 128, CHUNK = 128, FLUSH = 8, WAVE = 16;  // rows, columns, chunks, bands in flight
-
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
-typedef float V __attribute__((vector_size(LANES * 4)));
-typedef int32_t I __attribute__((vector_size(LANES * 4)));
-typedef int16_t H __attribute__((vector_size(LANES * 2)));
-typedef uint8_t B __attribute__((vector_size(LANES)));
-typedef double D2 __attribute__((vector_size(16)));
-
-template <class To, class From> inline To as(From from) { To to; std::memcpy(&to, &from, sizeof(to)); return to; }
-template <class To> inline To load(const void* from) { To to; std::memcpy(&to, from, sizeof(to)); return to; }
-inline V spread(float f) { return V{} + f; }
-inline I spread(int32_t i) { return I{} + i; }
-
-template <class T> inline I fp32_bits(const typename T::Int* x);
-template <> inline I fp32_bits<Float32>(const int32_t* x) { return load<I>(x); }
-template <> inline I fp32_bits<BFloat16>(const int16_t* x) { return __builtin_convertvector(load<H>(x), I) << 16; }
-template <> inline I fp32_bits<Float16>(const int16_t* x) {
-  const I half = __builtin_convertvector(load<H>(x), I), magnitude = (half & 0x7fff) << 13;
-  const I rebias = magnitude >= (31 << 23) ? spread(224 << 23) : spread(112 << 23);
-  const I subnormal = as<I>(as<V>(magnitude + (113 << 23)) - spread(float_of(113 << 23)));
-  return (magnitude < (1 << 23) ? subnormal : magnitude + rebias) | (half & ~MAGNITUDE);
-}
-
-inline bool any(I mask) {
-  int64_t parts[LANES / 2], all = 0;
-  std::memcpy(parts, &mask, sizeof(mask));
-  for (int64_t part : parts) all |= part;
-  return all != 0;
-}
-
-struct Lanes {  // what is summed while chunks of a row go by
-  V sums[SUMS], max_error;
-  I nonzero, kept, subnormal, infinite, smallest;
-};
-
-struct Scratch {  // of one thread
-  std::vector<float> blocks[GRANULARITIES];  // amaxes: row, 1x128, 1x32, 128x128 of a band
-  std::vector<char> x;                       // a band in rows, where it lies in columns
-  std::vector<uint8_t> codes;
-  alignas(64) D2 below[2][GRANULARITIES][RELATIVE_BINS];  // energy and count; two, so that equal neighbours do not wait
-  uint32_t exponents[2][EXPONENT_BINS];
-  alignas(64) int32_t exponent[CHUNK], relative[CHUNK];
-  alignas(64) float square[CHUNK], scale[CHUNK], largest[CHUNK];
-};
-
-template <class T>
-struct Walk {
-  using Int = typename T::Int;
-  const Job& job;
-  const Decoder decode;
-
-  explicit Walk(const Job& j) : job(j), decode(j.mantissa_bits, j.bias, j.bits, j.special_code) {}
-
-  void band(int64_t number, Scratch& s, double* out, double* extremes) const {
-    const int64_t top = number * BAND, rows = std::min(BAND, job.rows - top);
-    const Int* x = static_cast<const Int*>(job.x) + top * job.x_row;
-    const uint8_t* codes = job.codes + top * job.code_row;
-    int64_t x_row = job.x_row, code_row = job.code_row;
-    if (job.x_col != 1) x = in_rows(x, job.x_col, rows, reinterpret_cast<Int*>(s.x.data())), x_row = job.cols;
-    if (job.code_col != 1) codes = in_rows(codes, job.code_col, rows, s.codes.data()), code_row = job.cols;
-    look(x, x_row, rows, s, out);
-    std::memset(s.below, 0, sizeof(s.below));
-    std::memset(s.exponents, 0, sizeof(s.exponents));
-    int64_t infinite = 0, nonzero = 0;
-    for (int64_t row = 0; row < rows; row++)
-      this->row(x + row * x_row, codes + row * code_row, top + row, row, s, out, extremes, infinite, nonzero);
-    const int64_t size = rows * job.cols;
-    out[job.places[N]] = double(size - infinite);
-    for (int i = 0; i < EXPONENT_BINS; i++)
-      out[job.places[EXPONENTS] + i] = double(s.exponents[0][i]) + double(s.exponents[1][i]);
-    out[job.places[EXPONENTS]] -= double(size - nonzero);  // zeros, and what is not finite
-    if (!job.fine) return;
-    for (int g = 0; g < GRANULARITIES; g++) {
-      double *count = out + job.places[BELOW + 2 * g], *energy = out + job.places[BELOW + 2 * g + 1];
-      for (int i = 0; i < RELATIVE_BINS; i++) {
-        const D2 both = s.below[0][g][i] + s.below[1][g][i];
-        energy[i] = both[0];
-        count[i] = both[1];
-      }
-      count[RELATIVE_BINS - 1] -= double(size - nonzero);
-    }
-  }
-
- private:
-  template <class Item>  // a band of columns `stride` apart -> rows; by tiles, of which each line is used whole
-  const Item* in_rows(const Item* from, int64_t stride, int64_t rows, Item* to) const {
-    constexpr int64_t TILE = 32;
-    for (int64_t left = 0; left < job.cols; left += TILE)
-      for (int64_t top = 0; top < rows; top += TILE)
-        for (int64_t row = top; row < std::min(top + TILE, rows); row++)
-          for (int64_t col = left; col < std::min(left + TILE, job.cols); col++)
-            to[row * job.cols + col] = from[col * stride + row];
-    return to;
-  }
-
-  // The largest finite magnitude of every block of the band.
-  void look(const Int* x, int64_t stride, int64_t rows, Scratch& s, double* out) const {
-    const int64_t thirties = (job.cols + 31) / 32, chunks = (job.cols + CHUNK - 1) / CHUNK;
-    const Int infinity = sizeof(Int) == 4 ? Int(INFINITE) : job.dtype == 1 ? Int(0x7f80) : Int(0x7c00);
-    std::fill(s.blocks[3].begin(), s.blocks[3].end(), 0.0f);
-    for (int64_t row = 0; row < rows; row++, x += stride) {
-      float* small = s.blocks[2].data() + row * thirties;
-      for (int64_t b = 0; b < thirties; b++) {
-        const int64_t n = std::min<int64_t>(32, job.cols - b * 32);
-        Int most = 0;
-        if (n == 32) {
-          for (int64_t i = 0; i < 32; i++) most = std::max(most, finite(x[b * 32 + i], infinity));
-        } else {
-          for (int64_t i = 0; i < n; i++) most = std::max(most, finite(x[b * 32 + i], infinity));
-        }
-        small[b] = T::value(most);
-      }
-      float whole = 0;
-      for (int64_t c = 0; c < chunks; c++) {
-        const float most = *std::max_element(small + 4 * c, small + std::min(4 * c + 4, thirties));
-        s.blocks[1][row * chunks + c] = most;
-        s.blocks[3][c] = std::max(s.blocks[3][c], most);
-        whole = std::max(whole, most);
-        if (!(most > 0)) continue;
-        out[job.places[SPREAD] + std::clamp((bits_of(job.amax / most) >> 23) - 127, 0, SPREAD_BINS - 1)]++;
-      }
-      s.blocks[0][row] = whole;
-    }
-  }
-
-  static inline Int finite(Int bits, Int infinity) {
-    const Int magnitude = bits & T::mask;
-    return magnitude >= infinity ? Int(0) : magnitude;
-  }
-
-  void row(const Int* x, const uint8_t* codes, int64_t number, int64_t in_band, Scratch& s, double* out,
-           double* extremes, int64_t& infinite, int64_t& nonzero) const {
-    const float largest = s.blocks[0][in_band];
-    const int32_t field = largest > 0 ? std::max(bits_of(largest) >> 23, 1) : 127;
-    const int32_t exponent = std::clamp(127 - field, -126, 126);
-    const float unit = float_of((exponent + 127) << 23);  // largest * unit is in [1, 2), or less if it is subnormal
-    Lanes lanes{};
-    lanes.smallest += MAGNITUDE;
-    double sums[SUMS] = {};
-    const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK;
-    for (int64_t c = 0; c < chunks; c++) {
-      const int64_t left = c * CHUNK, n = std::min(CHUNK, job.cols - left);
-      scales(number, left, n, s.scale);
-      chunk(x + left, codes + left, n, in_band, c, unit, lanes, s, out);
-      if (c % FLUSH == FLUSH - 1 || c + 1 == chunks)
-        for (int k = 0; k < SUMS; k++) {
-          for (int l = 0; l < LANES; l++) sums[k] += double(lanes.sums[k][l]);
-          lanes.sums[k] = V{};
-        }
-    }
-    for (int k = 0; k < SUMS; k++) out[job.places[SX + k]] += std::ldexp(sums[k], -exponent * POWERS[k]);
-    if (sums[2] > 0) {  // sxx
-      const double bin = -10 * std::log10(sums[4] / sums[2]) / 0.5;
-      out[job.places[ROWS]]++;
-      out[job.places[ROW_SQNR] + (bin > 0 ? int(std::min(bin, SQNR_BINS - 1.0)) : 0)]++;
-    }
-    int64_t kept = 0, here = 0;
-    for (int l = 0; l < LANES; l++) {
-      here -= lanes.nonzero[l];
-      kept -= lanes.kept[l];
-      infinite -= lanes.infinite[l];
-      out[job.places[SUBNORMAL]] -= lanes.subnormal[l];
-      if (lanes.smallest[l] < MAGNITUDE) extremes[0] = std::min(extremes[0], double(float_of(lanes.smallest[l] + 1)));
-      extremes[1] = std::max(extremes[1], double(lanes.max_error[l]));
-    }
-    nonzero += here;
-    out[job.places[NONZERO]] += double(here);
-    out[job.places[UNDERFLOW_]] += double(here - kept);
-  }
-
-  void scales(int64_t row, int64_t left, int64_t n, float* scale) const {
-    const float* from = job.scale_inv + row / job.block_rows * job.grid_cols;
-    for (int64_t i = 0; i < n;) {
-      const int64_t block = (left + i) / job.block_cols, end = std::min((block + 1) * job.block_cols - left, n);
-      std::fill(scale + i, scale + end, from[block]);
-      i = end;
-    }
-  }
-
-  void chunk(const Int* x, const uint8_t* codes, int64_t n, int64_t row, int64_t c, float unit, Lanes& a, Scratch& s,
-             double* out) const {
-    alignas(64) Int some_x[CHUNK];
-    alignas(64) uint8_t some_codes[CHUNK];
-    if (n % LANES) {  // zeros change nothing: they are not counted
-      std::memset(some_x, 0, sizeof(some_x));
-      std::memset(some_codes, 0, sizeof(some_codes));
-      std::copy(x, x + n, some_x);
-      std::copy(codes, codes + n, some_codes);
-      std::fill(s.scale + n, s.scale + CHUNK, 1.0f);
-      x = some_x, codes = some_codes;
-    }
-    const bool clipped = vectors(x, codes, n, row, c, unit, a, s);
-    if (clipped) count_clipped(x, codes, n, s, out);
-    scatter(n, std::ldexp(1.0, -2 * (((bits_of(unit) >> 23) & 0xff) - 127)), s);
-  }
-
-  // Sums of a chunk, and for each element the bins it falls into. Returns whether something may have been clipped.
-  inline bool vectors(const Int* x, const uint8_t* codes, int64_t n, int64_t row, int64_t c, float unit, Lanes& lanes,
-                      Scratch& s) const {
-    Lanes a = lanes;
-    const Decoder d = decode;
-    const bool fine = job.fine;
-    const float nearly = float(job.clip * (1 - 1.0 / 64));
-    const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
-    const float by_row = one_if_zero(s.blocks[0][row]), by_chunk = one_if_zero(s.blocks[1][row * chunks + c]);
-    const float by_square = one_if_zero(s.blocks[3][c]);
-    const float* by_thirty = s.blocks[2].data() + row * thirties + 4 * c;
-    I candidates{};
-    for (int64_t i = 0; i < n; i += LANES) {
-      const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
-      const I bits = raw & ~beyond, magnitude_bits = bits & MAGNITUDE;
-      const I code = __builtin_convertvector(load<B>(codes + i), I), fields = (code & d.magnitudes) << d.shift;
-      const I normal = fields + (fields >= d.special ? spread(2 * d.rebias) : spread(d.rebias));
-      const I tiny = as<I>(as<V>(fields + d.smallest_normal) - spread(float_of(d.smallest_normal)));
-      const I number = ((fields < (1 << 23) ? tiny : normal) | ((code << d.sign_shift) & ~MAGNITUDE)) & ~beyond;
-      const V value = as<V>(bits), magnitude = as<V>(magnitude_bits), scale = load<V>(s.scale + i);
-      const V q = as<V>(number) * scale, error = value - q, size = as<V>(as<I>(error) & MAGNITUDE);
-      const V y = value * unit, e = error * unit, square = y * y;
-      const I nonzero = magnitude_bits != 0;
-      a.sums[0] += y;
-      a.sums[1] += magnitude * unit;
-      a.sums[2] += square;
-      a.sums[3] += square * square;
-      a.sums[4] += e * e;
-      a.sums[5] += y * e;
-      a.sums[6] += size / (nonzero ? magnitude : spread(1.0f));
-      a.max_error = size > a.max_error ? size : a.max_error;
-      a.nonzero += nonzero;
-      a.kept += q != 0;
-      a.subnormal += (fields > 0) & (fields < (1 << 23)) & ~beyond;
-      a.infinite += beyond;
-      const I below_zero_last = (magnitude_bits - 1) & MAGNITUDE;  // zeros wrap around to the top
-      a.smallest = below_zero_last < a.smallest ? below_zero_last : a.smallest;
-      candidates |= magnitude >= nearly * scale;
-      const I exponent = magnitude_bits >> QUARTER_OCTAVE;
-      std::memcpy(s.exponent + i, &exponent, sizeof(exponent));
-      if (!fine) continue;
-      const I bins = bin(magnitude / by_row) | bin(magnitude / by_chunk) << 8 |
-                     bin(magnitude / one_if_zero(by_thirty[i / 32])) << 16 | bin(magnitude / by_square) << 24;
-      std::memcpy(s.relative + i, &bins, sizeof(bins));
-      std::memcpy(s.square + i, &square, sizeof(square));
-    }
-    lanes = a;
-    return any(candidates);
-  }
-
-  static inline float one_if_zero(float f) { return f > 0 ? f : 1.0f; }
-
-  static inline I bin(V relative) {
-    const I below = TOP_BIN - (as<I>(relative) >> QUARTER_OCTAVE);
-    const I low = below > 0 ? below : I{};
-    return low < RELATIVE_BINS - 1 ? low : spread(RELATIVE_BINS - 1);
-  }
-
-  void count_clipped(const Int* x, const uint8_t* codes, int64_t n, const Scratch& s, double* out) const {
-    for (int64_t i = 0; i < n; i++) {
-      const int32_t bits = bits_of(T::value(x[i])) & MAGNITUDE;
-      const double magnitude = double(float_of(bits)), end = job.clip * double(s.scale[i]);
-      const bool clips = job.tie_clips ? magnitude >= end : magnitude > end;
-      // where even the scale of a block underflowed, an element is lost, not clipped
-      if (bits < INFINITE && clips && float_of(decode(codes[i])) * s.scale[i] != 0) out[job.places[OVERFLOW_]]++;
-    }
-  }
-
-  void scatter(int64_t n, double energy, Scratch& s) const {
-    for (int64_t i = 0; i < n; i++) s.exponents[i & 1][s.exponent[i]]++;
-    if (!job.fine) return;
-    for (int64_t i = 0; i < n; i++) {
-      const uint32_t bins = uint32_t(s.relative[i]);
-      const D2 both = {double(s.square[i]) * energy, 1.0};
-      D2(*below)[RELATIVE_BINS] = s.below[i & 1];
-      below[0][bins & 0xff] += both;
-      below[1][bins >> 8 & 0xff] += both;
-      below[2][bins >> 16 & 0xff] += both;
-      below[3][bins >> 24] += both;
-    }
-  }
-};
-
-void measure_scales(const Job& job) {
-  double &count = job.sums[job.places[SCALES]], &first = job.sums[job.places[SCALE_LOG2]];
-  double& second = job.sums[job.places[SCALE_LOG2_SQUARED]];
+void measure_scales(const Job& job, const Library& library) {
+  const int64_t* places = library.places;
+  double &count = job.sums[places[SCALES]], &first = job.sums[places[SCALE_LOG2]];
+  double& second = job.sums[places[SCALE_LOG2_SQUARED]];
   for (int64_t i = 0; i < job.scale_count; i++) {
     const double scale_inv = double(job.scale_inv[i]);
     if (!(scale_inv > 0)) continue;
@@ -329,15 +17,23 @@ void measure_scales(const Job& job) {
     count++;
     first += octaves;
     second += octaves * octaves;
-    job.extremes[2] = std::max(job.extremes[2], 1 / scale_inv);
-    job.extremes[3] = std::min(job.extremes[3], 1 / scale_inv);
+    job.extremes[SCALE_MAX] = std::max(job.extremes[SCALE_MAX], 1 / scale_inv);
+    job.extremes[SCALE_MIN] = std::max(job.extremes[SCALE_MIN], -1 / scale_inv);
   }
+  const float amax = float(job.extent[LARGEST_FINITE]);
+  if (!job.predicted || !(amax > 0)) return;
+  float scale, scale_inv;  // of the latter each scale has exactly one: that of an unchanged amax has no error at all
+  library.scales(&amax, 1, job.cast, &scale, &scale_inv);
+  const double error = first + std::log2(double(scale_inv));
+  job.sums[places[PREDICTED]] = 1;
+  job.sums[places[SCALE_ERROR]] = job.extremes[SCALE_ERROR_MAX] = error;
+  job.extremes[SCALE_ERROR_MIN] = -error;
 }
 
 template <class T>
-void measure(const Job& job) {
-  const int64_t bands = (job.rows + BAND - 1) / BAND;
-  const int team = int(std::clamp<int64_t>(std::min<int64_t>(bands, job.rows * job.cols / 16384), 1, job.threads));
+void measure(const Job& job, const Library& library, int threads) {
+  const int64_t bands = (job.rows + BAND - 1) / BAND, width = library.width;
+  const int team = int(std::clamp<int64_t>(std::min<int64_t>(bands, job.rows * job.cols / 16384), 1, threads));
   const size_t chunks = size_t((job.cols + CHUNK - 1) / CHUNK), cells = size_t(BAND * job.cols);
   std::vector<Scratch> scratch(static_cast<size_t>(team));
   for (Scratch& s : scratch) {
@@ -348,43 +44,129 @@ void measure(const Job& job) {
     if (job.x_col != 1) s.x.resize(cells * sizeof(typename T::Int));
     if (job.code_col != 1) s.codes.resize(cells);
   }
-  std::vector<double> slots(size_t(std::min(bands, WAVE) * (job.width + 2)));
-  const Walk<T> walk(job);
+  std::vector<double> slots(size_t(std::min(bands, WAVE) * (width + 3)));
+  const Walk<T> walk(job, library.places);
   for (int64_t start = 0; start < bands; start += WAVE) {
     const int64_t count = std::min(WAVE, bands - start);
     std::fill(slots.begin(), slots.end(), 0.0);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t i = 0; i < count; i++) {
       int thread = 0;
 #ifdef _OPENMP
-      thread = omp_get_thread_num();
+      thread = team > 1 ? omp_get_thread_num() : 0;
 #endif
-      double* slot = slots.data() + i * (job.width + 2);
-      slot[job.width] = std::numeric_limits<double>::infinity();
-      walk.band(start + i, scratch[size_t(thread)], slot, slot + job.width);
+      double* slot = slots.data() + i * (width + 3);
+      slot[width + AMIN] = -std::numeric_limits<double>::infinity();
+      walk.band(start + i, scratch[size_t(thread)], slot, slot + width);
     }
     for (int64_t i = 0; i < count; i++) {
-      const double* slot = slots.data() + i * (job.width + 2);
-      for (int64_t k = 0; k < job.width; k++) job.sums[k] += slot[k];
-      job.extremes[0] = std::min(job.extremes[0], slot[job.width]);
-      job.extremes[1] = std::max(job.extremes[1], slot[job.width + 1]);
+      const double* slot = slots.data() + i * (width + 3);
+      for (int64_t k = 0; k < width; k++) job.sums[k] += slot[k];
+      for (int k : {AMIN, MAX_ERROR}) job.extremes[k] = std::max(job.extremes[k], slot[width + k]);
     }
   }
+  const int64_t* places = library.places;
+  job.sums[places[TOTAL]] = job.extent[ELEMENTS];
+  job.sums[places[CASTS]] = 1;
+  job.sums[places[NONFINITE]] = job.extent[NOT_FINITE];
+  job.extremes[AMAX] = job.extent[LARGEST_FINITE];
+  measure_scales(job, library);
+}
+
+// Casts a sample of rows, with the scale of the whole tensor where there is one for all of it.
+template <class T>
+void cast_and_measure(Job job, const Library& library, int threads) {
+  using Int = typename T::Int;
+  const int64_t rows = job.rows, cols = job.cols;
+  std::vector<Int> in_rows;
+  if (job.x_col != 1) {
+    in_rows.resize(size_t(rows * cols));
+    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.data());
+    job.x = in_rows.data(), job.x_row = cols, job.x_col = 1;
+  }
+  float scale, scale_inv;
+  const float largest = float(job.extent[LARGEST]);
+  if (job.by_whole) {
+    library.scales(&largest, 1, job.cast, &scale, &scale_inv);
+    job.given = &scale;
+  }
+  std::vector<uint8_t> codes(size_t(rows * cols));
+  std::vector<float> scales(size_t(job.scale_count)), amaxes(size_t(job.scale_count));
+  if (library.quantize(job.x, job.dtype, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given,
+                       codes.data(), scales.data(), amaxes.data(), threads))
+    throw std::bad_alloc();
+  job.codes = codes.data(), job.code_row = cols, job.code_col = 1;
+  job.scale_inv = scales.data();
+  measure<T>(job, library, threads);
+}
+
+template <class T>
+void run(const Job& job, const Library& library, int threads) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (int k : {AMIN, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN}) job.extremes[k] = -infinity;
+  for (int k : {AMAX, MAX_ERROR, SCALE_MAX}) job.extremes[k] = 0;
+  if (job.codes == nullptr) cast_and_measure<T>(job, library, threads);
+  else measure<T>(job, library, threads);
+}
+
+// The extent of a matrix whose rows of `cols` elements lie `stride` apart.
+template <class T>
+void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, int32_t infinity, double* extent, int threads) {
+  using Int = typename T::Int;
+  constexpr int64_t SPAN = 1 << 14;
+  if (stride == cols) cols *= rows, rows = 1;
+  const int64_t spans = (cols + SPAN - 1) / SPAN;
+  Int largest = 0, finite = 0;
+  int64_t lost = 0;
+#pragma omp parallel for reduction(max : largest, finite) reduction(+ : lost) num_threads(threads) if (threads > 1)
+  for (int64_t unit = 0; unit < rows * spans; unit++) {
+    const int64_t left = unit % spans * SPAN, n = std::min(SPAN, cols - left);
+    const Int* from = static_cast<const Int*>(x) + unit / spans * stride + left;
+    Int most = 0;
+    for (int64_t i = 0; i < n; i++) most = std::max(most, Int(from[i] & T::mask));
+    largest = std::max(largest, most);
+    if (most < Int(infinity)) {
+      finite = std::max(finite, most);
+      continue;
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const Int magnitude = from[i] & T::mask;
+      if (magnitude < Int(infinity)) finite = std::max(finite, magnitude);
+      else lost++;
+    }
+  }
+  extent[LARGEST] = double(T::value(largest));
+  extent[LARGEST_FINITE] = double(T::value(finite));
+  extent[NOT_FINITE] = double(lost);
 }
 
 }  // namespace
 
-// Fills job->sums and job->extremes. Returns 0, or 1 if there was no memory.
-extern "C" int ottava_measure(const Job* job) {
-  job->extremes[0] = job->extremes[3] = std::numeric_limits<double>::infinity();
-  job->extremes[1] = job->extremes[2] = 0;
-  try {
-    if (job->dtype == 0) measure<Float32>(*job);
-    else if (job->dtype == 1) measure<BFloat16>(*job);
-    else measure<Float16>(*job);
-  } catch (const std::bad_alloc&) {
-    return 1;
+// x: (rows, cols); fills extent but for ELEMENTS.
+extern "C" void ottava_survey(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, double* extent,
+                              int threads) {
+  const int team = int(std::clamp<int64_t>(rows * cols / 65536, 1, std::max(threads, 1)));
+  if (dtype == 0) survey<Float32>(x, rows, cols, stride, INFINITE, extent, team);
+  else if (dtype == 1) survey<BFloat16>(x, rows, cols, stride, 0x7f80, extent, team);
+  else survey<Float16>(x, rows, cols, stride, 0x7c00, extent, team);
+}
+
+// Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
+// if there was no memory.
+extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
+  int failed = 0;
+  const int team = n > 1 ? int(std::min<int64_t>(n, threads)) : 1;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed) if (team > 1)
+  for (int64_t i = 0; i < n; i++) {
+    const Job& job = jobs[i];
+    const int share = n > 1 ? 1 : threads;
+    try {
+      if (job.dtype == 0) run<Float32>(job, *library, share);
+      else if (job.dtype == 1) run<BFloat16>(job, *library, share);
+      else run<Float16>(job, *library, share);
+    } catch (const std::bad_alloc&) {
+      failed = 1;
+    }
   }
-  measure_scales(*job);
-  return 0;
+  return failed;
 }

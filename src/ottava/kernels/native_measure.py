@@ -1,4 +1,5 @@
-"""Sums about a cast in C++ (`native_measure.cpp`), for `debug.measure`: one walk, every histogram included.
+"""Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, every histogram included; and the
+casts themselves, where nobody made them yet.
 
 What is summed is told to the library by name and place; this file knows neither tallies nor statistics.
 """
@@ -6,14 +7,21 @@ What is summed is told to the library by name and place; this file knows neither
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ottava.formats import Format
+from ottava.kernels import native_cpu
 from ottava.kernels.native_build import Built, load
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import clipping
+from ottava.scaling import PER_TENSOR
 
 NAME = "native_measure"
 
@@ -23,72 +31,76 @@ FIELDS = (
     *("below_row", "energy_below_row", "below_1x128", "energy_below_1x128"),
     *("below_1x32", "energy_below_1x32", "below_128x128", "energy_below_128x128"),
     *("n_scales", "scale_log2", "scale_log2_squared"),
+    *("n_total", "n_casts", "n_nonfinite", "n_predicted", "scale_error"),
 )
-"""What is summed, in the order of the C++ file's `Field`."""
+"""What is summed, in the order of `Field` in native_measure.h."""
+EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
+"""What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
-class Extremes(NamedTuple):
-    """What is merged by the smallest and the largest."""
+class Look(NamedTuple):
+    """A cast to be measured."""
 
-    amin: float
-    """Smallest magnitude that is not 0; inf if there is none."""
-    max_error: float
-    """Largest |x - q|."""
-    scale_max: float
-    """Largest scale; 0 if there is none."""
-    scale_min: float
-    """Smallest scale; inf if there is none."""
+    x: Tensor
+    """(R, C) before the cast: a sample of rows, or all of them."""
+    cast: QuantizedTensor | QuantizationSpec
+    """The same rows after it; or how to cast them."""
+    extent: Tensor
+    """Of the whole tensor, see `survey`."""
+    scale: Tensor | None = None
+    """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, that of the whole tensor
+    where one scale serves all of it."""
 
 
 class _Job(ctypes.Structure):
-    """The C++ file's `Job`."""
+    """`Job` in native_measure.h."""
 
     _fields_ = (
-        *((name, _POINTERS) for name in ("x", "codes", "scale_inv")),
+        *((name, _POINTERS) for name in ("x", "codes", "scale_inv", "cast", "given", "extent")),
         *((name, _SIZES) for name in ("rows", "cols", "x_row", "x_col", "code_row", "code_col")),
         *((name, _SIZES) for name in ("block_rows", "block_cols", "grid_cols", "scale_count")),
         *((name, _INTS) for name in ("dtype", "mantissa_bits", "bias", "bits", "special_code", "fine", "tie_clips")),
-        ("threads", _INTS),
-        ("amax", ctypes.c_float),
+        *((name, _INTS) for name in ("predicted", "by_whole")),
         ("clip", ctypes.c_double),
-        ("places", _POINTERS),
-        ("width", _SIZES),
         ("sums", _POINTERS),
         ("extremes", _POINTERS),
     )
 
 
+class _Library(ctypes.Structure):
+    """`Library` in native_measure.h."""
+
+    _fields_ = (("quantize", _POINTERS), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
+
+
 def built() -> Built:
     """The library, or why there is none."""
-    return load("native_measure", _declare)
+    return load("native_measure", _declare) if not native_cpu.built().reason else native_cpu.built()
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_measure.argtypes = [ctypes.POINTER(_Job)]
+    library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
     library.ottava_measure.restype = ctypes.c_int
+    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
+    library.ottava_survey.restype = None
 
 
-def supports_measure(x: Tensor, x_q: QuantizedTensor) -> str | None:
-    """Why this kernel does not measure such a cast; None if it does.
+def supports_survey(x: Tensor) -> str | None:
+    """Why this kernel does not survey a matrix; None if it does.
 
     Example:
-        >>> import ottava
-        >>> x = torch.ones(2, 2)
-        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.formats.BF16)))
-        'native_measure: takes signed formats of at most 8 bits; got BF16'
+        >>> supports_survey(torch.ones(2, 2, dtype=torch.float64))
+        'native_measure: takes a float32, bfloat16 or float16 matrix; got torch.float64 (2, 2)'
     """
-    fmt = x_q.spec.format
-    if x.device.type != "cpu" or x_q.device.type != "cpu":
+    if x.device.type != "cpu":
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in (x, x_q.data, x_q.scale_inv)):
-        return f"{NAME}: takes plain tensors"
-    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
-        return f"{NAME}: takes signed formats of at most 8 bits; got {fmt}"
-    if x.dtype not in _DTYPES or x.dim() != 2 or x.shape != x_q.shape:
-        return f"{NAME}: takes a float32, bfloat16 or float16 matrix and its codes; got {x.dtype} {tuple(x.shape)}"
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if x.dtype not in _DTYPES or x.dim() != 2:
+        return f"{NAME}: takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
     if not x.numel():
         return f"{NAME}: an empty matrix"
     if reason := built().reason:
@@ -96,49 +108,137 @@ def supports_measure(x: Tensor, x_q: QuantizedTensor) -> str | None:
     return None
 
 
+def survey(x: Tensor) -> Tensor:
+    """What one reading of x (R, C) tells: fp64 (4,): its amax, inf or NaN where an element is; that of the finite
+    elements; how many are not finite; how many there are. Call `supports_survey` first.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
+        >>> supports_survey(x) is not None or survey(x).tolist() == [float("inf"), 3.0, 1.0, 4.0]
+        True
+    """
+    extent = torch.empty(4, dtype=torch.float64)
+    extent[3] = x.numel()
+    row, col = _steps(x)
+    if col != 1:  # neither order of memory changes it
+        x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
+    library = built().library
+    assert library is not None  # supports_survey was asked
+    library.ottava_survey(
+        *(x.data_ptr(), _DTYPES.index(x.dtype), *x.shape, row, extent.data_ptr(), torch.get_num_threads())
+    )
+    return extent
+
+
+def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
+    """Why this kernel does not measure such a cast, made or to be made; None if it does.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.ones(2, 2)
+        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.formats.BF16)))
+        'native_measure: takes signed formats of at most 8 bits; got BF16'
+    """
+    spec = cast if isinstance(cast, QuantizationSpec) else cast.spec
+    if spec.format.bits > 8 or not spec.format.signed or not spec.format.has_zero:
+        return f"{NAME}: takes signed formats of at most 8 bits; got {spec.format}"
+    if isinstance(cast, QuantizedTensor):
+        if any(type(t) is not Tensor or t.device.type != "cpu" for t in (cast.data, cast.scale_inv)):
+            return f"{NAME}: takes plain tensors on a cpu"
+        if spec.predicted and (reason := _constants(spec).plan.refusal):
+            return reason
+        if x.shape != cast.shape:
+            return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
+    elif reason := native_cpu.supports_quantize(x, spec):
+        return reason
+    return supports_survey(x)
+
+
 def measure(
-    x: Tensor,
-    x_q: QuantizedTensor,
-    amax: float,
-    clip: float,
-    tie_clips: bool,
-    places: Mapping[str, int],
-    width: int,
-    *,
-    fine: bool,
-) -> tuple[Tensor, Extremes]:
-    """Sums over the finite elements of x (R, C); call `supports_measure` first.
+    looks: Sequence[Look], places: Mapping[str, int], width: int, *, fine: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Sums over the finite elements of each x; call `supports_measure` for each look first.
 
     Args:
-        amax: largest finite magnitude of the tensor that x is part of.
-        clip: end of the format's rounding range; tie_clips: whether a number right there is clipped.
-        places: where each of FIELDS begins in the vector of sums.
+        places: where each of FIELDS begins in a vector of sums.
         width: length of that vector.
         fine: also fill the histograms of elements below the amax of their block.
     Returns:
-        (fp64 (width,), 0 where no field lies; the extremes). The bits do not depend on the number of threads.
+        (fp64 (looks, width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as many
+        threads as torch uses, of several each takes some; the bits do not depend on their number.
     """
-    fmt = x_q.spec.format
-    rows, cols = x.shape
-    sums = torch.zeros(width, dtype=torch.float64)
-    extremes = torch.empty(4, dtype=torch.float64)
-    x, codes, scale_inv = _strided(x), _strided(x_q.data.view(torch.uint8)), x_q.scale_inv.contiguous()
+    sums = torch.zeros(len(looks), width, dtype=torch.float64)
+    extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64)
+    jobs = (_Job * len(looks))()
+    kept = [
+        _fill(job, look, fine, sums.data_ptr() + 8 * width * i, extremes.data_ptr() + 8 * len(EXTREMES) * i)
+        for i, (job, look) in enumerate(zip(jobs, looks, strict=True))
+    ]
     starts = (_SIZES * len(FIELDS))(*(places[name] for name in FIELDS))
-    block_rows, block_cols = x_q.spec.granularity.block_shape((rows, cols))
-    largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
-    job = _Job(
-        *(x.data_ptr(), codes.data_ptr(), scale_inv.data_ptr()),
-        *(rows, cols, *_steps(x), *_steps(codes)),
-        *(block_rows, block_cols, scale_inv.shape[1], scale_inv.numel()),
-        *(_DTYPES.index(x.dtype), fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
-        *(int(fine), int(tie_clips), torch.get_num_threads(), amax, clip),
-        *(ctypes.cast(starts, _POINTERS), width, sums.data_ptr(), extremes.data_ptr()),
-    )
-    library = built().library
+    library, quantizes = built().library, native_cpu.built().library
     assert library is not None  # supports_measure was asked
-    if library.ottava_measure(ctypes.byref(job)):
-        raise MemoryError(f"measure: no memory for the sums of {rows} x {cols} elements")
-    return sums, Extremes(*extremes.tolist())
+    assert quantizes is not None
+    functions = (ctypes.cast(f, _POINTERS) for f in (quantizes.ottava_quantize, quantizes.ottava_scales))
+    told = _Library(*functions, ctypes.cast(starts, _POINTERS), width)
+    failed = library.ottava_measure(jobs, len(looks), ctypes.byref(told), torch.get_num_threads())
+    del kept  # what the jobs point to
+    if failed:
+        raise MemoryError(f"measure: no memory for the sums of {len(looks)} casts")
+    return sums, extremes
+
+
+class _Constants(NamedTuple):
+    """A spec once and for all."""
+
+    plan: native_cpu.CastPlan
+    numbers: tuple[int, ...]
+    """mantissa_bits, bias, bits, special_code of a Job."""
+    tie_clips: int
+    clip: float
+
+
+def _constants(spec: QuantizationSpec) -> _Constants:
+    return _constants_of(spec.key, spec.format)  # its own hash walks over every field
+
+
+@functools.lru_cache(maxsize=512)
+def _constants_of(key: str, fmt: Format) -> _Constants:
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
+    clip, tie_clips = clipping(fmt)
+    return _Constants(
+        native_cpu.plan(replace(spec, rounding="nearest_even")),  # codes that are there may have been rounded otherwise
+        (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
+        int(tie_clips),
+        clip,
+    )
+
+
+def _fill(job: _Job, look: Look, fine: bool, sums: int, extremes: int) -> tuple[object, ...]:
+    """Returns what has to stay until the job is done."""
+    x, made, scale = _strided(look.x), look.cast, look.scale
+    spec = made if isinstance(made, QuantizationSpec) else made.spec
+    known = _constants(spec)
+    rows, cols = x.shape
+    block = spec.granularity.block_shape((rows, cols))
+    grid = spec.granularity.grid_shape((rows, cols))
+    job.x, (job.x_row, job.x_col) = x.data_ptr(), _steps(x)
+    job.rows, job.cols, job.dtype = rows, cols, _DTYPES.index(x.dtype)
+    job.block_rows, job.block_cols, job.grid_cols, job.scale_count = *block, grid[1], grid[0] * grid[1]
+    job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
+    job.fine, job.tie_clips, job.clip, job.predicted = int(fine), known.tie_clips, known.clip, int(spec.predicted)
+    job.cast, job.extent = ctypes.addressof(known.plan.cast), look.extent.data_ptr()
+    job.sums, job.extremes = sums, extremes
+    kept: tuple[object, ...] = (x, known)
+    if isinstance(made, QuantizedTensor):
+        codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
+        job.codes, job.scale_inv, (job.code_row, job.code_col) = codes.data_ptr(), scale_inv.data_ptr(), _steps(codes)
+        return (*kept, codes, scale_inv)
+    if scale is not None:
+        job.given = scale.data_ptr()
+    # what guards a prediction looks at the amax that there is
+    job.by_whole = int(scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded")
+    return kept
 
 
 def _strided(x: Tensor) -> Tensor:

@@ -332,6 +332,11 @@ extern "C" int ottava_quantize(const void* x, int dtype, int64_t rows, int64_t c
   return 0;
 }
 
+// Current scales of n amaxes.
+extern "C" void ottava_scales(const float* amax, int64_t n, const Cast* cast, float* scale, float* scale_inv) {
+  current_scales(amax, n, *cast, scale, scale_inv);
+}
+
 // n codes -> fp32, or bf16 where half != 0; both exact
 extern "C" void ottava_decode(const uint8_t* __restrict codes, int64_t n, const Cast* cast, void* out, int half,
                               int threads) {

@@ -33,7 +33,7 @@ from ottava.debug.run.schema import (
     SlotKey,
 )
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import Tally, tally_fields
+from ottava.debug.tally import Tallies, Tally, tally_fields
 from ottava.errors import unknown_name
 
 _LOG = logging.getLogger(__name__)
@@ -71,12 +71,7 @@ class Table:
         named = {"phase": [phase] * count, "kind": [layer_kind(key.layer) for key in tallies]}
         named |= {name: [getattr(key, name) for key in tallies] for name in SlotKey._fields}
         columns |= {name: np.array(values, dtype=object) for name, values in named.items()}
-        values: dict[str, Any] = {}
-        for f in tally_fields():
-            entries = [getattr(tally, f.name) for tally in tallies.values()]
-            shape = (count, f.metadata["bins"]) if f.metadata["bins"] else (count,)
-            values[f.name] = np.array(entries, dtype=np.float64).reshape(shape)
-        return cls(columns, Tally(**values), [{}] * count)
+        return cls(columns, Tallies.of(tallies).rows, [{}] * count)
 
     def __len__(self) -> int:
         return len(self.columns["step"])

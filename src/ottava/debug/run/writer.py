@@ -33,7 +33,7 @@ from ottava.debug.run.schema import (
     SlotKey,
     stats_schema,
 )
-from ottava.debug.tally import Tally, tally_fields
+from ottava.debug.tally import Tallies, Tally, tally_fields
 
 _PARTS_MERGED = 64
 """A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
@@ -70,6 +70,7 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self._rows: list[dict[str, Any]] = []
+        self._tables: list[pa.Table] = []
         self._small: list[Path] = []
         manifest = self.path / MANIFEST
         if manifest.exists() and rank == 0:
@@ -130,8 +131,15 @@ class RunWriter:
             row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
         row[REPORTED] = list(reported.items()) if reported else None
         self._rows.append(row)
-        if len(self._rows) >= self.flush_rows:
-            self.flush()
+        self._flush_many()
+
+    def tallies(self, step: int, tallies: Tallies[SlotKey]) -> None:
+        """A row of statistics for each, with phase "full"; quicker than one by one."""
+        if not tallies:
+            return
+        self._tabulate()
+        self._tables.append(_table_of(step, self.rank, tallies))
+        self._flush_many()
 
     def rewind(self, step: int) -> None:
         """Takes away what this rank wrote of steps after `step`; events stay, for they happened."""
@@ -140,25 +148,37 @@ class RunWriter:
 
     def flush(self) -> None:
         """Puts waiting rows on disk."""
-        if not self._rows:
+        self._tabulate()
+        if not self._tables:
+            return
+        target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
+        scratch = target.with_suffix(".tmp")
+        pq.write_table(pa.concat_tables(self._tables), scratch, compression="zstd")
+        os.replace(scratch, target)
+        self._small.append(target)
+        self._part += 1
+        self._tables = []
+        if len(self._small) >= _PARTS_MERGED:
+            self._merge_parts()
+
+    def _flush_many(self) -> None:
+        if len(self._rows) + sum(table.num_rows for table in self._tables) >= self.flush_rows:
+            self.flush()
+
+    def _tabulate(self) -> None:
+        """Waiting rows become a table."""
+        rows, self._rows = self._rows, []
+        if not rows:
             return
         schema = stats_schema()
         columns = []
         for field in schema:
-            values = [row.get(field.name) for row in self._rows]
+            values = [row.get(field.name) for row in rows]
             if pa.types.is_list(field.type):
                 kind = field.type.value_type.to_pandas_dtype()
                 values = [None if value is None else np.asarray(value).astype(kind) for value in values]
             columns.append(pa.array(values, type=field.type))
-        target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
-        scratch = target.with_suffix(".tmp")
-        pq.write_table(pa.Table.from_arrays(columns, schema=schema), scratch, compression="zstd")
-        os.replace(scratch, target)
-        self._small.append(target)
-        self._part += 1
-        self._rows.clear()
-        if len(self._small) >= _PARTS_MERGED:
-            self._merge_parts()
+        self._tables.append(pa.Table.from_arrays(columns, schema=schema))
 
     @property
     def dumps(self) -> Path:
@@ -207,6 +227,36 @@ class RunWriter:
         line = json.dumps(_jsonable(values)) + "\n"
         with (self.path / name).open("ab", buffering=0) as stream:
             stream.write(line.encode())
+
+
+def _table_of(step: int, rank: int, tallies: Tallies[SlotKey]) -> pa.Table:
+    schema, rows, count = stats_schema(), tallies.rows, len(tallies)
+    named: dict[str, Any] = {"step": [step] * count, "rank": [rank] * count, "phase": ["full"] * count}
+    named["kind"] = [layer_kind(key.layer) for key in tallies]
+    named |= dict(zip(SlotKey._fields, zip(*tallies, strict=True), strict=True))
+    filled = rows.exponents != 0
+    some = filled.any(1)
+    first = np.where(some, filled.argmax(1), 0)
+    last = np.where(some, filled.shape[1] - filled[:, ::-1].argmax(1), 0)
+    named |= {_HISTOGRAM_START: pa.array(first, mask=~some, type=pa.int32()), REPORTED: pa.nulls(count)}
+    columns = []
+    for field in schema:
+        if field.name in named:
+            found = named[field.name]
+            columns.append(found.cast(field.type) if isinstance(found, pa.Array) else pa.array(found, type=field.type))
+            continue
+        values = getattr(rows, field.name)
+        if not pa.types.is_list(field.type):
+            columns.append(pa.array(values).cast(field.type))
+            continue
+        whole = np.zeros(count, dtype=np.int64), np.where(some, values.shape[1], 0)
+        starts, stops = (first, last) if field.name == "exponents" else whole
+        within = np.arange(values.shape[1])
+        kept = values[(within >= starts[:, None]) & (within < stops[:, None])]
+        edges = np.concatenate([[0], np.cumsum(stops - starts)])
+        offsets = pa.array(edges, mask=np.append(~some, False), type=pa.int32())
+        columns.append(pa.ListArray.from_arrays(offsets, pa.array(kept).cast(field.type.value_type), type=field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _step_of(line: bytes) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.debug.measure import take_rows
+from ottava.debug.measure import take_bands_of
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import Quantizer
 
@@ -181,8 +181,7 @@ def _sampled(x: Tensor, x_q: QuantizedTensor) -> tuple[Tensor, QuantizedTensor]:
     """The first rows."""
     if x.shape[0] <= _ROWS:
         return x, x_q
-    rows = torch.arange(_ROWS, device=x.device)
-    return x[:_ROWS], take_rows(x_q, rows)
+    return x[:_ROWS], take_bands_of(x_q, [(0, _ROWS)])
 
 
 def _best_factor(x: Tensor, x_q: QuantizedTensor) -> float | None:

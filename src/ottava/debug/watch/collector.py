@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,16 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.debug.measure import Packed, measure_packed, sample_rows, take_rows
+from ottava.debug.measure import Packed, cast_of, measure_all, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.run.schema import SlotKey
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, unpack
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.dump_plan import DumpPlan
-from ottava.ops import quantize
+from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import amax as block_amaxes
 from ottava.scaling import compute_scale
+
+_WAITING_BYTES = 64 * 2**20
+"""Of samples that are kept until the step has ended."""
 
 Place = tuple[str, str]
 """(layer, tensor)."""
@@ -76,6 +78,8 @@ class Collector:
         """Time spent on watching, on the host."""
         self._timing = False
         self._recipes = tuple(get_recipe(recipe) for recipe in config.recipes)
+        self._waiting: list[tuple[SlotKey, Look]] = []
+        self._waiting_bytes = 0
         self._sums: dict[SlotKey, Packed] = {}
         self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
         self._once: set[Place] = set()
@@ -96,84 +100,98 @@ class Collector:
         """Takes in a cast that was made: x (R, C), and its codes."""
         with self.timed():
             key = _key(layer, tensor, direction, recipe, x_q.spec, source)
-            if direction == "row" or (layer, tensor) not in self._light:
-                self._note(key, x, x_q.scale_inv)
+            first = direction == "row" or (layer, tensor) not in self._light
+            if not x.numel() or not (self.looking or first):
+                return
+            extent = survey(x.detach(), finite=self.looking)
+            if first:
+                self._note(key, extent, x_q.scale_inv)
             if self.looking:
-                rows = sample_rows(x, self.config.sample, self.look)
-                sample = (x, x_q) if rows is None else (x[rows], take_rows(x_q, rows))
-                self._add(key, *sample, whole=x)
+                self._look(key, x, x_q, extent)
                 if self.dumps is not None and self.dumps.wants(key):
                     self.dumps.take(key, x, x_q)
 
-    def simulate(self, layer: str, tensor: str, x: Tensor) -> None:
-        """Casts x (R, C) as the configured recipes would, and takes that in."""
+    def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Casts x (R, C) as the configured recipes would, and takes that in.
+
+        Args:
+            dtype: what x becomes before its cast; None: it stays what it is.
+        """
         with self.timed():
             casts = self._cells_of(layer, tensor)
             if not casts or not x.numel():
                 return
             self.finished(layer, tensor)
+            x, extent = _surveyed(x.detach(), dtype or x.dtype, finite=self.looking)
             recipe, direction, spec = casts[0]
-            self._note(_key(layer, tensor, direction, recipe.name, spec, "hook"), x, None)
+            self._note(_key(layer, tensor, direction, recipe.name, spec, "hook"), extent, None)
             if not self.looking:
                 return
             for recipe, direction, spec in casts:
                 matrix = x if direction == "row" else x.t()
-                rows = sample_rows(matrix, self.config.sample, self.look)
-                sample = matrix if rows is None else matrix[rows]
-                x_q = self._simulated((layer, tensor), sample, matrix, spec)
+                scale = self._predicted_scale((layer, tensor), spec) if spec.predicted else None
                 key = _key(layer, tensor, direction, recipe.name, spec, "hook")
-                self._add(key, sample, x_q, whole=matrix)
+                self._look(key, matrix, spec, extent, scale, dtype)
                 if self.dumps is not None and self.dumps.wants(key):
-                    whole_q = x_q if rows is None else self._simulated((layer, tensor), matrix, matrix, spec)
-                    self.dumps.take(key, matrix, whole_q)
+                    matrix = matrix.to(dtype or x.dtype)
+                    self.dumps.take(key, matrix, cast_of(Look(matrix, spec, extent, scale)))
 
     def finished(self, layer: str, tensor: str) -> None:
         """A tap has handed in all casts of a tensor; a weight is the same in every micro-batch of a step."""
         if tensor == "weight":
             self._once.add((layer, tensor))
 
-    def drain(self) -> tuple[dict[SlotKey, Tally], Light]:
+    def drain(self) -> tuple[Tallies[SlotKey], Light]:
         """What was seen in the step that ended. Reads the tallies back, if there are any."""
         with self.timed():
-            tallies = {key: packed.tally() for key, packed in self._sums.items()}
+            self._measure()
             noted = self._light
-            if self._reach:
-                for place, (_, amax, _) in noted.items():
-                    self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(amax)
+            for place, (_, extent, _) in noted.items() if self._reach else ():
+                self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(extent[0].to(torch.float32))
+            seen = _tallies(self._sums)
             self._sums, self._light, self._once = {}, {}, set()
-            return tallies, _light(list(noted.values()))
+            return seen, _light(list(noted.values()))
 
-    def _note(self, key: SlotKey, x: Tensor, scale_inv: Tensor | None) -> None:
+    def _note(self, key: SlotKey, extent: Tensor, scale_inv: Tensor | None) -> None:
         place = (key.layer, key.tensor)
-        if not (self.config.light and (self.noting or self.looking)) or not x.numel():
+        if not (self.config.light and (self.noting or self.looking)):
             return
-        seen = block_amaxes(x.detach()).reshape(())
         scale = None if scale_inv is None or scale_inv.numel() != 1 else scale_inv.reshape(())
         if (earlier := self._light.get(place)) is not None:
-            seen = torch.maximum(earlier[1], seen)
-        self._light[place] = (key, seen, scale)
+            extent = torch.maximum(earlier[1], extent)
+        self._light[place] = (key, extent, scale)
 
-    def _add(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor, *, whole: Tensor) -> None:
-        new = measure_packed(x.detach(), x_q, whole=whole.detach(), fine=self.config.fine)
-        if (old := self._sums.get(key)) is None:
-            self._sums[key] = new
-        else:
-            old.sums.add_(new.sums)
-            torch.maximum(old.extremes, new.extremes, out=old.extremes)
+    def _look(
+        self,
+        key: SlotKey,
+        x: Tensor,
+        cast: QuantizedTensor | QuantizationSpec,
+        extent: Tensor,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Measures a cast: a copy of a sample of it when the step has ended, all together; all of it at once."""
+        bands = sample_bands(x.shape[0], self.config.sample, self.look)
+        if bands is not None:
+            x = take_bands(x, bands)
+            cast = take_bands_of(cast, bands) if isinstance(cast, QuantizedTensor) else cast
+        self._waiting.append((key, Look(x if dtype is None else x.to(dtype), cast, extent, scale)))
+        self._waiting_bytes += x.nbytes
+        if bands is None or x.device.type != "cpu" or self._waiting_bytes > _WAITING_BYTES:
+            self._measure()
 
-    def _simulated(self, place: Place, sample: Tensor, whole: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
-        scale = None
-        if spec.predicted:
-            scale = self._predicted_scale(place, spec)
-        elif spec.granularity.rows is None and spec.granularity.cols is None and sample is not whole:
-            scale = compute_scale(
-                block_amaxes(whole), spec.format, scale_format=spec.scale_format, margin=spec.margin
-            ).scale
-        if spec.rounding != "stochastic":
-            return quantize(sample.detach(), spec, scale=scale)
-        devices = [sample.device] if sample.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # the run must find its random numbers as they were
-            return quantize(sample.detach(), spec, scale=scale)
+    def _measure(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not waiting:
+            return
+        measured = measure_all([look for _, look in waiting], fine=self.config.fine)
+        for i, (key, _) in enumerate(waiting):
+            new = Packed(measured.sums[i], measured.extremes[i])
+            if (old := self._sums.get(key)) is None:
+                self._sums[key] = new
+            else:
+                old.sums.add_(new.sums)
+                torch.maximum(old.extremes, new.extremes, out=old.extremes)
 
     def _predicted_scale(self, place: Place, spec: QuantizationSpec) -> Tensor | None:
         """From the amaxes of the steps before; None: the current one, where there were none."""
@@ -241,10 +259,30 @@ def _key(layer: str, tensor: str, direction: str, recipe: str, spec: Quantizatio
     return SlotKey(layer, tensor, direction, recipe, spec.format.name, block, spec.scale_format, spec.scaling, source)
 
 
+def _surveyed(x: Tensor, dtype: torch.dtype, *, finite: bool) -> tuple[Tensor, Tensor]:
+    """(x, or x in that dtype; the extent of x in that dtype)."""
+    if x.dtype != dtype and x.device.type == "cpu":
+        extent = survey(x)
+        extent[:2] = extent[:2].to(dtype)  # rounding is monotonic: the amax of what is rounded is the amax, rounded
+        if bool(extent[0].isfinite()):
+            return x, extent
+    x = x.to(dtype)
+    return x, survey(x, finite=finite)
+
+
+def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:
+    if not sums:
+        return Tallies.of({})
+    numbers, extremes = (torch.stack(parts).cpu().numpy() for parts in zip(*sums.values(), strict=True))
+    return Tallies(sums, unpack(numbers, extremes))
+
+
 def _light(noted: list[tuple[SlotKey, Tensor, Tensor | None]]) -> Light:
     if not noted:
         return Light((), torch.empty(0), torch.empty(0))
     unknown = torch.full((), math.nan, device=noted[0][1].device)
-    amax = torch.stack([amax.to(unknown.device) for _, amax, _ in noted])
+    amax = torch.stack([extent.to(unknown.device) for _, extent, _ in noted])[:, 0].to(torch.float32)
+    if all(scale is None for _, _, scale in noted):
+        return Light(tuple(key for key, _, _ in noted), amax, unknown.expand(len(noted)))
     scale_inv = torch.stack([unknown if scale is None else scale.to(unknown.device) for _, _, scale in noted])
     return Light(tuple(key for key, _, _ in noted), amax, scale_inv)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.config import DumpConfig, matches
 from ottava.debug.watch.dumps import Dumper
 from ottava.quantized_tensor import QuantizedTensor
@@ -51,7 +51,9 @@ class DumpPlan:
 
     def looked(self, tallies: Mapping[SlotKey, Tally]) -> None:
         """Takes in a full look."""
-        self._health |= {key: float(STATISTICS[_HEALTH].finish(tally)) for key, tally in tallies.items()}
+        if tallies:
+            values = STATISTICS[_HEALTH].finish(Tallies.of(tallies).rows)
+            self._health |= dict(zip(tallies, values.tolist(), strict=True))
 
     def triggered(self) -> None:
         """Something happened: the casts that looked worst are written at the next look."""

@@ -30,8 +30,9 @@ from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
 from ottava.quantizer import LinearQuantizers
 
-See = Callable[[str, str, Tensor], None]
-"""(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output"."""
+See = Callable[..., None]
+"""(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output". Where torch.autocast makes
+the matrix another dtype before its GEMM, that comes as a fourth."""
 
 LOOKS_BEFORE_WARNING = 2
 _COMPILED = "in a compiled region, which calls no hooks; watch with compiled='eager'"
@@ -63,7 +64,8 @@ class ModuleTap:
     """Hands the tensors of every linear to `see`.
 
     Args:
-        see: called with (layer, tensor, matrix); tensor is one of `tensors`, matrix is detached and (R, C).
+        see: called with (layer, tensor, matrix) and, where autocast makes it another one, the dtype of its GEMM;
+            tensor is one of `tensors`, matrix is detached and (R, C).
         tensors: long names. The weight is handed over once between `attach` and `detach`; grad_input and grad_weight
             are what this call of the layer adds to the gradients of its input and weight.
         model: only its layers; None: all of the process.
@@ -72,9 +74,9 @@ class ModuleTap:
         own: layers of ottava too, also where their casts are seen at the door.
         timed: a context around all that is done for a tensor.
 
-    Edge cases: the dtype is that of the GEMM, under torch.autocast its dtype; the weight is as the parameter is. Of a
-        DTensor it is the local shard. Weights in packed or foreign formats, and whatever has not the shape that its
-        GEMM needs, are passed over and said to be in `coverage`.
+    Edge cases: the weight is as the parameter is, whatever autocast makes of it. Of a DTensor it is the local shard.
+        Weights in packed or foreign formats, and whatever has not the shape that its GEMM needs, are passed over and
+        said to be in `coverage`.
 
     Example:
         >>> seen = []
@@ -348,11 +350,9 @@ class ModuleTap:
                     None,
                 )
                 return
-            if dtype is not None:
-                matrix = matrix.to(dtype)
             with self._lock:
                 linear.seen[tensor] = linear.seen.get(tensor, 0) + 1
-                self._see(linear.name, tensor, matrix)
+                self._see(linear.name, tensor, matrix, *(() if dtype in (None, matrix.dtype) else (dtype,)))
 
 
 def _shape(weight: Tensor, transposed: bool) -> list[int]:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.config import Triggers
 
 _WINDOW, _LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
@@ -82,18 +84,20 @@ class Schedule:
     def tallies(self, seen: Mapping[SlotKey, Tally]) -> list[Trigger]:
         """Takes in a full look; at most one trigger a reason, the worst."""
         found: list[Trigger] = []
+        keys, rows = list(seen), Tallies.of(seen).rows
         for name, reason, limit, scale in (
             ("overflow_pct", "clipping", self.triggers.clipping, 0.01),
             ("row_sqnr_p50_db", "row_sqnr", self.triggers.row_sqnr_db, -1.0),
             ("nonfinite", "nonfinite", 0.0 if self.triggers.nonfinite else None, 1.0),
         ):
-            if limit is None:
+            if limit is None or not keys:
                 continue
-            values = [(scale * float(STATISTICS[name].finish(tally)), key) for key, tally in seen.items()]
-            worst = max((v for v in values if not math.isnan(v[0])), key=lambda v: v[0], default=None)
-            if worst is not None and worst[0] > (limit if scale > 0 else -limit):
-                value = -worst[0] if scale < 0 else worst[0]
-                found.append(Trigger(reason, value, limit, worst[1].layer, worst[1].tensor))
+            badness = scale * STATISTICS[name].finish(rows)
+            badness = np.where(np.isnan(badness), -math.inf, badness)
+            worst = int(badness.argmax())
+            if badness[worst] > (limit if scale > 0 else -limit):
+                value = float(badness[worst]) * math.copysign(1, scale)
+                found.append(Trigger(reason, value, limit, keys[worst].layer, keys[worst].tensor))
         return found
 
     def light(self, keys: Iterable[SlotKey], amaxes: Iterable[float]) -> Trigger | None:

@@ -40,6 +40,9 @@ from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
 
+_FLUSH_SECONDS = 5.0
+"""Looks of so long may wait in memory: writing a file takes as long as a look at a small model."""
+
 
 def watch(
     model: nn.Module | None = None,
@@ -118,7 +121,7 @@ class Watch:
         self._active = self._paused = False
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
-        self._started = self._step_started = self._mark = time.perf_counter()
+        self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
         self._stance: Any = None
@@ -170,6 +173,8 @@ class Watch:
     def flush(self) -> None:
         """Puts all that was seen on disk."""
         self.writer.flush()
+        self._describe_run()
+        self._flushed = time.perf_counter()
 
     def close(self) -> None:
         """Removes every hook and writes what waits."""
@@ -241,8 +246,7 @@ class Watch:
         tallies, light = self.collector.drain()
         numbers = self._numbers(entered)
         self.writer.step(step, **numbers)
-        for key, tally in tallies.items():
-            self.writer.tally(step, key, tally)
+        self.writer.tallies(step, tallies)
         if light.keys:
             self._flight.append((step, light))
         self.dumps.looked(tallies)
@@ -300,8 +304,8 @@ class Watch:
             with self.paused():
                 for callback in self._callbacks:
                     callback(step, table)
-        self.writer.flush()
-        self._describe_run()
+        if self._looks == 1 or time.perf_counter() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
         if self.config.every is None:
             self._be_thrifty(step, self.config.max_overhead)
 
