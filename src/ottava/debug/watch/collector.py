@@ -27,6 +27,8 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import compute_scale
 
+_SMALL_BYTES = 2**20
+"""Of a tensor that is rather copied than measured on its own."""
 _WAITING_BYTES = 64 * 2**20
 """Of samples that are kept until the step has ended."""
 
@@ -170,8 +172,10 @@ class Collector:
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Measures a cast: a copy of a sample of it when the step has ended, all together; all of it at once."""
+        """Measures a cast: a copy of a few rows when the step has ended, all together; many rows at once."""
         bands = sample_bands(x.shape[0], self.config.sample, self.look)
+        if bands is None and x.nbytes <= _SMALL_BYTES:
+            bands = [(0, x.shape[0])]
         if bands is not None:
             x = take_bands(x, bands)
             cast = take_bands_of(cast, bands) if isinstance(cast, QuantizedTensor) else cast
