@@ -14,10 +14,11 @@ from torch import Tensor
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
-from ottava.debug.measure import Packed, measure_packed, sample_bands, survey, take_bands, take_bands_of
+from ottava.debug.measure import Packed, measure_all, measure_packed, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.tally import Tally, tally_fields
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_measure
+from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
 
@@ -103,6 +104,76 @@ def test_predicted_scales_are_measured(fmt: object, octaves: int) -> None:
     tie = torch.tensor([[spec.format.max + step / 2, spec.format.max + step, spec.format.max + step / 4, 1.0]])
     spec = replace(spec, scaling="delayed")  # a guard would not let it clip
     assert_same(tie, quantize(tie, spec, scale=torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "1x32", "128x128", "3x5", "*x4"])
+def test_a_cast_still_to_be_made_is_the_one_of_quantize(fmt: object, block: str, dtype: torch.dtype) -> None:
+    """Several at once, each in one of the layouts, with current and with given scales."""
+    specs = [QuantizationSpec(fmt, Granularity.parse(block))]  # type: ignore[arg-type]
+    if block == "tensor":
+        specs += [replace(specs[0], scaling="delayed"), replace(specs[0], scaling="guarded")]
+    for spec in specs:
+        for scale in (None, torch.tensor(0.375)) if spec.predicted else (None,):
+            xs = [make(dtype) for make in LAYOUTS.values()]
+            xs = [x for x in [*xs, tiles(140, 131, dtype).nan_to_num(), tiles(131, 140, dtype).t()] if x.numel()]
+            looks = [Look(x, spec, survey(x), scale) for x in xs]
+            assert [native_measure.supports_measure(x, spec) for x in xs] == [None] * len(xs)
+            together = measure_all(looks)
+            for i, x in enumerate(xs):
+                alone = measure_packed(x, quantize(x, spec, scale=scale))
+                assert torch.equal(together.sums[i], alone.sums), i
+                assert torch.equal(together.extremes[i], alone.extremes), i
+
+
+def test_the_scale_of_a_sample_is_that_of_its_tensor() -> None:
+    """Where one serves all of it; blocks have their own."""
+    x = tiles(600, 140, torch.bfloat16)
+    x[550, 3] = 1e4
+    bands = sample_bands(len(x), 3, 0)
+    assert bands is not None
+    for granularity in ("tensor", "row", "1x128", "128x128"):
+        spec = QuantizationSpec(E4M3, Granularity.parse(granularity))
+        packed = measure_all([Look(take_bands(x, bands), spec, survey(x))])
+        expected = measure_packed(take_bands(x, bands), take_bands_of(quantize(x, spec), bands), extent=survey(x))
+        assert torch.equal(packed.sums[0], expected.sums)
+
+
+def test_a_survey_is_what_torch_says(dtype: torch.dtype) -> None:
+    """Amaxes, those of finite elements, and how many are not; of every layout, and of x in another dtype."""
+    for make in LAYOUTS.values():
+        x = make(dtype)
+        if not x.numel():
+            continue
+        for spoiled in (x, x.where(torch.rand(x.shape) > 0.1, math.inf), x.where(torch.rand(x.shape) > 0.1, math.nan)):
+            for target in (None, torch.float32, torch.bfloat16, torch.float16):
+                assert native_measure.supports_survey(spoiled) is None
+                y = spoiled if target is None else spoiled.to(target)
+                finite = y.isfinite()
+                expected = [
+                    float(y.abs().max()),
+                    float(y.where(finite, 0).abs().max()),
+                    float((~finite).sum()),
+                    y.numel(),
+                ]
+                got = native_measure.survey(spoiled, target)
+                assert torch.equal(got.nan_to_num(-1.0), torch.tensor(expected, dtype=torch.float64).nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16])
+def test_an_amax_is_rounded_as_its_tensor_would_be(target: torch.dtype) -> None:
+    """Ties to even, subnormal numbers, and what rounds to infinity."""
+    info = torch.finfo(target)
+    x = torch.cat(
+        [torch.randn(2000) * torch.exp2(torch.randint(-150, 128, (2000,))), torch.tensor([info.max, info.tiny])]
+    )
+    x = torch.cat([x, x.to(target).float() * (1 + info.eps / 2), torch.tensor([info.max * (1 + info.eps / 4)])])
+    x = x[x.isfinite()]
+    for number in x:
+        y = number.abs().to(target).double()
+        extent = native_measure.survey(number.reshape(1, 1), target)
+        assert float(extent[0]) == float(y)
+        assert float(extent[1]) == (float(y) if y.isfinite() else 0.0)
 
 
 def test_threads_change_no_bit() -> None:

@@ -72,11 +72,12 @@ def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
 
 
 @torch.no_grad()
-def survey(x: Tensor, *, finite: bool = True) -> Tensor:
+def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) -> Tensor:
     """What one reading of x (R, C) tells, left on its device: fp64 (4,): its amax, inf or NaN where an element is; that
     of the finite elements; how many are not finite; how many there are.
 
     Args:
+        dtype: as of x in that dtype; None: as of x.
         finite: False: the second and third may be left out (NaN), where they take another reading.
 
     Example:
@@ -84,7 +85,8 @@ def survey(x: Tensor, *, finite: bool = True) -> Tensor:
         [inf, 3.0, 1.0, 4.0]
     """
     if native_measure.supports_survey(x) is None:
-        return native_measure.survey(x)
+        return native_measure.survey(x, dtype)
+    x = x if dtype is None else x.to(dtype)
     largest = block_amaxes(x).reshape(())
     here, lost = largest, _f64(0, x)
     if x.device.type == "cpu" and math.isfinite(float(largest)):  # elsewhere asking would wait for the device
@@ -183,11 +185,14 @@ def sample_bands(rows: int, every: int, phase: int) -> Bands | None:
     return [(start, min(start + BAND_ROWS, rows)) for start in starts]
 
 
-def take_bands(x: Tensor, bands: Bands) -> Tensor:
-    """Those rows of a matrix; of one that lies in memory by columns, as such."""
+def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of those rows of a matrix; of one that lies in memory by columns, as such."""
     dim, lying = (1, x.t()) if column_major(x) else (0, x)
     parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
-    taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    dtype = dtype or x.dtype
+    if len(parts) == 1 or dtype != x.dtype:
+        taken = taken.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return taken.t() if dim else taken
 
 

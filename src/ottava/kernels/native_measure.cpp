@@ -140,15 +140,28 @@ void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, int32_t i
   extent[NOT_FINITE] = double(lost);
 }
 
+// To the nearest number with so many mantissa bits, ties to even; infinity beyond the largest.
+double rounded(float x, int mantissa_bits, int emin, float largest) {
+  const int32_t exponent = std::max((bits_of(x) >> 23) - 127, emin);
+  const double magic = std::ldexp(1.0, exponent + 52 - mantissa_bits), result = (double(x) + magic) - magic;
+  return result <= double(largest) ? result : std::numeric_limits<double>::infinity();
+}
+
 }  // namespace
 
-// x: (rows, cols); fills extent but for ELEMENTS.
-extern "C" void ottava_survey(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, double* extent,
-                              int threads) {
+// x: (rows, cols). Fills extent, amaxes rounded to the dtype `as`: rounding is monotonic, so that is the extent of x in
+// that dtype, unless it rounds to infinity. Returns whether all is finite.
+extern "C" int ottava_survey(const void* x, int dtype, int as, int64_t rows, int64_t cols, int64_t stride,
+                             double* extent, int threads) {
   const int team = int(std::clamp<int64_t>(rows * cols / 65536, 1, std::max(threads, 1)));
   if (dtype == 0) survey<Float32>(x, rows, cols, stride, INFINITE, extent, team);
   else if (dtype == 1) survey<BFloat16>(x, rows, cols, stride, 0x7f80, extent, team);
   else survey<Float16>(x, rows, cols, stride, 0x7c00, extent, team);
+  extent[ELEMENTS] = double(rows * cols);
+  double& largest = extent[LARGEST];
+  if (as == 1 && dtype != 1) largest = extent[LARGEST_FINITE] = rounded(float(largest), 7, -126, 3.3895314e38f);
+  if (as == 2 && dtype != 2) largest = extent[LARGEST_FINITE] = rounded(float(largest), 10, -14, 65504.0f);
+  return largest <= std::numeric_limits<float>::max();
 }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1

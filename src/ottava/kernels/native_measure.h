@@ -46,7 +46,6 @@ enum Field {
 };
 enum Extreme { AMAX, AMIN, MAX_ERROR, SCALE_MAX, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN };  // minima negated
 enum Extent { LARGEST, LARGEST_FINITE, NOT_FINITE, ELEMENTS };  // LARGEST: inf or NaN where an element is
-constexpr int POWERS[] = {1, 1, 2, 4, 2, 2, 0};  // of the unit, SX to SREL
 constexpr int SUMS = 7, GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS = 164, SQNR_BINS = 128, SPREAD_BINS = 32;
 constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
 constexpr int64_t BAND = 128, CHUNK = 128, FLUSH = 8, WAVE = 16;  // rows, columns, chunks, bands in flight
@@ -209,7 +208,9 @@ struct Walk {
           lanes.sums[k] = V{};
         }
     }
-    for (int k = 0; k < SUMS; k++) out[places[SX + k]] += std::ldexp(sums[k], -exponent * POWERS[k]);
+    const double once = std::ldexp(1.0, -exponent), twice = once * once;
+    const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // sums are of x * unit, x ** 2 ...
+    for (int k = 0; k < SUMS; k++) out[places[SX + k]] += sums[k] * units[k];
     if (sums[2] > 0) {  // sxx
       const double bin = -10 * std::log10(sums[4] / sums[2]) / 0.5;
       out[places[ROWS]]++;
@@ -253,7 +254,7 @@ struct Walk {
     }
     const bool clipped = vectors(x, codes, n, row, c, unit, a, s);
     if (clipped) count_clipped(x, codes, n, s, out);
-    scatter(n, std::ldexp(1.0, -2 * (((bits_of(unit) >> 23) & 0xff) - 127)), s);
+    scatter(n, 1 / (double(unit) * double(unit)), s);
   }
 
   // Sums of a chunk, and for each element the bins it falls into. Returns whether something may have been clipped.

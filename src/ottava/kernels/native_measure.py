@@ -84,8 +84,9 @@ def built() -> Built:
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
     library.ottava_measure.restype = ctypes.c_int
-    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
-    library.ottava_survey.restype = None
+    sizes = (_SIZES, _SIZES, _SIZES)
+    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, ctypes.c_int, *sizes, _POINTERS, ctypes.c_int]
+    library.ottava_survey.restype = ctypes.c_int
 
 
 def supports_survey(x: Tensor) -> str | None:
@@ -108,9 +109,12 @@ def supports_survey(x: Tensor) -> str | None:
     return None
 
 
-def survey(x: Tensor) -> Tensor:
+def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """What one reading of x (R, C) tells: fp64 (4,): its amax, inf or NaN where an element is; that of the finite
     elements; how many are not finite; how many there are. Call `supports_survey` first.
+
+    Args:
+        dtype: float32, bfloat16 or float16: as of x in that dtype; None: as of x.
 
     Example:
         >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
@@ -118,16 +122,17 @@ def survey(x: Tensor) -> Tensor:
         True
     """
     extent = torch.empty(4, dtype=torch.float64)
-    extent[3] = x.numel()
+    number = _DTYPES.index(x.dtype)
+    becomes = number if dtype is None else _DTYPES.index(dtype)
     row, col = _steps(x)
     if col != 1:  # neither order of memory changes it
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
     library = built().library
     assert library is not None  # supports_survey was asked
-    library.ottava_survey(
-        *(x.data_ptr(), _DTYPES.index(x.dtype), *x.shape, row, extent.data_ptr(), torch.get_num_threads())
+    finite = library.ottava_survey(
+        x.data_ptr(), number, becomes, *x.shape, row, extent.data_ptr(), torch.get_num_threads()
     )
-    return extent
+    return extent if finite or becomes == number else survey(x.to(_DTYPES[becomes]))
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:

@@ -249,11 +249,13 @@ def _table_of(step: int, rank: int, tallies: Tallies[SlotKey]) -> pa.Table:
         if not pa.types.is_list(field.type):
             columns.append(pa.array(values).cast(field.type))
             continue
-        whole = np.zeros(count, dtype=np.int64), np.where(some, values.shape[1], 0)
-        starts, stops = (first, last) if field.name == "exponents" else whole
-        within = np.arange(values.shape[1])
-        kept = values[(within >= starts[:, None]) & (within < stops[:, None])]
-        edges = np.concatenate([[0], np.cumsum(stops - starts)])
+        if field.name == "exponents":
+            within, lengths = np.arange(values.shape[1]), last - first
+            kept = values[(within >= first[:, None]) & (within < last[:, None])]
+        else:
+            lengths = np.where(some, values.shape[1], 0)
+            kept = (values if some.all() else values[some]).reshape(-1)
+        edges = np.concatenate([[0], np.cumsum(lengths)])
         offsets = pa.array(edges, mask=np.append(~some, False), type=pa.int32())
         columns.append(pa.ListArray.from_arrays(offsets, pa.array(kept).cast(field.type.value_type), type=field.type))
     return pa.Table.from_arrays(columns, schema=schema)

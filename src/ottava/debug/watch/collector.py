@@ -85,7 +85,7 @@ class Collector:
         self._sums: dict[SlotKey, Packed] = {}
         self._light: dict[Place, tuple[SlotKey, Tensor, Tensor | None]] = {}
         self._once: set[Place] = set()
-        self._cells: dict[tuple[str, str], list[tuple[Recipe, str, QuantizationSpec]]] = {}
+        self._cells: dict[Place, list[tuple[SlotKey, QuantizationSpec]]] = {}
         self._reach = max((spec.amax_history_len for _, _, spec in self._predicted()), default=0)
         self._history: dict[Place, deque[Tensor]] = {}
 
@@ -124,15 +124,14 @@ class Collector:
             if not casts or not x.numel():
                 return
             self.finished(layer, tensor)
-            x, extent = _surveyed(x.detach(), dtype or x.dtype, finite=self.looking)
-            recipe, direction, spec = casts[0]
-            self._note(_key(layer, tensor, direction, recipe.name, spec, "hook"), extent, None)
+            x = x.detach()
+            extent = survey(x, dtype, finite=self.looking)
+            self._note(casts[0][0], extent, None)
             if not self.looking:
                 return
-            for recipe, direction, spec in casts:
-                matrix = x if direction == "row" else x.t()
+            for key, spec in casts:
+                matrix = x if key.direction == "row" else x.t()
                 scale = self._predicted_scale((layer, tensor), spec) if spec.predicted else None
-                key = _key(layer, tensor, direction, recipe.name, spec, "hook")
                 self._look(key, matrix, spec, extent, scale, dtype)
                 if self.dumps is not None and self.dumps.wants(key):
                     matrix = matrix.to(dtype or x.dtype)
@@ -177,7 +176,7 @@ class Collector:
         if bands is None and x.nbytes <= _SMALL_BYTES:
             bands = [(0, x.shape[0])]
         if bands is not None:
-            x = take_bands(x, bands)
+            x, dtype = take_bands(x, bands, dtype), None
             cast = take_bands_of(cast, bands) if isinstance(cast, QuantizedTensor) else cast
         self._waiting.append((key, Look(x if dtype is None else x.to(dtype), cast, extent, scale)))
         self._waiting_bytes += x.nbytes
@@ -207,11 +206,11 @@ class Collector:
         amax = algorithm(window) if callable(algorithm) else window.amax() if algorithm == "max" else window[0]
         return compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
 
-    def _cells_of(self, layer: str, tensor: str) -> list[tuple[Recipe, str, QuantizationSpec]]:
+    def _cells_of(self, layer: str, tensor: str) -> list[tuple[SlotKey, QuantizationSpec]]:
         key = (layer, tensor)
         if key not in self._cells:
             self._cells[key] = [
-                (recipe, direction, spec)
+                (_key(layer, tensor, direction, recipe.name, spec, "hook"), spec)
                 for recipe in self._recipes
                 for direction, spec in cells(recipe.for_layer(layer), tensor)
             ]
@@ -261,17 +260,6 @@ def _cell(recipe: Recipe, path: str) -> QuantizationSpec | None:
 def _key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
     block = str(spec.granularity)
     return SlotKey(layer, tensor, direction, recipe, spec.format.name, block, spec.scale_format, spec.scaling, source)
-
-
-def _surveyed(x: Tensor, dtype: torch.dtype, *, finite: bool) -> tuple[Tensor, Tensor]:
-    """(x, or x in that dtype; the extent of x in that dtype)."""
-    if x.dtype != dtype and x.device.type == "cpu":
-        extent = survey(x)
-        extent[:2] = extent[:2].to(dtype)  # rounding is monotonic: the amax of what is rounded is the amax, rounded
-        if bool(extent[0].isfinite()):
-            return x, extent
-    x = x.to(dtype)
-    return x, survey(x, finite=finite)
 
 
 def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:
