@@ -24,6 +24,7 @@ from ottava.debug.run.schema import (
     _HISTOGRAM_START,
     DUMPS,
     EVENTS,
+    IDENTITY,
     MANIFEST,
     REPORTED,
     SCHEMA_VERSION,
@@ -152,9 +153,7 @@ class RunWriter:
         if not self._tables:
             return
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
-        scratch = target.with_suffix(".tmp")
-        pq.write_table(pa.concat_tables(self._tables), scratch, compression="zstd")
-        os.replace(scratch, target)
+        _store(pa.concat_tables(self._tables), target)
         self._small.append(target)
         self._part += 1
         self._tables = []
@@ -204,9 +203,7 @@ class RunWriter:
                 continue  # torn; readers pass over it, too
             kept = table.filter(pc.field("step") <= step)
             if kept.num_rows < table.num_rows:
-                scratch = part.with_suffix(".tmp")
-                pq.write_table(kept, scratch, compression="zstd")
-                os.replace(scratch, part)
+                _store(kept, part)
         lines = self.path / STEPS
         if self.rank == 0 and lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
@@ -215,9 +212,7 @@ class RunWriter:
     def _merge_parts(self) -> None:
         """Many small parts as one. A process killed between the last two lines leaves rows twice: readers take one."""
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
-        scratch = target.with_suffix(".tmp")
-        pq.write_table(pa.concat_tables([pq.read_table(part) for part in self._small]), scratch, compression="zstd")
-        os.replace(scratch, target)
+        _store(pa.concat_tables([pq.read_table(part) for part in self._small]), target)
         self._part += 1
         for part in self._small:
             part.unlink()
@@ -227,6 +222,13 @@ class RunWriter:
         line = json.dumps(_jsonable(values)) + "\n"
         with (self.path / name).open("ab", buffering=0) as stream:
             stream.write(line.encode())
+
+
+def _store(table: pa.Table, target: Path) -> None:
+    """Bins are all different numbers: dictionaries and statistics of them only take time."""
+    scratch = target.with_suffix(".tmp")
+    pq.write_table(table, scratch, compression="zstd", use_dictionary=list(IDENTITY), write_statistics=["step"])
+    os.replace(scratch, target)
 
 
 def _table_of(step: int, rank: int, tallies: Tallies[SlotKey]) -> pa.Table:
