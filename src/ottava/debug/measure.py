@@ -198,7 +198,7 @@ def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Ten
 
 def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
     """Those rows of a cast, with their scales."""
-    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv
+    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv.clone()
     if height is not None:
         scale_inv = torch.cat([scale_inv[start // height : -(-stop // height)] for start, stop in bands])
     data = take_bands(x_q.data.view(torch.uint8), bands).view(x_q.data.dtype)
