@@ -12,7 +12,7 @@ import pytest
 from report_samples import comparison_of, diagnosis_of
 
 from ottava.debug.analysis.what_if import predict
-from ottava.debug.report import render_report
+from ottava.debug.report import make_report, page, render_report
 from ottava.debug.report.text import number
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
@@ -232,3 +232,13 @@ def test_heat_is_told_by_lightness_alone(scheme: str, ramp: str) -> None:
     away = [abs(shade - luminance(colours["paper"])) for shade in shades]
     assert away == sorted(away)
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) > 1.08 for a, b in pairwise(shades))
+
+
+def test_page_says_how_much_was_asked(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All, or how many of how many."""
+    assert "All recorded steps were asked." in make_report(small_run).html
+    monkeypatch.setattr(page, "_MOST_PREDICTED_ROWS", 100)
+    count = len(small_run.table())
+    said = re.search(rf"Asked: (\d+) of {count:,} recorded casts", make_report(small_run).html)
+    assert said is not None
+    assert len(small_run.table().slots()) * 4 <= int(said[1]) < count
