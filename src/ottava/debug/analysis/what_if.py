@@ -207,8 +207,8 @@ def predict(
 
 
 def thinned(table: Table, most: int) -> Table:
-    """Some rows with histograms of each tensor, where there are very many: `most` that are evenly spread over the run, and
-    those with most underflow, most clipping and the lowest SQNR.
+    """Some of very many rows with histograms: of each tensor `most` that are spread evenly over the run, and those with
+    most underflow, most clipping and the lowest SQNR.
 
     Args:
         table: rows of any kind; those without histograms are left out.
