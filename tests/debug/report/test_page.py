@@ -22,7 +22,7 @@ from ottava.debug.tally import Tally
 LAYER = "layers.2.mlp.down_proj"
 NOTHING = {"verdict": "none", "sentence": "No FP8 evidence found; coverage 50 %.", "coverage_pct": 50.0, "findings": []}
 KEY = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
-VOID = {"wbr", "meta", "br", "link", "input", "img"}
+VOID = {"wbr", "hr", "meta", "br", "link", "input", "img"}
 
 
 class Checker(HTMLParser):
@@ -75,6 +75,11 @@ def test_page_is_balanced_offline_and_small(whole: str) -> None:
     Checker(whole)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)|fetch\(|XMLHttpRequest", whole)
     assert len(whole.encode()) < 500_000
+
+
+def test_no_python_shows_through(whole: str) -> None:
+    """A template that asks a dict for "clear" gets its method."""
+    assert not re.search(r"&lt;(built-in|bound|function|class) |object at 0x", whole)
 
 
 def test_page_says_all_that_is_known(whole: str) -> None:

@@ -84,11 +84,12 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
   const Y = (y) => height - bottom - (f(y) - y0) / (y1 - y0) * (height - top - bottom);
   for (const y of log ? powers(y0, y1) : ticks(y0, y1, height / 45)) {
     put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
-    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, human(y));
+    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, Number.isInteger(y) && y < 1e6 ? plain(y) : human(y));
   }
   if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(3, width / 110))) {
     put(svg, "text", { x: X(x), y: height - 6, "text-anchor": "middle" }, plain(x));
   }
+  if (bottom > 10) put(svg, "text", { x: left - 8, y: height - 6, "text-anchor": "end" }, "step");
   let at = left, row = 9;
   for (const s of series) {
     let path = "", down = false;
