@@ -214,7 +214,7 @@ def thinned(table: Table, most: int) -> Table:
         table: rows of any kind; those without histograms are left out.
         most: rows of a tensor to begin with, at least 2.
     """
-    full = table.take(np.flatnonzero(table.tallies.exponents.any(axis=1)))
+    full = table.take(np.flatnonzero(table.has_histograms()))
     bad = [full.metric("underflow_pct"), full.metric("overflow_pct"), -full.metric("sqnr_db")]
     members: dict[SlotKey, list[int]] = {}
     for i, values in enumerate(zip(*(full[name] for name in SlotKey._fields), strict=True)):
@@ -298,7 +298,7 @@ def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
     """Each tensor and direction that a recipe casts, once: its rows with histograms, and whether they are those of the
     other direction."""
     seen: dict[tuple[str, str], dict[str, tuple[SlotKey, Table]]] = {}
-    for key, rows in table.take(np.flatnonzero(table.tallies.exponents.any(axis=1))).groups():
+    for key, rows in table.take(np.flatnonzero(table.has_histograms())).groups():
         if (key.tensor, key.direction) in CELLS:
             seen.setdefault((key.layer, key.tensor), {}).setdefault(key.direction, (key, rows))
     for directions in seen.values():

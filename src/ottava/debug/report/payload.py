@@ -173,23 +173,23 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
     """
     each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    entries: list[list[int]] = []
-    counts: list[Values] = [np.zeros(0)]
-    exponents = np.asarray(table.tallies.exponents)
+    there = table.has_histograms()
+    chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
-        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if exponents[grid.row[slot, k]].any()]
-        if not known:
-            continue
-        worst = known[int(np.argmax(alarm[slot, known]))]
-        for look in sorted({worst, *_spread(known, each)}):
-            entry = [slot, look]
-            for name in _HISTOGRAMS:
-                bins = np.asarray(getattr(table.tallies, name)[grid.row[slot, look]])
-                filled = np.flatnonzero(bins)
-                first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
-                entry += [first, last - first]
-                counts.append(bins[first:last])
-            entries.append(entry)
+        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if there[grid.row[slot, k]]]
+        if known:
+            worst = known[int(np.argmax(alarm[slot, known]))]
+            chosen += [(slot, look) for look in sorted({worst, *_spread(known, each)})]
+    tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all of them would fill the memory
+    entries = [[slot, look] for slot, look in chosen]
+    counts: list[Values] = [np.zeros(0)]
+    for i, entry in enumerate(entries):
+        for name in _HISTOGRAMS:
+            bins = np.asarray(getattr(tallies, name)[i])
+            filled = np.flatnonzero(bins)
+            first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
+            entry += [first, last - first]
+            counts.append(bins[first:last])
     return entries, np.concatenate(counts)
 
 
