@@ -31,6 +31,7 @@ def test_what_lacks_a_fact_is_told_all_the_same() -> None:
     assert event_text({"step": 3, "kind": "flight", "first": 1}) == "first 1"
     assert event_text({"step": 3, "kind": "check", "check": "master", "value": 1.5}) == "check master, value 1.50"
     assert event_text({"step": 3}) == ""
+    assert event_text({"step": 3, "kind": "fallback", "layer": "fc2", "to": "bf16"}) == "layer fc2, to bf16"
 
 
 @pytest.mark.parametrize("kind", SENTENCES)

@@ -25,6 +25,8 @@ SENTENCES: Mapping[str, str] = MappingProxyType(
         "overhead": "watching took {share_pct} of the time; now looks every {every} steps, amaxes every {light_every}",
         "dump": "{tensor_symbol} of {layer} is in {file}, {nbytes} bytes",
         "resumed": "the run was resumed after this step",
+        "fallback": "{layer}, {gemm}: from {from} to {to}, for {why}; applied: {applied}",
+        "spike": "loss {loss}, {z} deviations up; {replayed_loss} when replayed in high precision: {cause}, {action}",
         "rewind": "back to step {to}",
         "warning": "{text}",
     }
