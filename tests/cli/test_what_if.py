@@ -11,6 +11,7 @@ import typer
 
 import ottava
 from ottava.cli.what_if import what_if
+from ottava.debug.analysis.what_if import FLOORS
 from ottava.debug.measure import measure
 from ottava.debug.run.schema import RunError, SlotKey
 from ottava.debug.run.writer import RunWriter
@@ -39,10 +40,11 @@ def watched(tmp_path: Path) -> Path:
 def test_prints_recipes_and_the_cheapest(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(watched) == 0
     text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.partition("\n\n")[2].partition("\n\n")[0].splitlines())
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert "1 of 2" in lines["tensorwise"]
-    assert "layers.0.mlp.down_proj X" in lines["tensorwise"]
-    assert "2 of 2" in lines["rowwise_with_gw_hp"]
+    assert " 1/2 " in lines["tensorwise"]
+    assert "0.mlp.down_proj X" in lines["tensorwise"]
+    assert " 2/2 " in lines["rowwise_with_gw_hp"]
     assert lines["rowwise_with_gw_hp:"].split(": ")[1] == "layers.0.mlp.down_proj"
     assert lines["delayed:"].split(": ")[1] == "layers.0.mlp.up_proj"
 
@@ -71,3 +73,14 @@ def test_bad_input(watched: Path, tmp_path: Path) -> None:
     RunWriter(tmp_path / "empty").close()
     with pytest.raises(RunError, match="no histograms"):
         run(tmp_path / "empty")
+
+
+def test_help_names_the_floors_that_there_are() -> None:
+    """Of underflow in %, of SQNR in E4M3 and E5M2, and how far that of elements lies below."""
+    underflow, sqnr, element = FLOORS
+    text = " ".join((what_if.__doc__ or "").split())
+    limits = [floor.limit(fmt) for floor in (sqnr, element) for fmt in (ottava.E4M3, ottava.E5M2)]
+    assert f"at most {underflow.limit(ottava.E4M3):g} % underflow" in text
+    assert f"SQNR of {limits[0]:g} dB in E4M3 and {limits[1]:g} in E5M2" in text
+    assert [limits[0] - limits[2], limits[1] - limits[3]] == [5, 5]
+    assert "element SQNR 5 dB below that" in text

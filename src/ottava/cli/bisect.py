@@ -28,10 +28,13 @@ def bisect(
         typer.Argument(metavar="RUN|CHECKPOINT|DUMP", help="Run folder or checkpoint of `ottava train`, or a dump."),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", help="Batch of this step; default: the one after the checkpoint.")
+        int | None,
+        typer.Option("--step", metavar="N", help="Batch of this step; default: the one after the checkpoint."),
     ] = None,
     batch: Annotated[Path | None, typer.Option("--batch", metavar="FILE", help="A dumped batch instead.")] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="Default: the run's own.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to take apart; default: the run's own.")
+    ] = None,
     target: Annotated[
         str, typer.Option("--target", metavar="gradient|loss", help="What is compared with high precision.")
     ] = "gradient",
@@ -41,7 +44,7 @@ def bisect(
 
     The run's model is loaded from its newest checkpoint (or the one given); the run folder is only read. Every probe
     turns all but some casts off and compares the gradient with that of high precision. A dump of a layer's GEMM
-    operands is taken apart without a model. For a model of your own call ottava.debug.remedy.bisect.bisect.
+    operands is taken apart without a model. For a model of your own call ottava.debug.bisect.
 
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.

@@ -17,17 +17,20 @@ SCHEMA_VERSION = 1
 def compare(
     good: Annotated[Path, typer.Argument(metavar="GOOD", help="Folder of the run that went well.")],
     bad: Annotated[Path, typer.Argument(metavar="BAD", help="Folder of the run that did not.")],
-    align: Annotated[str, typer.Option("--align", help="Pair looks by step, or by tokens.")] = "step",
+    align: Annotated[str, typer.Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
     control: Annotated[
-        list[Path] | None, typer.Option("--control", metavar="RUN", help="Another good run (another seed).")
+        list[Path] | None,
+        typer.Option("--control", metavar="RUN", help="Another good run, of another seed; repeatable."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 15,
+    top: Annotated[int, typer.Option("--top", metavar="N", help="Rows of the table.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
 
     The table is ranked by bits lost per element: 6 dB of SQNR are one bit, an element that was flushed or clipped lost
     all of its bits, and eight octaves of growth count as one.
+
+    A statistic's band is where the good run itself moves around that step; --control widens it.
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """

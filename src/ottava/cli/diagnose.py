@@ -28,15 +28,19 @@ def diagnose(
     ] = None,
     answer: Annotated[
         list[str] | None,
-        typer.Option("--answer", metavar="NAME=CHOICE", help="What the run cannot know; --questions lists them."),
+        typer.Option(
+            "--answer",
+            metavar="NAME=CHOICE",
+            help="Answer to what no run folder knows; repeatable; --questions lists them.",
+        ),
     ] = None,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask what the run cannot know.")] = False,
+    ask: Annotated[bool, typer.Option("--ask", help="Be asked these questions, one by one.")] = False,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions and exit.")] = False,
-    framework: Annotated[str, typer.Option("--for", help="Whose patches to print: ottava, megatron, te, torchao.")] = (
-        "ottava"
-    ),
+    framework: Annotated[
+        str, typer.Option("--for", metavar="NAME", help="Whose patches to print: ottava, megatron, te, torchao.")
+    ] = ("ottava"),
     fail_on: Annotated[
-        str, typer.Option("--fail-on", help="Exit 1 from which severity on: critical, warning, never.")
+        str, typer.Option("--fail-on", metavar="NAME", help="Exit 1 from which severity on: critical, warning, never.")
     ] = "critical",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:

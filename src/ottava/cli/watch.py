@@ -30,29 +30,36 @@ def watch(
         Path | None,
         typer.Option("--config", metavar="FILE.yaml", help="Settings; options have the last word."),
     ] = None,
-    every: Annotated[int | None, typer.Option(metavar="N", help="Steps from one full look to the next [50].")] = None,
+    every: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps from one full look, at all statistics, to the next [50].")
+    ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="R", help="Simulated for layers that are not ottava's; repeatable [tensorwise]."),
+        typer.Option(metavar="R", help="Recipe to simulate in layers that are not ottava's; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Shell pattern of full layer names; repeatable [*].")
+        list[str] | None, typer.Option(metavar="P", help="Only layers of such names, as '*.down_proj'; repeatable [*].")
     ] = None,
     tensors: Annotated[
-        str | None, typer.Option(metavar="T", help="Of X,W,dY,Y,dX,dW, with commas between [X,W,dY].")
+        str | None, typer.Option(metavar="T", help="Which of X,W,dY,Y,dX,dW, with commas between [X,W,dY].")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(metavar="N", help="Measure one band of 128 rows in N [16]; 1: all.")
+        int | None, typer.Option(metavar="N", help="Of long tensors, measure one band of 128 rows in N [16]; 1: all.")
     ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="warn [warn]: say what compiling hides; eager: look uncompiled."),
+        typer.Option(
+            metavar="MODE", help="Compiled layers: warn that they are not seen, or look at them eager [warn]."
+        ),
     ] = None,
     append: Annotated[bool, typer.Option("--append", help="Go on in a folder that holds a watched run.")] = False,
-    step: Annotated[int, typer.Option(metavar="N", help="With --append: steps done before.")] = 0,
+    step: Annotated[
+        int,
+        typer.Option(metavar="N", help="With --append: optimizer steps done so far; later ones are taken off record."),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was watched as one JSON object, last.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
@@ -63,7 +70,7 @@ def watch(
     would make of them. Training is bit for bit what it is unwatched. Under torchrun every rank writes its own files:
     torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
 
-    The exit code is the script's.
+    Afterwards: ottava diagnose DIR says what is wrong, ottava report DIR shows it. The exit code is the script's.
     """
     from ottava.debug.watch import watch as start
     from ottava.debug.watch.launch import LaunchError, check_script

@@ -21,6 +21,7 @@ from ottava.debug.analysis.what_if import (
     default_recipes,
     predict,
     summary,
+    thinned,
 )
 from ottava.debug.measure import measure
 from ottava.debug.recording import Recording
@@ -196,3 +197,29 @@ def test_floors_and_cells_cover_what_recipes_have() -> None:
     assert set(CELLS.values()) == {(g, s) for g in ("fprop", "dgrad", "wgrad") for s in ("lhs", "rhs")}
     limits: Mapping[str, Callable[..., float]] = {floor.name: floor.limit for floor in FLOORS}
     assert (limits["sqnr_db"](ottava.E4M3), limits["sqnr_db"](ottava.E5M2)) == (25.0, 20.0)  # facts, 5.8
+
+
+def test_thinned_rows_keep_the_ends_and_the_worst(tmp_path: Path) -> None:
+    """One bad step of forty, between the looks that are kept: still there, and the verdict is that of all rows."""
+    torch.manual_seed(0)
+    steps = {step: {KEY: massive(1e5 if step == 17 else 1.0)} for step in range(1, 41)}
+    for step in steps:
+        steps[step][KEY._replace(layer="fc1")] = massive(1.0)
+    table = recorded(tmp_path, steps)
+    some = thinned(table, 4)
+    assert {1, 14, 17, 27, 40} <= set(some.where(layer="fc2")["step"].tolist())
+    assert 2 * 4 <= len(some) <= 2 * 7
+    assert len(thinned(table, 40)) == len(table)
+    recipes = [RECIPES["tensorwise"], RECIPES["rowwise"]]
+    assert cheapest(predict(some, recipes)) == cheapest(predict(table, recipes)) == {"fc2": None, "fc1": "tensorwise"}
+    assert thinned(table.where(step=99), 4).slots() == []
+
+
+def test_predicted_scales_know_the_steps_between(tmp_path: Path) -> None:
+    """Of thinned rows each is predicted as among all: the amax before it is that of the step before."""
+    torch.manual_seed(0)
+    table = recorded(tmp_path, {step: {KEY: massive(1.0) * 2.0**step} for step in range(1, 13)})
+    recipe = [RECIPES["delayed"]]
+    (last,) = [p for p in predict(table.where(step=12), recipe, amaxes=table) if p.direction == "row"]
+    (alone,) = [p for p in predict(table.where(step=12), recipe) if p.direction == "row"]
+    assert last.overflow_pct > 0 == alone.overflow_pct

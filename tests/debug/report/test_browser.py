@@ -4,6 +4,7 @@ import html as markup
 import re
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,33 @@ def test_address_selects_cell_and_statistic(page: Path, small_run: Run) -> None:
     assert element(text, "tensor-title") == "W of layers.0.self_attn.qkv_proj"
     assert '<option value="kurtosis" selected' in text
     assert '<option value="weight" selected' in text
+
+
+def test_browser_and_python_write_numbers_alike(tmp_path: Path) -> None:
+    """The same digits for the same number: halves, their neighbours, all sizes, units, what is no number."""
+    random = np.random.default_rng(0)
+    halves = (random.integers(100, 1000, 300) + 0.5) * 2.0 ** random.integers(-20, 20, 300)
+    wide = random.normal(size=300) * 10.0 ** random.uniform(-300, 300, 300)
+    values = [
+        *halves,
+        *(random.integers(100, 1000, 300) + 0.5),
+        *wide,
+        0.0,
+        -0.0,
+        999.5,
+        9.995,
+        9995000.0,
+        1e-3,
+        999500.0,
+    ]
+    chart = resources.files("ottava.debug.report").joinpath("chart.js").read_text(encoding="utf-8")
+    page = tmp_path / "numbers.html"
+    script = f"document.title = {[float(v) for v in values]}.map((x) => human(x, 'dB')).join('; ');"
+    done = "document.documentElement.dataset.drawn = 'yes';"
+    page.write_text(f"<!doctype html><meta charset=utf-8><title></title><script>{chart}{script}{done}</script>")
+    shown = re.search("<title>(.*?)</title>", dom(page))
+    assert shown is not None
+    assert markup.unescape(shown[1]).split("; ") == [number(float(v), "dB") for v in values]
 
 
 def test_window_predicts_what_the_cast_did(page: Path, small_run: Run) -> None:

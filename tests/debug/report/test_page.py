@@ -12,7 +12,7 @@ import pytest
 from report_samples import comparison_of, diagnosis_of
 
 from ottava.debug.analysis.what_if import predict
-from ottava.debug.report import render_report
+from ottava.debug.report import make_report, page, render_report
 from ottava.debug.report.text import number
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
@@ -22,7 +22,7 @@ from ottava.debug.tally import Tally
 LAYER = "layers.2.mlp.down_proj"
 NOTHING = {"verdict": "none", "sentence": "No FP8 evidence found; coverage 50 %.", "coverage_pct": 50.0, "findings": []}
 KEY = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
-VOID = {"wbr", "meta", "br", "link", "input", "img"}
+VOID = {"wbr", "hr", "meta", "br", "link", "input", "img"}
 
 
 class Checker(HTMLParser):
@@ -75,6 +75,11 @@ def test_page_is_balanced_offline_and_small(whole: str) -> None:
     Checker(whole)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)|fetch\(|XMLHttpRequest", whole)
     assert len(whole.encode()) < 500_000
+
+
+def test_no_python_shows_through(whole: str) -> None:
+    """A template that asks a dict for "clear" gets its method."""
+    assert not re.search(r"&lt;(built-in|bound|function|class) |object at 0x", whole)
 
 
 def test_page_says_all_that_is_known(whole: str) -> None:
@@ -232,3 +237,13 @@ def test_heat_is_told_by_lightness_alone(scheme: str, ramp: str) -> None:
     away = [abs(shade - luminance(colours["paper"])) for shade in shades]
     assert away == sorted(away)
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) > 1.08 for a, b in pairwise(shades))
+
+
+def test_page_says_how_much_was_asked(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All, or how many of how many."""
+    assert "All recorded steps were asked." in make_report(small_run).html
+    monkeypatch.setattr(page, "_MOST_PREDICTED_ROWS", 100)
+    count = len(small_run.table())
+    said = re.search(rf"Asked: (\d+) of {count:,} recorded casts", make_report(small_run).html)
+    assert said is not None
+    assert len(small_run.table().slots()) * 4 <= int(said[1]) < count

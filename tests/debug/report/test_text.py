@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from ottava.debug.report.text import elide, listed, number
+from ottava.debug.report.text import all_rounded, elide, listed, number, rounded_alike
 
 
 @pytest.mark.parametrize("exponent", range(-30, 31))
@@ -15,6 +16,16 @@ def test_number_keeps_three_digits(exponent: int) -> None:
             shown = float(number(value).replace("−", "-").replace(",", ""))
             assert shown == pytest.approx(value, rel=5.1e-3)
             assert len(number(value)) <= 10
+
+
+def test_halves_are_rounded_away_from_zero_and_from_the_exact_value() -> None:
+    """As Number.toPrecision does; Python's format rounds them to even. 0.1115 and 0.1125 lie above
+    their halves in binary, and 9.995 below."""
+    values = [1.125, 1.135, 112.5, 113.5, 0.1115, 0.1125, 0.1145, 9.995, 999.5, 9995000.0, 1 + 2**-40]
+    shown = [1.13, 1.14, 113.0, 114.0, 0.112, 0.113, 0.115, 9.99, 1000.0, 1e7, 1.0]
+    assert [rounded_alike(v) for v in values] == shown
+    assert [rounded_alike(-v) for v in values] == [-v for v in shown]
+    assert all_rounded(np.array(values)) == pytest.approx(shown, rel=1e-15)
 
 
 def test_number_says_what_is_not_known_and_not_finite() -> None:

@@ -27,7 +27,7 @@ def test_loss_that_ends_in_nan_is_dated() -> None:
     assert not_finite_from(steps, np.full(4, np.nan)) is None
 
 
-def test_events_are_ordered_and_told_in_words() -> None:
+def test_events_are_ordered() -> None:
     told = marks(
         [
             {"step": 9, "rank": 0, "kind": "fallback", "layer": "fc2", "applied": False, "to": "bf16"},

@@ -94,6 +94,23 @@ def test_columns_that_a_file_lacks_are_those_of_an_empty_tally() -> None:
     assert nothing.row_sqnr.shape == (0, 128)
 
 
+def test_which_histograms_are_there_is_known_without_making_them() -> None:
+    """In a file, in arrays, and merged over ranks."""
+    lists = pa.array([[1, 2], None, [3], []], pa.list_(pa.int64()))
+    stored = StoredColumns(pa.table({"n": [1, 1, 1, 1], "exponents": lists, "exponents_first": [4, 0, 5, 0]}))
+    lazy = LazyTally(stored, np.array([3, 2, 1, 0]))
+    assert lazy.filled("exponents").tolist() == [False, True, False, True]
+    assert lazy.take(np.array([1, 1])).filled("exponents").tolist() == [True, True]
+    assert lazy.filled("below_row").tolist() == [False] * 4
+    whole = LazyTally(stored, np.arange(4))
+    merged_ranks = LazyTally(MergedColumns(whole, np.array([1, 1, 2, 0])), np.array([0, 1, 2]))
+    assert merged_ranks.filled("exponents").tolist() == [False, True, True]
+    dense = LazyTally(DenseColumns(Tally(n=np.ones(2), exponents=np.eye(2, 1024, k=3))), np.arange(2))
+    assert dense.filled("exponents").tolist() == [True, True]
+    assert LazyTally(StoredColumns(None), np.arange(0)).filled("exponents").shape == (0,)
+    assert np.array_equal(whole.filled("exponents"), whole.exponents.any(axis=1))
+
+
 def test_all_rows_as_one() -> None:
     """Sums add, extremes take the extreme; of no rows an empty tally."""
     dense = a_table()

@@ -36,6 +36,20 @@ def test_a_burst_is_followed_by_rest() -> None:
     assert schedule.start_burst(110)
 
 
+def test_a_resumed_schedule_goes_on_where_it_was() -> None:
+    """The burst, the rest after it, and what a loss is compared with."""
+    whole, resumed = Schedule(1000, Triggers(burst=8, cooldown=20)), Schedule(1000, Triggers(burst=8, cooldown=20))
+    for value in losses():
+        whole.loss(value)
+    assert whole.start_burst(40)
+    events = [{"step": 3, "kind": "burst", "until": 11}, {"step": 40, "kind": "burst", "until": 48}, {"step": 41}]
+    resumed.resume(events, [*losses(), math.nan])
+    assert [resumed.looks(step) for step in range(41, 60)] == [whole.looks(step) for step in range(41, 60)]
+    assert resumed.loss(4.0) == whole.loss(4.0) is not None
+    assert not resumed.start_burst(59)
+    assert resumed.start_burst(60)
+
+
 def losses(count: int = 40) -> list[float]:
     source = random.Random(0)
     return [3.0 - 0.01 * i + source.gauss(0, 0.02) for i in range(count)]

@@ -259,6 +259,37 @@ def test_steps_after_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     assert table["step"].tolist() == [1, 2, 3, 4]
 
 
+def test_a_resumed_run_finishes_its_burst(tmp_path: Path) -> None:
+    """Killed two steps into it: the steps looked at are those of the run that was not; and so is the pace of looks."""
+    settings = {"every": 1000, "triggers": {"burst": 5}}
+    looked = []
+    for name, stops in (("whole", (40,)), ("resumed", (32, 40))):
+        model, done = build(), 0
+        for stop in stops:
+
+            def late(step: int, start: int = done) -> Tensor:
+                return poisoned(step + 100 * start)
+
+            with watch(model, tmp_path / name, **settings, step=done, append=done > 0):
+                train(model, stop - done, data=late)
+            done = stop
+        run = Run.open(tmp_path / name)
+        looked.append(sorted(set(run.table()["step"].tolist())))
+    assert looked[0] == looked[1] == [1, 2, 4, 8, 16, 31, 32, 33, 34, 35]
+
+
+def test_a_resumed_run_keeps_the_pace_of_its_looks(tmp_path: Path) -> None:
+    """What was too dear before is not tried again."""
+    model = build()
+    with watch(model, tmp_path / "run", max_overhead=1e-6) as seen:
+        train(model, 160)
+    assert seen.schedule.every == 100
+    with watch(model, tmp_path / "run", step=160, append=True) as seen:
+        assert seen.schedule.every == 100
+    with watch(model, tmp_path / "run", step=160, append=True, every=20) as seen:
+        assert seen.schedule.every == 20
+
+
 def test_overhead_above_the_limit_makes_looks_rarer(tmp_path: Path) -> None:
     """The distance doubles, so that two runs still share steps; an event says so."""
     model = build()

@@ -147,7 +147,11 @@ def default_recipes() -> tuple[Recipe, ...]:
 
 
 def predict(
-    table: Table, recipes: Sequence[Recipe] | None = None, *, recording: Recording | None = None
+    table: Table,
+    recipes: Sequence[Recipe] | None = None,
+    *,
+    recording: Recording | None = None,
+    amaxes: Table | None = None,
 ) -> list[Prediction]:
     """What each recipe would have done to each tensor of a run.
 
@@ -155,7 +159,8 @@ def predict(
         table: rows with histograms; rows without ("light" ones) only tell amaxes, for predicted scales.
         recipes: None takes `default_recipes`.
         recording: the amaxes of every step (`recording.read_series`), for predicted scales. None takes those of the
-            table's rows, as if the steps between were not there; `why` says so.
+            rows of `amaxes`, as if the steps between were not there; `why` says so.
+        amaxes: rows that know more amaxes than those of `table`, of which they are `thinned`, for one.
     Returns:
         In the order of the table; for each tensor, in that of the recipes. A tensor whose transpose was not cast on its
         own is predicted for both directions. Rows and blocks of x.T are then not on record: they are predicted at
@@ -180,7 +185,7 @@ def predict(
         {'fc2': 'rowwise_with_gw_hp'}
     """
     wanted = default_recipes() if recipes is None else tuple(recipes)
-    scales = _Scales(table, recording)
+    scales = _Scales(table if amaxes is None else amaxes, recording)
     found: list[Prediction] = []
     for key, rows, assumed in _tensors(table):
         gemm, side = CELLS[key.tensor, key.direction]
@@ -199,6 +204,27 @@ def predict(
             notes += ["x.T was not recorded: at worst"] if assumed and not spec.granularity.transposes else []
             found.append(_prediction(key, recipe.name, spec, rows, numbers[str(spec.to_dict())], notes))
     return found
+
+
+def thinned(table: Table, most: int) -> Table:
+    """Some of very many rows with histograms: of each tensor `most` that are spread evenly over the run, and those with
+    most underflow, most clipping and the lowest SQNR.
+
+    Args:
+        table: rows of any kind; those without histograms are left out.
+        most: rows of a tensor to begin with, at least 2.
+    """
+    full = table.take(np.flatnonzero(table.has_histograms()))
+    bad = [full.metric("underflow_pct"), full.metric("overflow_pct"), -full.metric("sqnr_db")]
+    members: dict[SlotKey, list[int]] = {}
+    for i, values in enumerate(zip(*(full[name] for name in SlotKey._fields), strict=True)):
+        members.setdefault(SlotKey(*values), []).append(i)
+    kept: set[int] = set()
+    for rows in members.values():
+        spread = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int)
+        kept |= {rows[i] for i in spread}
+        kept |= {rows[int(np.argmax(np.nan_to_num(column[rows], nan=-np.inf)))] for column in bad}
+    return full.take(np.array(sorted(kept), dtype=np.int64))
 
 
 def cheapest(predictions: Iterable[Prediction]) -> dict[str, str | None]:
@@ -272,7 +298,7 @@ def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
     """Each tensor and direction that a recipe casts, once: its rows with histograms, and whether they are those of the
     other direction."""
     seen: dict[tuple[str, str], dict[str, tuple[SlotKey, Table]]] = {}
-    for key, rows in table.take(np.flatnonzero(table.tallies.exponents.any(axis=1))).groups():
+    for key, rows in table.take(np.flatnonzero(table.has_histograms())).groups():
         if (key.tensor, key.direction) in CELLS:
             seen.setdefault((key.layer, key.tensor), {}).setdefault(key.direction, (key, rows))
     for directions in seen.values():

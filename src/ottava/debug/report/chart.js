@@ -46,6 +46,13 @@ function ticks(low, high, count) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0);  // -0 is 0
   return found;
 }
+// What stands at ticks: alike many places for all of them.
+function tickTexts(values) {
+  if (values.some((y) => y && (Math.abs(y) >= 1e6 || Math.abs(y) < 1e-3))) return values.map((y) => human(y));
+  const places = Math.max(0, ...values.map((y) => (String(Number(y.toPrecision(3))).split(".")[1] ?? "").length));
+  const whole = values.every(Number.isInteger);
+  return values.map((y) => whole ? plain(y) : y.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }));
+}
 const wholeTicks = (low, high, count) => ticks(low, high, count).filter(Number.isInteger);
 // Ticks on a logarithmic axis from 2**low to 2**high: powers of 10, or of 2, or plain numbers where it is short.
 function powers(low, high) {
@@ -82,14 +89,17 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
   [y0, y1] = [y0 - pad, y1 + pad];
   const X = (x) => left + (x1 > x0 ? (x - x0) / (x1 - x0) : 0.5) * (width - left - right);
   const Y = (y) => height - bottom - (f(y) - y0) / (y1 - y0) * (height - top - bottom);
-  for (const y of log ? powers(y0, y1) : ticks(y0, y1, height / 45)) {
+  const at = log ? powers(y0, y1) : ticks(y0, y1, height / 45), even = !log || at.every(Number.isInteger);
+  const texts = even ? tickTexts(at) : at.map((y) => human(y));
+  at.forEach((y, i) => {
     put(svg, "line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
-    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, human(y));
-  }
+    put(svg, "text", { x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, texts[i]);
+  });
   if (bottom > 10) for (const x of wholeTicks(x0, x1, Math.max(3, width / 110))) {
     put(svg, "text", { x: X(x), y: height - 6, "text-anchor": "middle" }, plain(x));
   }
-  let at = left, row = 9;
+  if (bottom > 10) put(svg, "text", { x: left - 8, y: height - 6, "text-anchor": "end" }, "step");
+  let from = left, row = 9;
   for (const s of series) {
     let path = "", down = false;
     s.xs.forEach((x, i) => {
@@ -98,15 +108,15 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
     });
     if (path) put(svg, "path", { class: `curve ${s.css}`, d: path });
     if (s.xs.length === 1 && path) put(svg, "circle", { class: `dot ${s.css}`, cx: X(s.xs[0]), cy: Y(s.ys[0]), r: 3.5 });
-    const key = put(svg, "path", { class: `curve ${s.css}`, d: `M${at} ${row}h20` });
-    const text = put(svg, "text", { class: "name", x: at + 26, y: row + 4 }, s.name), wide = text.getComputedTextLength();
-    if (at > left && at + 26 + wide > width) {  // no room: the next line of the legend
-      [at, row] = [left, row + 15];
-      key.setAttribute("d", `M${at} ${row}h20`);
-      text.setAttribute("x", at + 26);
+    const key = put(svg, "path", { class: `curve ${s.css}`, d: `M${from} ${row}h20` });
+    const text = put(svg, "text", { class: "name", x: from + 26, y: row + 4 }, s.name), wide = text.getComputedTextLength();
+    if (from > left && from + 26 + wide > width) {  // no room: the next line of the legend
+      [from, row] = [left, row + 15];
+      key.setAttribute("d", `M${from} ${row}h20`);
+      text.setAttribute("x", from + 26);
       text.setAttribute("y", row + 4);
     }
-    at += 50 + wide;
+    from += 50 + wide;
   }
   const cross = put(svg, "line", { class: "cross", y1: top, y2: height - bottom, visibility: "hidden" });
   hover(svg, (px) => {

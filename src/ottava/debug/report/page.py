@@ -20,7 +20,8 @@ from markupsafe import Markup, escape
 
 from ottava.debug.analysis.compare import compare
 from ottava.debug.analysis.diagnose import diagnose
-from ottava.debug.analysis.what_if import Prediction, predict
+from ottava.debug.analysis.what_if import Prediction, predict, thinned
+from ottava.debug.recording import FILE_NAME, read_series
 from ottava.debug.report import sections, text
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.payload import payload
@@ -83,20 +84,21 @@ def make_report(run: Run, *, baseline: Run | None = None) -> Report:
     """
     diagnosis = diagnose(run, baseline=baseline).to_dict()
     comparison = compare(baseline, run).to_dict() if baseline is not None else None
+    predictions, asked = _predictions(run)
     html = render_report(
-        run, diagnosis=diagnosis, predictions=_predictions(run), baseline=baseline, comparison=comparison
+        run, diagnosis=diagnosis, predictions=predictions, asked=asked, baseline=baseline, comparison=comparison
     )
     return Report(html, diagnosis)
 
 
-def _predictions(run: Run) -> list[Prediction]:
-    """What-if for a run; of a long one, only some looks are asked."""
-    table = run.table()
-    steps = np.unique(table["step"])
-    most = max(4, _MOST_PREDICTED_ROWS // max(1, len(table.slots())))
-    if len(steps) > most:
-        table = table.where(step=set(steps[np.linspace(0, len(steps) - 1, most).round().astype(int)].tolist()))
-    return predict(table)
+def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
+    """What-if for a run; of a long one, only some looks are asked. And how many, of how many."""
+    everything, table = run.table(phase=None), run.table()
+    asked = table
+    if len(table) > _MOST_PREDICTED_ROWS:
+        asked = thinned(table, max(4, _MOST_PREDICTED_ROWS // len(table.slots())))
+    recording = read_series(run.path) if (run.path / FILE_NAME).is_file() else None
+    return predict(asked, recording=recording, amaxes=everything), (len(asked), len(table))
 
 
 def render_report(
@@ -104,10 +106,16 @@ def render_report(
     *,
     diagnosis: Mapping[str, Any],
     predictions: Sequence[Prediction] = (),
+    asked: tuple[int, int] | None = None,
     baseline: Run | None = None,
     comparison: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page, from a run and what the analysis functions said of it: Diagnosis and Comparison as dicts."""
+    """The page, from a run and what the analysis functions said of it.
+
+    Args:
+        diagnosis, comparison: as dicts.
+        asked: how many recorded casts the predictions are from, and how many there are; None: all.
+    """
     numbers = payload(run.table(phase=None))
     grid = numbers.grid
     worst = grid.worst_of_looks()
@@ -148,6 +156,7 @@ def render_report(
         events=events,
         worst_table=sections.worst_table(grid),
         what_if=sections.what_if(predictions),
+        asked=asked if asked is not None and asked[0] < asked[1] else None,
         difference=sections.difference(comparison) if comparison is not None else None,
         baseline=None if baseline is None else baseline.path.resolve().name,
         coverage=sections.coverage(run.manifest, grid),

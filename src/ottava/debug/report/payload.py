@@ -1,6 +1,7 @@
 """What the page's script draws from: a little JSON, and all numbers as deflated 32-bit floats in base64.
 
-Numbers keep 12 bits of mantissa, more than three digits. Their four bytes go into four planes, which deflate packs to
+Numbers keep 12 bits of mantissa, more than three digits, and the three digits that `text.number` shows of them; whole
+numbers, such as steps and counts of infinities, are exact. The four bytes go into four planes, which deflate packs to
 about a third. If that is still too much for one page, neighbouring looks share a column, worst first (`grid`).
 """
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES, Values
+from ottava.debug.report.text import all_rounded
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.statistics import STATISTICS
@@ -30,6 +32,9 @@ _MAX_HISTOGRAMS = 1200
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
 _HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
 _DROPPED_BITS = 11
+_LEAST_NORMAL = 2.0**-126
+_WHOLE = 2**24
+"""Up to there, fp32 has every whole number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,21 +84,50 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
         facts["series"] = {"slots": have, "looks": len(series.looks), "names": known}
         arrays += [series.values[name].ravel() for name in known]
         arrays.append(series.step.ravel().astype(np.float64))
-    return facts, pack(np.concatenate([*arrays, counts]))
+    return facts, pack(np.concatenate([shown_alike(np.concatenate(arrays)), thinned(counts)]))
 
 
-def pack(values: Values) -> str:
-    """Floats as base64 of deflated byte planes, the highest byte first.
+def thinned(values: Values) -> npt.NDArray[np.float32]:
+    """Floats with 12 bits of mantissa.
 
     Example:
-        >>> unpack(pack(np.array([1.0, -2.5, 448.0, np.inf]))).tolist()
-        [1.0, -2.5, 448.0, inf]
+        >>> thinned(np.array([1.0, 1000.1, np.inf])).tolist()
+        [1.0, 1000.125, inf]
     """
     with np.errstate(over="ignore"):
         bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     special = (bits & 0x7F800000) == 0x7F800000
     rounded = (bits + np.uint32(1 << (_DROPPED_BITS - 1))) & np.uint32(0xFFFFFFFF << _DROPPED_BITS & 0xFFFFFFFF)
-    planes = np.where(special, bits, rounded).astype(">u4").view(np.uint8).reshape(-1, 4).T
+    return np.where(special, bits, rounded).view(np.float32)
+
+
+def shown_alike(values: Values) -> npt.NDArray[np.float32]:
+    """`thinned`, but to the neighbour that is shown with the same three digits; whole numbers stay what they are.
+
+    Example:
+        >>> values = np.array([1.28503, 12345.0])
+        >>> shown_alike(values).tolist(), thinned(values).tolist()
+        ([1.28515625, 12345.0], [1.284912109375, 12346.0])
+    """
+    near, shown = thinned(values), all_rounded(values)
+    digits = all_rounded(near.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        other = (np.abs(digits - shown) > 1e-6 * np.abs(shown)) & (np.abs(values) >= _LEAST_NORMAL)
+    # the grid of 12 bits is finer than that of three digits: the next number is on the right side
+    step = np.where(np.abs(digits) < np.abs(shown), 1, -1).astype(np.int64) << _DROPPED_BITS
+    next_to = (near.view(np.uint32) + step).astype(np.uint32).view(np.float32)
+    whole = (np.abs(values) <= _WHOLE) & (values == np.floor(values))
+    return np.where(whole, values.astype(np.float32), np.where(other, next_to, near))
+
+
+def pack(values: npt.NDArray[np.float32]) -> str:
+    """Floats as base64 of deflated byte planes, the highest byte first.
+
+    Example:
+        >>> unpack(pack(np.array([1.0, -2.5, 448.0, np.inf], dtype=np.float32))).tolist()
+        [1.0, -2.5, 448.0, inf]
+    """
+    planes = np.ascontiguousarray(values).astype(">f4").view(np.uint8).reshape(-1, 4).T
     return base64.b64encode(zlib.compress(np.ascontiguousarray(planes).tobytes(), 9)).decode("ascii")
 
 
@@ -139,23 +173,23 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
     """
     each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    entries: list[list[int]] = []
-    counts: list[Values] = [np.zeros(0)]
-    exponents = np.asarray(table.tallies.exponents)
+    there = table.has_histograms()
+    chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
-        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if exponents[grid.row[slot, k]].any()]
-        if not known:
-            continue
-        worst = known[int(np.argmax(alarm[slot, known]))]
-        for look in sorted({worst, *_spread(known, each)}):
-            entry = [slot, look]
-            for name in _HISTOGRAMS:
-                bins = np.asarray(getattr(table.tallies, name)[grid.row[slot, look]])
-                filled = np.flatnonzero(bins)
-                first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
-                entry += [first, last - first]
-                counts.append(bins[first:last])
-            entries.append(entry)
+        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if there[grid.row[slot, k]]]
+        if known:
+            worst = known[int(np.argmax(alarm[slot, known]))]
+            chosen += [(slot, look) for look in sorted({worst, *_spread(known, each)})]
+    tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all of them would fill the memory
+    entries = [[slot, look] for slot, look in chosen]
+    counts: list[Values] = [np.zeros(0)]
+    for i, entry in enumerate(entries):
+        for name in _HISTOGRAMS:
+            bins = np.asarray(getattr(tallies, name)[i])
+            filled = np.flatnonzero(bins)
+            first, last = (int(filled[0]), int(filled[-1]) + 1) if len(filled) else (0, 0)
+            entry += [first, last - first]
+            counts.append(bins[first:last])
     return entries, np.concatenate(counts)
 
 

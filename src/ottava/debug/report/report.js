@@ -156,6 +156,7 @@ function drawHeat() {
   for (let look = 0; look < looks.length; look += stride) {
     put(svg, "text", { x: left + (look + 0.5) * across, y: bottom + 16, "text-anchor": "middle" }, plain(looks[look][0]));
   }
+  put(svg, "text", { x: left - 8, y: bottom + 16, "text-anchor": "end" }, "step");
   const row = heatRows.find((r) => r.slot === state.slot), box = { width: Math.max(4, cell.width + 2), height: cell.height + 2 };
   for (const css of ["selected halo", "selected"]) put(svg, "rect", { class: css, ...box, x: left + state.look * across - 1, y: row.y - 1 });
   const at = ({ x, y }) => {

@@ -193,7 +193,7 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
 
     Returns:
         recipes: rows of `what_if.summary`; cheapest: recipe, layers it is the cheapest for; columns and rows: the
-        tensors that not every recipe clears, `more` of which are left out; clear: how many tensors every recipe clears.
+        tensors that not every recipe clears, `more` of which are left out; unharmed: how many every recipe clears.
     """
     if not predictions:
         return None
@@ -217,7 +217,7 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
             (key[0], symbol(key[1]), [failing[key].get(name) for name in recipes]) for key in order[:WHAT_IF_ROWS]
         ],
         "more": max(0, len(order) - WHAT_IF_ROWS),
-        "clear": len(tensors) - len(failing),
+        "unharmed": len(tensors) - len(failing),
     }
 
 

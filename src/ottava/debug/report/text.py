@@ -1,14 +1,23 @@
-"""Numbers and names as people read them: three digits, a unit, names short enough for a table. report.js does the same
-for what is drawn in the browser."""
+"""Numbers and names as people read them: three digits, a unit, names short enough for a table.
+
+chart.js does the same for what is drawn in the browser, and says the same: both round the very number that they hold to
+three digits, halves away from zero, and `payload` packs numbers so that they round alike on both sides.
+"""
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
 
 _COUNTS = frozenset({"elements"})
 _WORDLESS = frozenset({"", "of x", "of x squared"})
 _MINUS = "\N{MINUS SIGN}"
+_THREE = 3
+_NEAR_A_HALF = 1e-6  # of the third digit: far more than the vectorized division below is off
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -34,11 +43,39 @@ def number(value: float | None, unit: str = "") -> str:
 def _three_digits(size: float) -> str:
     if size == 0:
         return "0"
-    rounded = float(f"{size:.3g}")
+    rounded = rounded_alike(size)
     if not 1e-3 <= rounded < 1e6:
         mantissa, exponent = f"{rounded:.2e}".split("e")
         return f"{mantissa}e{exponent.lstrip('+0') if exponent[0] == '+' else _MINUS + exponent.lstrip('-0')}"
     return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f}"
+
+
+def rounded_alike(value: float) -> float:
+    """A number rounded to three digits as `Number.toPrecision` does it: from its exact value, halves away from zero.
+
+    Example:
+        >>> rounded_alike(2.125), rounded_alike(-112.5), rounded_alike(0.0)  # Python's own format gives 2.12 and 112
+        (2.13, -113.0, 0.0)
+    """
+    context = decimal.Context(prec=_THREE, rounding=decimal.ROUND_HALF_UP)
+    return float(context.create_decimal_from_float(value))
+
+
+def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`rounded_alike` of every number that is finite, but for their last bits; the others stay.
+
+    Example:
+        >>> all_rounded(np.array([2.125, 99960.0, np.inf])).tolist()
+        [2.13, 100000.0, inf]
+    """
+    known = np.isfinite(values) & (values != 0)
+    size = np.abs(np.where(known, values, 1.0))
+    unit = 10.0 ** (np.floor(np.log10(size)) - (_THREE - 1))
+    digits = size / unit
+    rounded = np.where(known, np.copysign(np.floor(digits + 0.5) * unit, values), values)
+    for i in np.flatnonzero(known & (np.abs(digits - np.floor(digits) - 0.5) < _NEAR_A_HALF)):
+        rounded.flat[i] = rounded_alike(float(values.flat[i]))
+    return rounded
 
 
 def elide(name: str, width: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ottava.debug.report.event_text import event_text
 from ottava.debug.report.grid import Grid, Worst
 from ottava.debug.report.scales import Values
-from ottava.debug.report.text import number
 from ottava.debug.run.schema import SYMBOLS
 
 EVENT_LETTERS = MappingProxyType(
@@ -34,7 +33,6 @@ EVENT_LETTERS = MappingProxyType(
 """The letter on an event's mark; others have their own first letter."""
 QUIET = frozenset({"burst", "flight", "dump", "overhead"})
 """Events about the watching, not about the training: in the table, not in the picture."""
-_SAID_ELSEWHERE = frozenset({"step", "rank", "kind"})
 
 
 def thin(steps: npt.NDArray[np.int64], values: Values, most: int) -> list[list[float | None]]:
@@ -76,27 +74,16 @@ def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Events as the page shows them: step, kind, letter, quiet, text.
 
     Example:
-        >>> marks([{"step": 7, "rank": 0, "kind": "trigger", "reason": "clipping", "value": 0.02, "threshold": 1e-5}])
-        [{'step': 7, 'kind': 'trigger', 'letter': 'T', 'quiet': False, 'text': 'reason clipping, value 0.0200, ...'}]
+        >>> marks([{"step": 7, "rank": 0, "kind": "burst", "until": 23}])
+        [{'step': 7, 'kind': 'burst', 'letter': 'B', 'quiet': True, 'text': 'every step up to 23 is looked at in full'}]
     """
     shown = []
     for event in sorted(events, key=lambda event: int(event["step"])):
         kind = str(event.get("kind", "event"))
-        facts = [f"{key} {_fact(value)}" for key, value in event.items() if key not in _SAID_ELSEWHERE]
         letter = EVENT_LETTERS.get(kind, kind[:1].upper())
         step = int(event["step"])
-        shown.append({"step": step, "kind": kind, "letter": letter, "quiet": kind in QUIET, "text": ", ".join(facts)})
+        shown.append({"step": step, "kind": kind, "letter": letter, "quiet": kind in QUIET, "text": event_text(event)})
     return shown
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "unknown"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return number(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def worst_runs(grid: Grid, worst: Sequence[Worst | None]) -> list[dict[str, Any]]:

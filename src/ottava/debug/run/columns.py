@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ottava.debug.run.schema import _HISTOGRAM_START
 from ottava.debug.tally import Tally, tally_fields
@@ -30,6 +31,9 @@ class Columns(Protocol):
 
     def rows(self, name: str, index: Index) -> Array:
         """A field of these rows: (rows,), or (rows, bins)."""
+
+    def filled(self, name: str, index: Index) -> Array:
+        """Whether a histogram of these rows is there: (rows,)."""
 
 
 class LazyTally(Tally):
@@ -60,6 +64,14 @@ class LazyTally(Tally):
         columns, own = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
         return LazyTally(columns, own[index])
 
+    def filled(self, name: str) -> npt.NDArray[np.bool_]:
+        """(rows,): whether a histogram is there, for writers leave out those without counts.
+
+        What a run has of them takes gigabytes, once made into an array.
+        """
+        columns, own = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
+        return np.asarray(columns.filled(name, own), dtype=bool)
+
     def __reduce__(self) -> Any:
         return Tally, tuple(getattr(self, name) for name in _FIELDS)
 
@@ -74,6 +86,9 @@ class DenseColumns:
         values: Array = np.asarray(getattr(self.tally, name))[index]
         return values
 
+    def filled(self, name: str, index: Index) -> Array:
+        return np.asarray(self.rows(name, index).any(axis=1))
+
 
 class StoredColumns:
     """A table of stats/*.parquet; what it lacks is that of an empty tally."""
@@ -81,7 +96,7 @@ class StoredColumns:
     def __init__(self, stored: pa.Table | None) -> None:
         self.stored = stored
         self._numbers: dict[str, Array] = {}
-        self._lists: dict[str, tuple[Array, Array]] = {}
+        self._lists: dict[str, pa.Array] = {}
 
     def rows(self, name: str, index: Index) -> Array:
         bins = _FIELDS[name].metadata["bins"]
@@ -96,15 +111,21 @@ class StoredColumns:
 
     def _histograms(self, name: str, bins: int, index: Index) -> Array:
         if name not in self._lists:
-            self._lists[name] = _flat(self.stored, name)
-        values, edges = self._lists[name]
-        starts, sizes = edges[index], edges[index + 1] - edges[index]
+            assert self.stored is not None
+            self._lists[name] = _in_one(self.stored[name])
+        lists = self._lists[name].take(pa.array(index))
+        sizes = _sizes(lists)
         shift = self._firsts[index] if name == "exponents" else np.zeros(len(index), dtype=np.int64)
         row = np.repeat(np.arange(len(index)), sizes)
         within = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         filled = np.zeros((len(index), bins))
-        filled[row, shift[row] + within] = values[starts[row] + within]
+        filled[row, shift[row] + within] = lists.flatten().to_numpy(zero_copy_only=False)
         return filled
+
+    def filled(self, name: str, index: Index) -> Array:
+        if self.stored is None or name not in self.stored.column_names:
+            return np.zeros(len(index), dtype=bool)
+        return np.asarray(_sizes(self.stored[name]) > 0)[index]
 
     @cached_property
     def _firsts(self) -> Array:
@@ -113,14 +134,17 @@ class StoredColumns:
         return firsts
 
 
-def _flat(stored: Any, name: str) -> tuple[Array, Array]:
-    """Entries of a column of lists one after another, and where each list begins; an absent list is an empty one."""
-    column = stored[name].combine_chunks()
-    if isinstance(column, pa.ChunkedArray):  # what combining an empty one gives
-        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=column.type)
-    sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    edges = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return column.flatten().to_numpy(zero_copy_only=False).astype(np.float64), edges
+def _in_one(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece; copied only where it has several."""
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=column.type)
+
+
+def _sizes(lists: pa.Array | pa.ChunkedArray) -> Index:
+    """How long each list of a column is; an absent one is empty."""
+    sizes: Index = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return sizes
 
 
 class MergedColumns:
@@ -138,6 +162,11 @@ class MergedColumns:
         merged = np.full((len(index), *values.shape[1:]), 0.0 if field.metadata["bins"] else field.default)
         _MERGE[field.metadata["merge"]].at(merged, position[self.group[members]], values)
         return merged
+
+    def filled(self, name: str, index: Index) -> Array:
+        any_of_group = np.zeros(int(self.group.max(initial=-1)) + 1, dtype=bool)
+        np.logical_or.at(any_of_group, self.group, self.tallies.filled(name))
+        return np.asarray(any_of_group[index])
 
 
 def merged(tally: Tally, count: int) -> Tally:

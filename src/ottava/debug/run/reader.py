@@ -118,6 +118,11 @@ class Table:
         columns = {name: values[index] for name, values in self.columns.items()}
         return Table(columns, whole.take(index), [self.reported[i] for i in index])
 
+    def has_histograms(self) -> Any:
+        """bool (rows,): those of full looks that were recorded, not only reported."""
+        whole = self.tallies
+        return whole.filled("exponents") if isinstance(whole, LazyTally) else np.asarray(whole.exponents).any(axis=1)
+
     def slots(self) -> list[SlotKey]:
         """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
         return list(dict.fromkeys(self._keys()))

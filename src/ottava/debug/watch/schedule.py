@@ -70,6 +70,19 @@ class Schedule:
         self._next_burst = step + self.triggers.cooldown
         return True
 
+    def resume(self, events: Iterable[Mapping[str, Any]], losses: Iterable[float]) -> None:
+        """Takes up the schedule of a run that is gone on with.
+
+        Args:
+            events: lines of events.jsonl, up to the step of the resumption: a burst goes on, and so does its rest.
+            losses: of its steps, which the next ones are compared with.
+        """
+        for event in events:
+            if event.get("kind") == "burst":
+                self.burst_until = int(event["until"])
+                self._next_burst = int(event["step"]) + self.triggers.cooldown
+        self._losses.extend(value for value in losses if math.isfinite(value))
+
     def loss(self, value: float) -> Trigger | None:
         """Takes in the loss of a step."""
         if not math.isfinite(value):

@@ -3,6 +3,9 @@
 A step ends where torch's optimizer does: nothing in the training code changes. What was seen in it is then put on
 record, triggers are asked, and hooks are attached or removed for the next step: a step that nobody looks at has none,
 or only those that note amaxes. Watching takes part in no collective: every rank writes its own files.
+
+Between looks nothing waits for a GPU: loss and amaxes of a step are copied to the host and read when they have arrived,
+steps later perhaps, under the number of their own step (`_Ended`). On a CPU that is at once.
 """
 
 from __future__ import annotations
@@ -20,23 +23,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ottava.debug.run.reader import Table
+from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.checks import Checks
-from ottava.debug.watch.collector import Collector, Light
+from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.debug.watch.loss import LossTap
 from ottava.debug.watch.modules import ModuleTap
+from ottava.debug.watch.readback import Read, Reading, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
 
@@ -86,11 +90,46 @@ def watch(
     return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
 
 
+class _Amaxes(NamedTuple):
+    """Of one step."""
+
+    step: int
+    keys: Sequence[SlotKey]
+    amax: Sequence[float]
+    scale_inv: Sequence[float]
+    """NaN where a cast has more than one scale."""
+
+
+class _Ended(NamedTuple):
+    """A step that has ended, and whose numbers may still be on their way."""
+
+    step: int
+    numbers: dict[str, float]
+    tallies: Tallies[SlotKey]
+    keys: Sequence[SlotKey]
+    """Of the amaxes."""
+    reading: Reading
+    """Amaxes, scales, and the loss of each micro-batch."""
+    looked: bool
+
+
 class Watch:
-    """A watched run; made by `watch`. Use it as a context, or call `close` at the end."""
+    """A watched run; made by `watch`. Use it as a context, or call `close` at the end.
+
+    Args:
+        model, folder, config, step, append: as for `watch`.
+        read: brings a step's numbers to the host.
+    """
 
     def __init__(
-        self, model: nn.Module | None, folder: Path, config: WatchConfig, *, step: int = 0, append: bool = False
+        self,
+        model: nn.Module | None,
+        folder: Path,
+        config: WatchConfig,
+        *,
+        step: int = 0,
+        append: bool = False,
+        read: Read = read_back,
     ) -> None:
         self.folder, self.config, self.steps_done = folder, config, step
         self._model = None if model is None else weakref.ref(model)
@@ -115,7 +154,9 @@ class Watch:
         )
         self.losses = LossTap(self._saw_loss)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
-        self._flight: deque[tuple[int, Light]] = deque(maxlen=config.flight)
+        self._read = read
+        self._ended: deque[_Ended] = deque()
+        self._flight: deque[_Amaxes] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
         self._active = self._paused = False
@@ -124,6 +165,8 @@ class Watch:
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
+        if append and step > 0:
+            self._resume(Run.open(folder))
         self._stance: Any = None
         self._closed = False
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
@@ -150,6 +193,7 @@ class Watch:
 
     def rewind(self, step: int) -> None:
         """Goes back to the end of an earlier step, as the training does: what is on record of later ones goes."""
+        self._settle(wait=True)
         self.writer.rewind(step)
         self._disarm()
         self.collector.drain()
@@ -171,10 +215,9 @@ class Watch:
                 self._arm(self.steps_done + 1)
 
     def flush(self) -> None:
-        """Puts all that was seen on disk."""
-        self.writer.flush()
-        self._describe_run()
-        self._flushed = time.perf_counter()
+        """Puts all that was seen on disk; waits for what is still on its way from a device."""
+        self._settle(wait=True)
+        self._write()
 
     def close(self) -> None:
         """Removes every hook and writes what waits."""
@@ -185,6 +228,7 @@ class Watch:
         self._hook.remove()
         self.losses.detach()
         self._disarm()
+        self._settle(wait=True)
         self._describe_run()
         self.writer.close()
         for sink in self.sinks:
@@ -195,6 +239,7 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._closed:
+            self._settle(wait=True)
             self._keep_flight(f"{kind.__name__ if kind else 'error'}: {error}")
         self.close()
 
@@ -202,6 +247,7 @@ class Watch:
         """The process ends without a word to us."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._closed:
+            self._settle(wait=True)
             self._keep_flight(f"{type(error).__name__}: {error}")
         self.close()
 
@@ -229,6 +275,15 @@ class Watch:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(id(p) in stepped for p in model.parameters())
 
+    def _resume(self, run: Run) -> None:
+        """Takes up what the run that is gone on with had learned; only rank 0 left its losses."""
+        mine = [e for e in run.events if e.get("rank", 0) == self.rank and e["step"] <= self.steps_done]
+        losses = run.steps["loss"][run.steps["step"] <= self.steps_done].tolist() if self.rank == 0 else []
+        self.schedule.resume(mine, losses)
+        slowed = [event for event in mine if event.get("kind") == "overhead"]
+        if slowed and self.config.every is None:
+            self.schedule.every, self._light_every = slowed[-1]["every"], slowed[-1]["light_every"]
+
     # --- the end of a step ----------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
@@ -244,58 +299,68 @@ class Watch:
         if (looked or self.collector.noting) and (text := self.modules.looked()) is not None:
             self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
-        numbers = self._numbers(entered)
-        self.writer.step(step, **numbers)
-        self.writer.tallies(step, tallies)
-        if light.keys:
-            self._flight.append((step, light))
         self.dumps.looked(tallies)
-        self._ask_triggers(step, numbers.get("loss"), tallies, light)
-        if looked:
-            self._looks += 1
-            self._after_look(step, tallies, numbers)
+        reading = self._read([light.amax, light.scale_inv, *self._loss_parts])
+        numbers = {"seconds": entered - self._step_started} | self._logged
+        self._loss_parts, self._logged = [], {}
+        self._ended.append(_Ended(step, numbers, tallies, light.keys, reading, looked))
+        self._settle(wait=looked)  # the tallies of a look were waited for: so nothing is on its way any more
         self._arm(step + 1)
         now = time.perf_counter()
         self.collector.seconds = self._seconds_before = before + (now - entered)
         self._step_started = now
 
-    def _numbers(self, now: float) -> dict[str, float]:
-        parts = [float(part) for part in self._loss_parts]
-        numbers = {"loss": statistics.fmean(parts)} if parts else {}
-        numbers |= {"seconds": now - self._step_started} | self._logged
-        self._loss_parts, self._logged = [], {}
-        return numbers
+    def _settle(self, *, wait: bool) -> None:
+        """Puts ended steps on record, in their order: those whose numbers have arrived, or all of them."""
+        while self._ended and (wait or self._ended[0].reading.ready()):
+            ended = self._ended.popleft()
+            try:
+                amax, scale_inv, *losses = ended.reading.values()
+            except RuntimeError as error:  # a device that failed; the training's own error must be the one that is seen
+                self.writer.event(ended.step, "warning", text=f"loss and amaxes could not be read back: {error}")
+                self.writer.step(ended.step, **ended.numbers)
+                continue
+            loss = {"loss": statistics.fmean(part for (part,) in losses)} if losses else {}
+            numbers = loss | ended.numbers
+            self.writer.step(ended.step, **numbers)
+            self.writer.tallies(ended.step, ended.tallies)
+            if ended.keys:
+                self._flight.append(_Amaxes(ended.step, ended.keys, amax, scale_inv))
+            self._ask_triggers(ended, numbers.get("loss"), amax)
+            if ended.looked:
+                self._looks += 1
+                self._after_look(ended.step, ended.tallies, numbers)
 
-    def _ask_triggers(self, step: int, loss: float | None, tallies: Mapping[SlotKey, Tally], light: Light) -> None:
+    def _ask_triggers(self, ended: _Ended, loss: float | None, amax: Sequence[float]) -> None:
         found: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
-        found += self.schedule.tallies(tallies)
-        if light.keys:
-            found.append(self.schedule.light(light.keys, light.amax.tolist()))
+        found += self.schedule.tallies(ended.tallies)
+        if ended.keys:
+            found.append(self.schedule.light(ended.keys, amax))
         triggers = [trigger for trigger in found if trigger is not None]
-        if not triggers or not self.schedule.start_burst(step):
+        if not triggers or not self.schedule.start_burst(self.steps_done):
             return
         for trigger in triggers:
-            self.writer.event(step, "trigger", **trigger.facts())
+            self.writer.event(ended.step, "trigger", **trigger.facts())
         self._keep_flight(triggers[0].reason)
         self.dumps.triggered()
-        self.writer.event(step, "burst", until=self.schedule.burst_until)
+        self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
 
     def _keep_flight(self, why: str) -> None:
         """Puts the amaxes of the last steps on record."""
         if not self._flight:
             return
-        for step, light in self._flight:
-            for key, amax, scale_inv in zip(light.keys, light.amax.tolist(), light.scale_inv.tolist(), strict=True):
+        for step, keys, amaxes, scales in self._flight:
+            for key, amax, scale_inv in zip(keys, amaxes, scales, strict=True):
                 scale = 1 / scale_inv if scale_inv > 0 else None
-                known = {} if scale is None else {"scale_max": scale, "scale_min": scale}
+                known: dict[str, Any] = {} if scale is None else {"scale_max": scale, "scale_min": scale}
                 finite = amax if amax < float("inf") else 0.0
                 lost = 0.0 if finite == amax else 1.0
                 self.writer.tally(step, key, Tally(amax=finite, n_nonfinite=lost, **known), phase="light")
-        self.writer.event(self.steps_done, "flight", first=self._flight[0][0], last=self._flight[-1][0], why=why)
+        self.writer.event(self.steps_done, "flight", first=self._flight[0].step, last=self._flight[-1].step, why=why)
         self._flight.clear()
         self.writer.flush()
 
-    def _after_look(self, step: int, tallies: Mapping[SlotKey, Tally], numbers: Mapping[str, float]) -> None:
+    def _after_look(self, step: int, tallies: Tallies[SlotKey], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
             self._check_patterns([*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())])
         if tallies and (self.sinks or self._callbacks):
@@ -305,9 +370,14 @@ class Watch:
                 for callback in self._callbacks:
                     callback(step, table)
         if self._looks == 1 or time.perf_counter() - self._flushed > _FLUSH_SECONDS:
-            self.flush()
+            self._write()
         if self.config.every is None:
             self._be_thrifty(step, self.config.max_overhead)
+
+    def _write(self) -> None:
+        self.writer.flush()
+        self._describe_run()
+        self._flushed = time.perf_counter()
 
     def _be_thrifty(self, step: int, limit: float) -> None:
         """Half of what watching may take is for amaxes; what takes more comes half as often."""

@@ -1,0 +1,89 @@
+"""Numbers on their way from a device to the host: copied without waiting, read once they have arrived.
+
+Reading a number of a GPU waits for all work that was queued before it, and the GPU then idles while the host queues the
+next step. A copy into pinned memory is queued like any kernel; an event behind it tells when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Reading(Protocol):
+    """Numbers that were asked for."""
+
+    def ready(self) -> bool:
+        """Whether they are there; never waits."""
+
+    def values(self) -> list[list[float]]:
+        """Of each tensor, in its order; waits if they are not there yet.
+
+        Raises:
+            RuntimeError: the device failed before it got that far.
+        """
+
+
+Read = Callable[[Sequence[Tensor]], Reading]
+"""Begins to read."""
+
+
+class _OnHost:
+    """Read at once."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._values = [tensor.reshape(-1).tolist() for tensor in tensors]
+
+    def ready(self) -> bool:
+        return True
+
+    def values(self) -> list[list[float]]:
+        return self._values
+
+
+class _FromCuda:
+    """One copy for each device, and an event behind it."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._sizes = [tensor.numel() for tensor in tensors]
+        self._copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
+        for device in dict.fromkeys(tensor.device for tensor in tensors):
+            members = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+            flat = torch.cat([tensors[i].detach().reshape(-1).to(torch.float32) for i in members])
+            if device.type != "cuda":
+                self._copies.append((members, flat.cpu(), None))
+                continue
+            host = torch.empty(flat.shape, dtype=torch.float32, pin_memory=True).copy_(flat, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(device))
+            self._copies.append((members, host, arrived))
+
+    def ready(self) -> bool:
+        return all(arrived is None or arrived.query() for _, _, arrived in self._copies)
+
+    def values(self) -> list[list[float]]:
+        found: dict[int, list[float]] = {}
+        for members, host, arrived in self._copies:
+            if arrived is not None:
+                arrived.synchronize()
+            parts = host.split([self._sizes[i] for i in members])
+            found |= {i: part.tolist() for i, part in zip(members, parts, strict=True)}
+        return [found[i] for i in range(len(self._sizes))]
+
+
+def read_back(tensors: Sequence[Tensor]) -> Reading:
+    """Begins to read tensors, of any shape, as they are at this point of their streams.
+
+    Args:
+        tensors: of any device. Those of a CUDA device arrive as fp32, later; of all others, now.
+
+    Example:
+        >>> reading = read_back([torch.tensor([1.0, 2.0]), torch.tensor(3.5)])
+        >>> reading.ready(), reading.values()
+        (True, [[1.0, 2.0], [3.5]])
+    """
+    on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+    return _FromCuda(tensors) if on_gpu else _OnHost(tensors)
