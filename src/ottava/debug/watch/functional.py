@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,18 +21,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ottava.debug.watch.adapters import Part
 from ottava.debug.watch.operands import autocast_dtype
 
-GATHERED = "its rows are gathered first, so that each token has a weight of its own; W of a GEMM is no part of it"
+GATHERED = (
+    "its matrices are gathered first, one for each token, so that no GEMM has them as W; experts as 'eager' or "
+    "'grouped_mm' are seen"
+)
 """Why experts that index their weights by token ("batched_mm" of Hugging Face) are not seen."""
 _SEARCH = 16
 """Views and casts between a parameter and the operand made of it."""
-_KEEPS = ("Select", "ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
-_KEEPS += ("Expand", "Slice", "Split", "SplitWithSizes", "Chunk", "Alias", "Clone", "Unbind", "Index", "ToTorchTensor")
-_SAME_NUMBERS = frozenset(f"{name}Backward{number}" for name in _KEEPS for number in range(4)) | {"ToTorchTensorBackward"}
+_SAME_NUMBERS = re.compile(
+    "(Select|ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Expand|Slice|Split|SplitWithSizes"
+    "|Chunk|Alias|Clone|Unbind|Index|ToTorchTensor)Backward[0-9]*"
+)
 """Nodes of the graph whose result is their input, seen otherwise or rounded."""
 
 
@@ -73,7 +78,8 @@ def product(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prod
         left, arrow, right = equation.partition("->")
         if not arrow or "." in equation or left.count(",") != 1 or any(len(set(s)) < len(s) for s in left.split(",")):
             return None
-        labels = (*left.split(","), right)
+        of_a, of_b = left.split(",")
+        labels = of_a, of_b, right
     a, b, *rest = values
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() < 2 - (name == "linear") or b.dim() < 2:
         return None
@@ -88,8 +94,8 @@ def product(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prod
 _PRODUCTS: Mapping[str, tuple[tuple[str, ...], tuple[str, str, str]]] = MappingProxyType(
     {
         "linear": (("input", "weight"), ("k", "nk", "n")),
-        **{name: (("input", "other"), ("mk", "kn", "mn")) for name in ("matmul", "__matmul__", "__rmatmul__")},
-        **{name: (("input", "mat2"), ("mk", "kn", "mn")) for name in ("mm", "bmm")},
+        **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__"), (("input", "other"), ("mk", "kn", "mn"))),
+        **dict.fromkeys(("mm", "bmm"), (("input", "mat2"), ("mk", "kn", "mn"))),
         "addmm": (("", "mat1", "mat2"), ("mk", "kn", "mn")),
         "baddbmm": (("", "batch1", "batch2"), ("mk", "kn", "mn")),
         "einsum": ((), ("", "", "")),
@@ -132,7 +138,7 @@ def origin(operand: Tensor) -> Origin | None:
         if (leaf := getattr(node, "variable", None)) is not None:
             return Origin(leaf, first, gathered) if isinstance(leaf, nn.Parameter) else None
         name = node.name().rpartition("::")[2]
-        if name not in _SAME_NUMBERS:
+        if not _SAME_NUMBERS.fullmatch(name):
             return None
         gathered = gathered or name.startswith("Index")
         if name.startswith(("Select", "Unbind")) and int(node._saved_dim) == 0:  # type: ignore[attr-defined]
@@ -334,23 +340,18 @@ class FunctionalTap:
 
 def _take_off(mode: _Mode) -> int | None:
     """Takes a mode off the stack and leaves those on it; how many they are, or None where it is not there."""
-    above: list[TorchFunctionMode] = []
-    while _len_torch_function_stack():
-        if (top := _pop_mode()) is mode:
-            break
-        above.append(top)
-    else:
-        _push_all(above)
+    stack = _get_current_function_mode_stack()
+    if mode not in stack:
         return None
-    _push_all(above)
-    return len(above)
+    above: int = len(stack) - 1 - stack.index(mode)
+    taken = [_pop_mode() for _ in range(above + 1)]
+    for other in reversed(taken[:-1]):
+        _push_mode(other)
+    return above
 
 
 def _put_on(mode: _Mode, below: int) -> None:
-    above = [_pop_mode() for _ in range(min(below, _len_torch_function_stack()))]
-    _push_all([*above, mode])
-
-
-def _push_all(modes: list[TorchFunctionMode]) -> None:
-    for mode in reversed(modes):
-        _push_mode(mode)
+    """Puts it back under so many others."""
+    taken = [_pop_mode() for _ in range(min(below, len(_get_current_function_mode_stack())))]
+    for other in (mode, *reversed(taken)):
+        _push_mode(other)

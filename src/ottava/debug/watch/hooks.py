@@ -63,6 +63,7 @@ class GlobalHooks:
         torch_module._global_forward_hooks[second.id] = self._after
         torch_module._global_forward_hooks_with_kwargs[second.id] = True
         for handle in third:
+            assert self._left is not None
             torch_module._global_forward_hooks[handle.id] = self._left
             torch_module._global_forward_hooks_always_called[handle.id] = True
 

@@ -43,7 +43,7 @@ _COMPILED_QUIETLY = (
 _NOT_ASKED = "was not asked for"
 _WITHOUT_GRAD = "ran without gradients only"
 _NO_GEMM = (
-    "no GEMM with it was seen: it is used through an operation that is not known, inside an autograd.Function, outside of "
+    "no GEMM with it was seen: it is used through an operation that is not known, in an autograd.Function, outside of "
     "the module that owns it, or is no weight"
 )
 _CALLS_COMPILED = "its module calls compiled functions, in which nothing can be seen"
@@ -308,14 +308,16 @@ class ModuleTap:
             linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, None, self._looks))
         weight, sizes = part.weight, linear.shape
         arrange_weight = part.arrange_weight or _upright(weight, adapter)
-        if weight is not None and linear.shape is None and weight.numel():
+        if weight is not None and weight.numel() and (linear.shape is None or len(linear.shape) > 2):
             sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
         if sizes is not None and weight is not None and not weight.is_floating_point():
             sizes = None  # packed: its shape says nothing
         dtype = None
         for x in part.inputs:
             dtype = autocast_dtype(x) if part.cast else None
-            self._hand(linear, "input", x, dtype, sizes[1] if sizes else None, part.arrange_input or torch.Tensor.detach)
+            self._hand(
+                linear, "input", x, dtype, sizes[1] if sizes else None, part.arrange_input or torch.Tensor.detach
+            )
         if weight is not None and layer not in self._weights:
             self._weights.add(layer)
             self._hand(linear, "weight", weight, arrange=arrange_weight)
@@ -341,7 +343,7 @@ class ModuleTap:
         for tensor, target in wanted:
             if not target.requires_grad or part.output is None:
                 continue
-            edges = list(edges_to(target, part.output))
+            edges = list(edges_to(target, part.output, part.inputs))
             if not edges:
                 linear.whys.setdefault(f"{SYMBOLS[tensor]}: not found in the graph", None)
             arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach

@@ -95,7 +95,10 @@ class Watch:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         if model is not None:
-            self._check_patterns([name for name, module in model.named_modules() if module._parameters])
+            names = [name for name, module in model.named_modules() if module._parameters]
+            for name, parameter in model.named_parameters():  # those of experts are layers of their own
+                names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
+            self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
