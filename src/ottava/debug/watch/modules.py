@@ -47,6 +47,9 @@ _NO_GEMM = (
     "the module that owns it, or is no weight"
 )
 _CALLS_COMPILED = "its module calls compiled functions, in which nothing can be seen"
+_OTHER_ROWS = (
+    "X has {} rows and Y {}: one is this rank's part, gathered or scattered inside, as with sequence parallelism"
+)
 _FRUITLESS = 16
 """Forwards of a module with parameters of its own in which no GEMM was seen, until nobody looks any more."""
 _TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -211,7 +214,7 @@ class ModuleTap:
         if not self._asked(linear.name):
             return _NOT_ASKED
         if linear.without_grad:
-            return _WITHOUT_GRAD
+            return _WITHOUT_GRAD if linear.adapter is not None else f"{_WITHOUT_GRAD}, or inside an autograd.Function"
         module = linear.module()
         if module is None:
             return "is gone, and never ran while it was watched"
@@ -229,7 +232,7 @@ class ModuleTap:
                 for linear in self._linears.values()
                 if not linear.seen and self._looks - linear.found_at >= LOOKS_BEFORE_WARNING and self._listed(linear)
                 for entry in [self._entry(linear)]
-                if entry["why"] not in (_WITHOUT_GRAD, _NOT_ASKED)
+                if entry["why"] != _NOT_ASKED and not entry["why"].startswith(_WITHOUT_GRAD)
             ]
             nothing = not self._linears
         if nothing and (living := _living_linears()):
@@ -325,6 +328,8 @@ class ModuleTap:
         if y is None:
             return
         arrange = part.arrange or torch.Tensor.detach
+        if part.arrange is None and part.inputs and _rows(part.inputs[0]) != _rows(y):
+            linear.whys.setdefault(_OTHER_ROWS.format(_rows(part.inputs[0]), _rows(y)), None)
         self._hand(linear, "output", y, None, sizes[0] if sizes else None, arrange)
         if not y.requires_grad:
             return
@@ -443,6 +448,10 @@ def _upright(weight: Tensor | None, adapter: Adapter | None) -> Callable[[Tensor
     """From a weight as it is kept to (N, K)."""
     turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
     return torch.Tensor.t if turned else torch.Tensor.detach
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
 
 
 def _has_doors(module: nn.Module) -> bool:
