@@ -51,6 +51,13 @@ def watch(
         str | None,
         typer.Option(metavar="MODE", help="warn [warn]: say what compiling hides; eager: look uncompiled."),
     ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="mean [mean] of micro-batches; sum, where the loop divides them, as Hugging Face's does.",
+        ),
+    ] = None,
     append: Annotated[bool, typer.Option("--append", help="Go on in a folder that holds a watched run.")] = False,
     step: Annotated[int, typer.Option(metavar="N", help="With --append: steps done before.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was watched as one JSON object, last.")] = False,
@@ -80,6 +87,7 @@ def watch(
         "sample": sample,
         "sinks": sink,
         "compiled": compiled,
+        "loss": loss,
     }
     settings = {name: value for name, value in given.items() if value not in (None, [])}
     seen = start(None, out or _folder(command), config, step=step, append=append, **settings)

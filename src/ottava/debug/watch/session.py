@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -260,7 +261,8 @@ class Watch:
 
     def _numbers(self, now: float) -> dict[str, float]:
         parts = [float(part) for part in self._loss_parts]
-        numbers = {"loss": statistics.fmean(parts)} if parts else {}
+        of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
+        numbers = {"loss": of_step(parts)} if parts else {}
         numbers |= {"seconds": now - self._step_started} | self._logged
         self._loss_parts, self._logged = [], {}
         return numbers
