@@ -15,9 +15,9 @@ KINDS = MappingProxyType(
         "proj": "o_proj out_proj linear_proj attn.proj attn.c_proj attention.proj "
         "self_attention.proj attention.dense attention.output.dense wo to_out.0 SelfAttention.o EncDecAttention.o",
         "fc2": "down_proj fc2 linear_fc2 dense_4h_to_h w2 mlp.c_proj down linear2 fc_out ffn.wo wo_ff output.dense "
-        "DenseReluDense.wo",
+        "DenseReluDense.wo w2_EDF",
         "fc1": "gate_proj up_proj gate_up_proj fc1 linear_fc1 dense_h_to_4h w1 w3 c_fc up gate linear1 fc_in "
-        "intermediate.dense wi wi_0 wi_1",
+        "intermediate.dense wi wi_0 wi_1 w1_EFD w3_EFD",
     }
 )
 """Kind -> the last words of its layers' names, of which the longest that fits counts; where none does, the kind is

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ottava.debug.run.reader import Run
+from ottava.debug.watch import watch
 from ottava.debug.watch.functional import FunctionalTap, Origin, calls_compiled, origin, product
 from watch_samples import ALL, CHECKPOINTS, noise, tapped
 
@@ -204,6 +208,32 @@ def test_what_is_no_product_of_two_tensors_is_passed_over() -> None:
         ("einsum", ("ii,ij->j", x, x)),
     ]
     assert [product(name, args, {}) for name, args in calls] == [None] * len(calls)
+
+
+def test_a_gemm_outside_of_the_owner_is_named(tmp_path: Path) -> None:
+    """As where the embedding is the head, without a layer of its own."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.fc, self.pos = nn.Embedding(5, K), nn.Linear(K, K), nn.Parameter(noise(K))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.fc(self.embed(ids) + self.pos) @ self.embed.weight.t()
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run", every=1) as seen, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+    (skipped,) = Run.open(seen.folder).manifest["coverage"]["skipped"]
+    assert skipped == {
+        "name": "embed",
+        "why": "a GEMM takes it outside of the module that owns it, where nothing is seen",
+    }
+    assert "embed (Embedding): a GEMM takes it outside" in str(caught[-1].message)
 
 
 # --- the mode ------------------------------------------------------------------------------------------------------

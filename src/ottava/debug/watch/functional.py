@@ -14,6 +14,7 @@ import inspect
 import math
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -33,6 +34,9 @@ GATHERED = (
 """Why experts that index their weights by token ("batched_mm" of Hugging Face) are not seen."""
 _SEARCH = 16
 """Views and casts between a parameter and the operand made of it."""
+_FRUITLESS = 16
+"""Forwards of a module with parameters of its own in which no GEMM was seen, until nobody looks any more."""
+_GEMM_NODE = re.compile("(Addmm|Mm|Bmm|Baddbmm|GroupedMm|Linear)Backward[0-9]*")
 _SAME_NUMBERS = re.compile(
     "(Select|ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Expand|Slice|Split|SplitWithSizes"
     "|Chunk|Alias|Clone|Unbind|Index|ToTorchTensor)Backward[0-9]*"
@@ -130,7 +134,11 @@ def origin(operand: Tensor) -> Origin | None:
         stride = base.stride(0) if base.dim() else 0
         first = (operand.storage_offset() - base.storage_offset()) // stride if stride else 0
         return Origin(base, first)
-    node, number = operand.grad_fn, operand.output_nr
+    return _leads_to(operand.grad_fn, operand.output_nr)
+
+
+def _leads_to(node: Any, number: int) -> Origin | None:
+    """What `origin` finds behind output `number` of a node of the graph."""
     first, gathered = 0, False
     for _ in range(_SEARCH):
         if node is None:
@@ -141,8 +149,8 @@ def origin(operand: Tensor) -> Origin | None:
         if not _SAME_NUMBERS.fullmatch(name):
             return None
         gathered = gathered or name.startswith("Index")
-        if name.startswith(("Select", "Unbind")) and int(node._saved_dim) == 0:  # type: ignore[attr-defined]
-            index = number if name.startswith("Unbind") else int(node._saved_index)  # type: ignore[attr-defined]
+        if name.startswith(("Select", "Unbind")) and int(node._saved_dim) == 0:
+            index = number if name.startswith("Unbind") else int(node._saved_index)
             first = index if index < 1 << 63 else index - (1 << 64)
         inputs = [following for following in node.next_functions if following[0] is not None]
         if len(inputs) != 1:
@@ -231,6 +239,31 @@ def _matrix(t: Tensor, labels: str, at: Mapping[str, int], order: tuple[str, str
     return t.reshape(-1, math.prod(t.shape[len(rows) :]))
 
 
+def weights_of_gemms(root: Tensor) -> list[Tensor]:
+    """The parameters that GEMMs take in the graph of a result, as far as it is there: a segment that reentrant
+    checkpointing will compute again is not, nor what is in an autograd.Function or in compiled code.
+
+    Example:
+        >>> table, x = nn.Parameter(torch.ones(4, 3)), torch.ones(2, 3)
+        >>> [weight is table for weight in weights_of_gemms((x @ table.t()).sum())]
+        [True]
+    """
+    found: dict[int, Tensor] = {}
+    waiting = [root.grad_fn] if root.grad_fn is not None else []
+    passed = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for following, number in node.next_functions:
+            if following is None:
+                continue
+            if _GEMM_NODE.fullmatch(node.name().rpartition("::")[2]) and (weight := _leads_to(following, number)):
+                found[id(weight.parameter)] = weight.parameter
+            if following not in passed:
+                passed.add(following)
+                waiting.append(following)
+    return list(found.values())
+
+
 def owns_a_matrix(module: nn.Module) -> bool:
     """Whether a module has a parameter of its own that a GEMM could take.
 
@@ -250,6 +283,24 @@ def calls_compiled(module: nn.Module) -> bool:
         hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "_torchdynamo_disable")
         for value in known + own
     )
+
+
+class Owner:
+    """A module with parameters of its own that GEMMs of its forward may take."""
+
+    __slots__ = ("compiled", "fruitless", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.compiled = calls_compiled(module)
+        self.fruitless = 0
+
+    def promises(self, module: nn.Module) -> bool:
+        """Whether to look into this forward of it; counts it."""
+        if self.module() is not module or self.compiled or not torch.is_grad_enabled():
+            return False
+        self.fruitless += 1
+        return self.fruitless <= _FRUITLESS
 
 
 class _Mode(TorchFunctionMode):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.watch.adapters import Adapter, Part, adapter_of
-from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, calls_compiled, owns_a_matrix
+from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
@@ -46,12 +46,11 @@ _NO_GEMM = (
     "no GEMM with it was seen: it is used through an operation that is not known, in an autograd.Function, outside of "
     "the module that owns it, or is no weight"
 )
+_ELSEWHERE = "a GEMM takes it outside of the module that owns it, where nothing is seen"
 _CALLS_COMPILED = "its module calls compiled functions, in which nothing can be seen"
 _OTHER_ROWS = (
     "X has {} rows and Y {}: one is this rank's part, gathered or scattered inside, as with sequence parallelism"
 )
-_FRUITLESS = 16
-"""Forwards of a module with parameters of its own in which no GEMM was seen, until nobody looks any more."""
 _TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -119,8 +118,9 @@ class ModuleTap:
         self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
         self._linears: dict[str, _Linear] = {}
         self._weights: set[str] = set()
-        self._owners: dict[int, _Owner] = {}
+        self._owners: dict[int, Owner] = {}
         self._functional = FunctionalTap(self._took)
+        self._looked_back = False
         self._hooks = GlobalHooks(self._before, self._after, self._left)
         self._period = 0
         self._looks = 0
@@ -159,6 +159,21 @@ class ModuleTap:
             warnings.warn(text, stacklevel=2)
         return text
 
+    def look_back(self, root: Tensor) -> None:
+        """Looks for GEMMs that were not seen in the graph of a loss, so that `coverage` can name them; once."""
+        if self._looked_back or not self._hooks.attached:
+            return
+        self._looked_back = True
+        with self._timed(), self._lock:
+            for parameter in weights_of_gemms(root):
+                if (holder := self.names.holder(parameter)) is None or adapter_of(holder[0]) is not None:
+                    continue
+                layer = _layer_of(holder)
+                if not any(name == layer or name.startswith(f"{layer}.") for name in self._linears):
+                    linear = _Linear(layer, holder[0], None, parameter, self._looks)
+                    linear.whys[_ELSEWHERE] = None
+                    self._linears[layer] = linear
+
     def coverage(self) -> list[dict[str, Any]]:
         """Every linear that was found: name, type (its class), kind, shape [N, K], seen, tensors, and why not all."""
         with self._lock:
@@ -182,7 +197,7 @@ class ModuleTap:
 
     def _found_owner(self, name: str, module: nn.Module) -> None:
         """A module that may use its parameters itself; those of three dimensions are hardly there for anything else."""
-        self._owners[id(module)] = _Owner(module)
+        self._owners[id(module)] = Owner(module)
         if "Conv" in type(module).__name__:
             return
         for key, parameter in module._parameters.items():
@@ -291,8 +306,7 @@ class ModuleTap:
         holder = self.names.holder(found.parameter) if self._hooks.attached else None
         if holder is None:
             return
-        module, name, key = holder
-        layer = name if key == "weight" else f"{name}.{key}" if name else key
+        module, layer = holder[0], _layer_of(holder)
         if (owner := self._owners.get(id(module))) is not None:
             owner.fruitless = 0
         if not torch.is_grad_enabled() or found.gathered:
@@ -421,22 +435,10 @@ class ModuleTap:
                 self._see(linear.name, tensor, matrix)
 
 
-class _Owner:
-    """A module with parameters of its own that GEMMs of its forward may take."""
-
-    __slots__ = ("compiled", "fruitless", "module")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self.compiled = calls_compiled(module)
-        self.fruitless = 0
-
-    def promises(self, module: nn.Module) -> bool:
-        """Whether to look into this forward of it; counts it."""
-        if self.module() is not module or self.compiled or not torch.is_grad_enabled():
-            return False
-        self.fruitless += 1
-        return self.fruitless <= _FRUITLESS
+def _layer_of(holder: tuple[nn.Module, str, str]) -> str:
+    """The name of the GEMM that takes a parameter of a module, from that module, its name and the parameter's."""
+    _, name, key = holder
+    return name if key == "weight" else f"{name}.{key}" if name else key
 
 
 def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:

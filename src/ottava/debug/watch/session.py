@@ -114,7 +114,7 @@ class Watch:
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
         )
-        self.losses = LossTap(self._saw_loss)
+        self.losses = LossTap(self._saw_loss, self.modules.look_back)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._flight: deque[tuple[int, Light]] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
