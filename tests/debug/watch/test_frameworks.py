@@ -1,4 +1,4 @@
-"""Real models of Hugging Face, as installed: every GEMM with a parameter is seen, and what is seen is what it got.
+"""Real models of Hugging Face and Megatron, as installed: every GEMM with a parameter is seen as it is.
 
 The witness knows nothing of modules: a TorchDispatchMode that notes what aten's GEMMs multiply, forward and backward.
 Without the packages these tests are skipped; docs/debugging.md says with which versions they ran.
@@ -7,8 +7,13 @@ Without the packages these tests are skipped; docs/debugging.md says with which 
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ottava.debug.run.reader import Run
+from ottava.debug.watch import watch
 from ottava.debug.watch.modules import ModuleTap
 from watch_samples import ALL, Seen, tapped
 
@@ -141,7 +148,8 @@ def test_every_gemm_with_a_parameter_is_seen_as_it_is(name: str) -> None:
 def train(name: str, checkpointing: str, autocast: bool, watched: bool) -> tuple[list[Tensor], Counter[Any], ModuleTap]:
     model = made(name)
     if checkpointing != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": checkpointing == "reentrant"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen, losses = Seen(), []
     tap = ModuleTap(seen, tensors=ALL)
@@ -185,3 +193,81 @@ def test_experts_whose_weights_are_gathered_are_said_not_to_be_seen() -> None:
         f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("gate_up_proj", "down_proj")
     }
     assert all("gathered" in why and "grouped_mm" in why for why in unseen.values())
+
+
+# --- Megatron ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [("plain", 2), ("tied", 1), ("experts", 1), ("sequence parallel", 2)])
+def test_megatron_is_seen_whole(kind: str, ranks: int) -> None:
+    pytest.importorskip("megatron.core")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = Path(__file__).with_name("megatron_ranks.py")
+    done = subprocess.run([*command, str(script), kind], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["same"]
+    layers = {entry["name"]: entry for entry in told["coverage"]}
+    unseen = {name for name, entry in layers.items() if not entry["seen"]}
+    # Megatron's router multiplies in an autograd.Function
+    assert unseen == ({f"decoder.layers.{i}.mlp.router" for i in range(2)} if kind == "experts" else set())
+    assert all("autograd.Function" in layers[name]["why"] for name in unseen)
+    whole = {"linear_fc1", "linear_fc2"} | (set() if kind == "sequence parallel" else {"linear_qkv", "linear_proj"})
+    assert whole <= {name.rpartition(".")[2] for name in layers}
+    for name in set(layers) - unseen:
+        assert set(layers[name]["tensors"]) == set(ALL), name
+        assert ("sequence parallelism" in layers[name]["why"]) == (kind == "sequence parallel")
+
+
+# --- Trainer and PEFT ----------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: x[0] for name, x in batch("", index).items()}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
+def test_trainer_is_watched_without_a_word(lora: bool, tmp_path: Path) -> None:
+    """Accumulation, bf16 by autocast, checkpointing, an evaluation in between."""
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft") if lora else None
+
+    def train(watched: bool) -> tuple[nn.Module, list[float]]:
+        model = made("llama, tied")
+        if peft is not None:
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        arguments = hf.TrainingArguments(
+            str(tmp_path / "out"),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            bf16=True,
+            activation_checkpointing=True,
+            eval_strategy="steps",
+            eval_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = hf.Trainer(model=model, args=arguments, train_dataset=Numbers(), eval_dataset=Numbers())
+        with watch(None, tmp_path / "run", every=1, loss="sum") if watched else nullcontext():
+            trainer.train()
+        return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    (model, losses), (unwatched, _) = train(True), train(False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), unwatched.parameters(), strict=True))
+    run = Run.open(tmp_path / "run")
+    assert run.manifest["coverage"]["skipped"] == []
+    assert run.manifest["coverage"]["linear"] == (15 + 2 * 2 * 2 if lora else 15)
+    assert run.steps["loss"] == pytest.approx(losses, abs=1e-3)
+    casts = run.table().where(step=2, tensor="input")
+    assert set(casts.tallies.n_casts) == {2}  # one a micro-batch, whatever was recomputed or evaluated
+    kinds = {layer["name"].rpartition("layers.0.")[2]: layer["kind"] for layer in run.manifest["layers"]}
+    assert kinds["mlp.down_proj.base_layer" if lora else "mlp.down_proj"] == "fc2"
