@@ -114,6 +114,19 @@ def test_a_loop_that_divides_its_losses_says_so(tmp_path: Path) -> None:
     assert Run.open(seen.folder).steps["loss"] == pytest.approx([sum(losses[:3]), sum(losses[3:])], rel=1e-6)
 
 
+def test_outputs_of_our_layers_are_seen_too(tmp_path: Path) -> None:
+    """X, W and dY at the doors, once; Y, dX and dW from outside."""
+    model = build("tensorwise")
+    tensors = ("X", "W", "dY", "Y", "dX", "dW")
+    with watch(model, tmp_path / "run", every=1, sample=1, tensors=tensors) as seen:
+        train(model, 1)
+    sources: dict[str, set[str]] = {}
+    for key in Run.open(seen.folder).table().slots():
+        sources.setdefault(key.tensor, set()).add(key.source)
+    assert sources.pop("output") == sources.pop("grad_input") == sources.pop("grad_weight") == {"hook"}
+    assert set(map(tuple, sources.values())) == {("door",)}
+
+
 def test_experts_are_asked_for_by_number(tmp_path: Path) -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

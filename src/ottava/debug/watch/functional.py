@@ -199,6 +199,11 @@ def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Ite
 
 def _grouped(call: Product, y: Tensor, found: Origin, cast: bool) -> Iterator[Part]:
     assert call.ends is not None
+    if type(call.ends) is not Tensor or (call.ends.is_cuda and torch.cuda.is_current_stream_capturing()):
+        for index in range(call.b.shape[0]):  # nobody can read how the rows are split
+            weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
+            yield Part(f".{found.first + index}", (), call.b, None, None, None, weight, cast)
+        return
     start = 0
     for index, end in enumerate(call.ends.tolist()):  # waits for the device, in steps that are watched
         weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))

@@ -35,6 +35,7 @@ See = Callable[[str, str, Tensor], None]
 """(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output"."""
 
 LOOKS_BEFORE_WARNING = 2
+_AT_DOORS = frozenset({"input", "weight", "grad_output"})
 _COMPILED = "in a compiled region, which calls no hooks; watch with compiled='eager'"
 _COMPILED_QUIETLY = (
     "called no forward hooks: it is compiled (then watch with compiled='eager'), in a CUDA graph, used functionally, "
@@ -83,7 +84,7 @@ class ModuleTap:
         model: only its layers; None: all of the process.
         wants: asked with (layer, tensor) before a tensor is prepared.
         asked: whether a layer is asked for at all; of one that is not, nobody complains that it gives no sample.
-        own: layers of ottava too, also where their casts are seen at the door.
+        own: layers of ottava too, also where their casts are seen at the door; else only Y, dX and dW of those.
         timed: a context around all that is done for a tensor.
 
     Edge cases: the dtype is that of the GEMM, under torch.autocast its dtype; the weight is as the parameter is. Of a
@@ -293,13 +294,16 @@ class ModuleTap:
                 self._take(name + part.suffix, module, adapter, part)
 
     def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
-        if _has_doors(module) and not self._own and _casts(module):
-            return False  # its doors tell
+        if self._doors_tell(module) and self._tensors <= _AT_DOORS:
+            return False
         if not torch.is_grad_enabled():
             for suffix, _ in site[2].weights(module):
                 self._linears[site[1] + suffix].without_grad = True
             return False
         return not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
+
+    def _doors_tell(self, module: nn.Module | None) -> bool:
+        return not self._own and module is not None and _has_doors(module) and _casts(module)
 
     def _took(self, found: Origin, parts: Iterator[Part]) -> None:
         """A product that no layer made."""
@@ -413,6 +417,8 @@ class ModuleTap:
         arrange: Callable[[Tensor], Tensor] = torch.Tensor.detach,
     ) -> None:
         if tensor not in self._tensors or not self._wants(linear.name, tensor):
+            return
+        if tensor in _AT_DOORS and self._doors_tell(linear.module()):
             return
         with unobserved(x):
             numbers, why = plain(x)
