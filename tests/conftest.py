@@ -27,6 +27,15 @@ from ottava.recipe import RECIPES, Recipe
 from ottava.rounding import decode
 from ottava.scaling import Granularity, ScaleFormat
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked `gpu` is skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 REGISTERED_GRANULARITIES = tuple(value for value in vars(scaling).values() if isinstance(value, Granularity))
 GRANULARITIES = (*REGISTERED_GRANULARITIES, Granularity(3, 5), Granularity(None, 4))
 SPECS = [

@@ -34,8 +34,19 @@ MODELS = {
     ),
     "Mixtral": (
         "model.layers.0.block_sparse_moe.experts.5.w1 fc1, model.layers.0.block_sparse_moe.experts.5.w2 fc2,"
-        "model.layers.0.block_sparse_moe.experts.5.w3 fc1"
+        "model.layers.0.block_sparse_moe.experts.5.w3 fc1, model.layers.0.mlp.gate router,"
+        "model.layers.0.mlp.experts.gate_up_proj.3 fc1, model.layers.0.mlp.experts.down_proj.12 fc2"
     ),
+    "T5": (
+        "encoder.block.0.layer.0.SelfAttention.q qkv, encoder.block.0.layer.0.SelfAttention.o proj,"
+        "encoder.block.0.layer.1.DenseReluDense.wi fc1, encoder.block.0.layer.1.DenseReluDense.wo fc2"
+    ),
+    "DeepSeek": (
+        "model.layers.0.self_attn.q_b_proj qkv, model.layers.0.self_attn.kv_a_proj_with_mqa qkv,"
+        "model.layers.3.mlp.shared_experts.down_proj fc2"
+    ),
+    "BERT's head": "cls.predictions.decoder lm_head, cls.predictions.transform.dense linear",
+    "PEFT": "base_model.model.model.layers.0.self_attn.q_proj.base_layer qkv",
     "torchtitan": "layers.0.attention.wq qkv, layers.0.attention.wo proj, layers.0.feed_forward.w2 fc2, output lm_head",
     "nobody": "encoder linear, layers.0.something linear",
 }

@@ -78,7 +78,6 @@ def test_it_needs_bf16_tensor_cores(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_agrees(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """BF16 tensor cores with an fp32 result: the bound of the emulation on a CPU."""
     a, b = operands(pair)

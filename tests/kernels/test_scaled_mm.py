@@ -219,7 +219,6 @@ def test_blocks_are_refused_on_a_cpu_and_say_their_padding(pair: Pair) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "out_dtype, with_bias", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
 )
@@ -243,7 +242,6 @@ def test_blocks_agree_with_the_reference_on_hopper(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensor_cores_agree_with_the_reference(taken: Pair, float64_gemm: Float64Gemm) -> None:
     """On Hopper: 14 bits are kept between promotions (2**-13 of sum |a||b|), slow accumulation, padded sizes."""
     a, b = cast(torch.randn(65, 1000), taken[0]), cast(torch.randn(77, 1000), taken[1])

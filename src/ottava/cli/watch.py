@@ -51,9 +51,11 @@ def watch(
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODE", help="Compiled layers: warn that they are not seen, or look at them eager [warn]."
-        ),
+        typer.Option(metavar="MODE", help="Compiled layers: warn that they go unseen, or look at them eager [warn]."),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="mean of micro-batches, or sum where the loop divides them (HF) [mean]."),
     ] = None,
     append: Annotated[bool, typer.Option("--append", help="Go on in a folder that holds a watched run.")] = False,
     step: Annotated[
@@ -87,6 +89,7 @@ def watch(
         "sample": sample,
         "sinks": sink,
         "compiled": compiled,
+        "loss": loss,
     }
     settings = {name: value for name, value in given.items() if value not in (None, [])}
     seen = start(None, out or _folder(command), config, step=step, append=append, **settings)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+import re
 from types import MappingProxyType
 
 KINDS = MappingProxyType(
     {
-        "lm_head": "lm_head output_layer embed_out head output",
+        "lm_head": "lm_head output_layer embed_out head output predictions.decoder",
         "router": "router mlp.gate gate.wg",
         "qkv": "q_proj k_proj v_proj qkv_proj q k v qkv query key value query_key_value c_attn in_proj Wqkv wq wk wv "
-        "to_q to_k to_v linear_qkv linear_q linear_kv layernorm_qkv",
+        "to_q to_k to_v linear_qkv linear_q linear_kv layernorm_qkv q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj",
         "proj": "o_proj out_proj linear_proj attn.proj attn.c_proj attention.proj "
-        "self_attention.proj attention.dense attention.output.dense wo to_out.0",
-        "fc2": "down_proj fc2 linear_fc2 dense_4h_to_h w2 mlp.c_proj down linear2 fc_out ffn.wo wo_ff output.dense",
+        "self_attention.proj attention.dense attention.output.dense wo to_out.0 SelfAttention.o EncDecAttention.o",
+        "fc2": "down_proj fc2 linear_fc2 dense_4h_to_h w2 mlp.c_proj down linear2 fc_out ffn.wo wo_ff output.dense "
+        "DenseReluDense.wo w2_EDF",
         "fc1": "gate_proj up_proj gate_up_proj fc1 linear_fc1 dense_h_to_4h w1 w3 c_fc up gate linear1 fc_in "
-        "intermediate.dense",
+        "intermediate.dense wi wi_0 wi_1 w1_EFD w3_EFD",
     }
 )
-"""Kind -> the last words of its layers' names, tried in this order; where nothing fits, the kind is "linear"."""
+"""Kind -> the last words of its layers' names, of which the longest that fits counts; where none does, the kind is
+"linear"."""
+
+_PART = re.compile(r"(?<=expert).*(\.\d+)$|\.base_layer$")
+"""What follows the name that says it: the number of an expert's matrix, and the layer that PEFT wraps."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,12 +34,17 @@ def layer_kind(name: str) -> str:
     Example:
         >>> [layer_kind(f"model.layers.3.{n}") for n in ("mlp.down_proj", "self_attn.q_proj", "mlp.gate_proj", "x")]
         ['fc2', 'qkv', 'fc1', 'linear']
+        >>> layer_kind("mlp.experts.down_proj.7"), layer_kind("self_attn.q_proj.base_layer")
+        ('fc2', 'qkv')
     """
-    dotted = f".{name}"
-    for kind, words in KINDS.items():
-        if dotted.endswith(tuple(f".{word}" for word in words.split())):
-            return kind
-    return "linear"
+    dotted = f".{_plain(name)}"
+    fits = [(len(word), kind) for kind, words in KINDS.items() for word in words.split() if dotted.endswith(f".{word}")]
+    return max(fits, default=(0, "linear"))[1]
+
+
+def _plain(name: str) -> str:
+    found = _PART.search(name)
+    return name if found is None else name.removesuffix(found[1] or found[0])
 
 
 def layer_index(name: str) -> int | None:

@@ -14,7 +14,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -24,6 +24,9 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 _STAND_IN_FOR = ("transformer_engine.", "transformer_engine_torch.", "megatron.", "numpy.", "argparse.Namespace")
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+_MAKER = "_make_in_reduce_ex"
+"""TransformerEngine 2.15 rebuilds its tensors by this class method, which pickle names by calling getattr."""
 _CONTAINERS = MappingProxyType({kind.__name__: kind for kind in (set, frozenset, bytearray, list, dict, tuple)})
 
 
@@ -68,9 +71,15 @@ def load_torch(file: Path | bytes) -> Any:
     is_zip = zipfile.is_zipfile(_stream(file))  # older files cannot be asked for the names in them
     if is_zip:
         unknown = [name for name in get_unsafe_globals_in_checkpoint(_stream(file)) if name != "_io.BytesIO"]
-        if refused := [name for name in unknown if not name.startswith(_STAND_IN_FOR)]:
+        if refused := [name for name in unknown if not name.startswith((*_STAND_IN_FOR, *_GETATTR))]:
             raise RefusedError(refused)
-        stand_ins += [(_stand_in(name), name) for name in unknown]
+        classes = {name: _stand_in(name) for name in unknown if name not in _GETATTR}
+        stand_ins += [(kind, name) for name, kind in classes.items()]
+        if len(classes) < len(unknown):
+            makers = {kind: _stand_in(f"{name}.{_MAKER}") for name, kind in classes.items()}
+            stand_ins += [(maker, maker.qualified_name) for maker in makers.values()]
+            look_up = _attribute_maker(makers)
+            stand_ins += [(look_up, name) for name in _GETATTR]
     try:
         with safe_globals(stand_ins):
             mmap = is_zip and isinstance(file, Path)
@@ -80,6 +89,17 @@ def load_torch(file: Path | bytes) -> Any:
             raise RefusedError([found[1]]) from error
         # torch's own text advises to load without restriction
         raise pickle.UnpicklingError(str(error).partition("WeightsUnpickler error: ")[2] or "not a pickle") from error
+
+
+def _attribute_maker(makers: Mapping[type[StandIn], type[StandIn]]) -> Callable[[Any, str], type[StandIn]]:
+    """getattr, of nothing but that one method of stand-ins."""
+
+    def look_up(owner: Any, name: str) -> type[StandIn]:
+        if name != _MAKER or not isinstance(owner, type) or owner not in makers:
+            raise RefusedError([f"getattr({getattr(owner, '__name__', owner)!r}, {name!r})"])
+        return makers[owner]
+
+    return look_up
 
 
 def _stream(file: Path | bytes) -> Any:

@@ -6,6 +6,7 @@ import enum
 import os
 import sys
 import types
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,39 @@ def test_codes_and_tensor_give_the_tally_of_the_cast(te: types.ModuleType, tmp_p
         assert getattr(got, name) == getattr(wanted, name), name
     assert (got.row_sqnr == wanted.row_sqnr).all()
     assert run.manifest["imported"]["notes"] == []
+
+
+class KindOfC:
+    """pybind11's enum: an object without arguments, whose state is its number."""
+
+    def __getstate__(self) -> int:
+        return 7
+
+    def __setstate__(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("recipe, kind", [("tensorwise", "Float8Tensor"), ("mxfp8", "MXFP8Tensor")])
+def test_dumps_of_transformer_engine_2_15(te: Any, tmp_path: Path, recipe: str, kind: str) -> None:
+    """Its tensors were rebuilt by a class method, found with getattr, and its dtypes were an enum of C++."""
+
+    def _make_in_reduce_ex(cls: type, *args: Any) -> Any:
+        return args
+
+    owner: Any = type(kind, (), {"_make_in_reduce_ex": classmethod(_make_in_reduce_ex), "__module__": MODULE})
+    setattr(te, kind, owner)
+    KindOfC.__module__, te.KindOfC = MODULE, KindOfC
+    x = tensor()
+    new = pickled(te, recipe, x)
+    args = tuple(KindOfC() if isinstance(arg, enum.IntEnum) else arg for arg in new.args)
+    old = type("Old", (), {"__reduce__": lambda self: (owner._make_in_reduce_ex, args)})()
+    path = dump(tmp_path / "logs", {"high_precision": x, "quantized": old})
+    with zipfile.ZipFile(path) as archive:
+        assert b"getattr" in archive.read(f"{path.stem}/data.pkl")
+    run = without_te(te, path.parents[2], tmp_path / "run")
+    (key,) = run.table().slots()
+    assert (key.recipe, key.format, key.source) == (recipe, "E4M3", "import:te_dump")
+    assert run.table().tally(0).see == measure(x.reshape(-1, 256), cast(x, recipe)).see
 
 
 def test_without_codes_a_recipe_is_simulated(tmp_path: Path) -> None:

@@ -189,3 +189,26 @@ def test_a_bad_run_is_told_from_a_good_one(tmp_path: Path) -> None:
     assert any("decoder.layers.3.mlp.fc2" in finding["layers"] for finding in bad["findings"])
     assert bad["verdict"] == "critical"
     assert not any("decoder.layers.3.mlp.fc2" in finding["layers"] for finding in good["findings"])
+
+
+def test_logs_of_the_real_logger(tmp_path: Path) -> None:
+    """nvdlfw_inspect's own, with the names under which TransformerEngine logs."""
+    logging = pytest.importorskip("nvdlfw_inspect.logging")
+    logger = logging.FileLogger("nvdlfw_inspect", str(tmp_path / "logs"))
+    logger.initialize("nvdlfw_inspect_logs")
+    logger._initialize_stats_logger("nvdlfw_inspect_statistics_logs")
+    logger.log_message(f"Assigned layer name: {FC2}")
+    values = {"underflows%": 12.5, "mse": 0.25, "cur_amax": 3.0, "std": math.nan, "mxfp8_mse_columnwise": 0.125}
+    for statistic, value in values.items():
+        logger.log_scalar(f"{FC2}_activation_{statistic}", value, 7)
+    run = import_run(tmp_path / "logs", tmp_path / "run")
+    rows = run.table().dicts("underflow_pct_numel", "mse", "amax", "std")
+    assert {(row["layer"], row["tensor"], row["step"]) for row in rows} == {(FC2, "input", 7)}
+    assert {(row["recipe"], row["direction"], row["mse"]) for row in rows} == {
+        ("unknown", "row", 0.25),
+        ("mxfp8", "col", 0.125),
+    }
+    real = next(row for row in rows if row["recipe"] == "unknown")
+    assert (real["underflow_pct_numel"], real["amax"]) == (12.5, 3.0)
+    assert math.isnan(real["std"])
+    assert run.manifest["imported"]["not_understood"] == {}

@@ -63,7 +63,7 @@ def test_compiled_layers_are_reported_and_never_recompiled(
                 run(noise(4, 8)).sum().backward()
             frames.append(torch._dynamo.utils.counters["frames"]["total"])
     assert len(set(frames)) == 1, "a look made Dynamo compile again"
-    assert frames[0] <= 2
+    assert frames[0] <= 3  # the three hooks, where Dynamo does not trace what calls them
     visible = {"1"} if how == "part" else set()
     assert {layer for layer, _ in seen.counts} == visible
     assert [text is not None for text in said] == [False, True, False, False]

@@ -49,6 +49,7 @@ def test_to_dict_and_load_are_inverse() -> None:
         ({"every": 0}, "every is 0; needs a whole number of at least 1"),
         ({"sample": 0.5}, "sample is 0.5"),
         ({"compiled": "egaer"}, "did you mean 'eager'"),
+        ({"loss": "total"}, "known: mean, sum"),
         ({"layers": ()}, "layers is empty"),
         ({"recipes": ("blokwise",)}, "did you mean 'blockwise'"),
         ({"dump": {"tensors": ["Q"]}}, "unknown tensor 'Q'"),

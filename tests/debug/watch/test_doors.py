@@ -175,3 +175,33 @@ def test_the_recipe_of_the_call_is_on_record() -> None:
     assert {(key.recipe, key.granularity, key.scale_format) for key in collector.drain()[0]} == {
         ("mxfp8", "1x32", "e8m0")
     }
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_slots_do_not_depend_on_who_needs_a_gradient(recipe: str) -> None:
+    """Without a gradient of x only dY.T is cast; per tensor, that is the same cast."""
+    slots = []
+    for x in (data(), data().detach()):
+        model = network(recipe)
+        collector, tap = looking(model)
+        model(x).sum().backward()
+        tap.detach()
+        slots.append({(k.tensor, k.direction): t for k, t in collector.drain()[0].items() if k.layer == "0"})
+    with_dgrad, without = slots
+    missing = {("grad_output", "row")} if recipe == "blockwise" else set()
+    assert set(with_dgrad) - set(without) == missing
+    for place, tally in without.items():
+        assert (tally.n, tally.sxx, tally.see) == (with_dgrad[place].n, with_dgrad[place].sxx, with_dgrad[place].see)
+
+
+def test_a_weight_is_checked_in_every_micro_batch() -> None:
+    model, checked = network(), []
+    collector = Collector(WatchConfig(sample=1))
+    collector.looking = True
+    tap = DoorTap(collector, model, lambda layer, tensor, door, x, row, col: checked.append((layer, tensor)))
+    tap.attach()
+    for _ in range(3):
+        model(data()).sum().backward()
+    tap.detach()
+    assert checked.count(("0", "weight")) == 3
+    assert counted(collector.drain()[0])["0", "weight", "row"] == 1

@@ -122,3 +122,12 @@ def test_edges_lead_to_the_target_and_nowhere_else() -> None:
         assert len(list(edges_to(target, y))) == 1
     assert list(edges_to(other, y)) == []
     assert len(list(edges_to(shared, y * other))) == 2
+
+
+def test_a_tied_weight_is_not_met_again_before_the_inputs() -> None:
+    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embedding.weight
+    x = embedding(torch.tensor([1, 2])) * 1
+    y = head(x)
+    assert len(list(edges_to(head.weight, y, (x,)))) == 1
+    assert len(list(edges_to(head.weight, y))) == 2

@@ -107,6 +107,48 @@ def test_accumulation_is_one_step_with_the_mean_loss(tmp_path: Path) -> None:
     assert dict(zip(casts["tensor"], casts.tallies.n_casts, strict=True)) == {"input": 3, "weight": 1, "grad_output": 3}
 
 
+def test_a_loop_that_divides_its_losses_says_so(tmp_path: Path) -> None:
+    model = build()
+    with watch(model, tmp_path / "run", loss="sum") as seen:
+        losses = train(model, 2, micro_batches=3)
+    assert Run.open(seen.folder).steps["loss"] == pytest.approx([sum(losses[:3]), sum(losses[3:])], rel=1e-6)
+
+
+def test_outputs_of_our_layers_are_seen_too(tmp_path: Path) -> None:
+    """X, W and dY at the doors, once; Y, dX and dW from outside."""
+    model = build("tensorwise")
+    tensors = ("X", "W", "dY", "Y", "dX", "dW")
+    with watch(model, tmp_path / "run", every=1, sample=1, tensors=tensors) as seen:
+        train(model, 1)
+    sources: dict[str, set[str]] = {}
+    for key in Run.open(seen.folder).table().slots():
+        sources.setdefault(key.tensor, set()).add(key.source)
+    assert sources.pop("output") == sources.pop("grad_input") == sources.pop("grad_weight") == {"hook"}
+    assert set(map(tuple, sources.values())) == {("door",)}
+
+
+def test_experts_are_asked_for_by_number(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([nn.functional.linear(part, self.up[e]) for e, part in enumerate(x.chunk(2))])
+
+    model = nn.ModuleDict({"experts": Experts()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, tmp_path / "run", every=1, layers="*.up.1") as seen:
+        model["experts"](torch.randn(6, 4)).square().mean().backward()
+        optimizer.step()
+    run = Run.open(seen.folder)
+    assert {(key.layer, key.tensor) for key in run.table().slots()} == {
+        ("experts.up.1", tensor) for tensor in ("input", "weight", "grad_output")
+    }
+    with pytest.raises(WatchConfigError, match=r"\*\.up\.2"):
+        watch(model, tmp_path / "none", layers="*.up.2")
+
+
 def test_two_optimizers_are_one_step(tmp_path: Path) -> None:
     """Weights and biases in an optimizer each: the first that steps ends the step."""
     model = build()

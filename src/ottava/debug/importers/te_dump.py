@@ -115,15 +115,16 @@ def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tu
 
 
 def _decoded(tensor: StandIn, x: Tensor) -> Decoded:
-    name = tensor.qualified_name.rpartition(".")[2]
     for maker, take in _MAKERS.items():
-        if maker in name:
+        if maker in tensor.qualified_name:
             return take(tensor.args, x)
+    name = tensor.qualified_name.rpartition(".")[2]
     raise UnreadableError(f"codes are a {name}, which is not known here")
 
 
 def _format(value: Any) -> Format:
-    number = value.args[0] if isinstance(value, StandIn) and value.args else value
+    # an enum of Python since TransformerEngine 2.17; before, one of C++, whose number is its state
+    number = value if not isinstance(value, StandIn) else value.args[0] if value.args else value.state
     if number not in _FORMATS:
         raise UnreadableError(f"codes are of TransformerEngine's DType {number!r}; known: 7 (E4M3), 8 (E5M2)")
     return _FORMATS[number]
@@ -168,6 +169,9 @@ _MAKERS: MappingProxyType[str, Callable[[tuple[Any, ...], Tensor], Decoded]] = M
         "make_float8_tensor": _float8,
         "make_mxfp8_tensor": _mxfp8,
         "make_float8_blockwise": _blockwise,
+        ".Float8Tensor._make": _float8,
+        ".MXFP8Tensor._make": _mxfp8,
+        ".Float8BlockwiseQTensor._make": _blockwise,
     }
 )
-"""By the function that rebuilds such a tensor."""
+"""By what rebuilds such a tensor: a function since TransformerEngine 2.16, a class method in 2.15."""

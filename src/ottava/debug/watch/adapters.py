@@ -30,6 +30,12 @@ class Part(NamedTuple):
     """(..., N)."""
     arrange: Callable[[Tensor], Tensor] | None = None
     """From a tensor like output to what this linear computed of it, in the order of its rows."""
+    arrange_input: Callable[[Tensor], Tensor] | None = None
+    """From a tensor like one of inputs to X, where that is not all of it."""
+    arrange_weight: Callable[[Tensor], Tensor] | None = None
+    """From a tensor like weight to W (N, K), where `Adapter.transposed` does not say it all."""
+    cast: bool = True
+    """torch.autocast reaches the operands."""
 
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterator[Part]]

@@ -16,6 +16,7 @@ from ottava.recipe import Recipe, get_recipe
 
 EVERY = 50
 Compiled = Literal["warn", "eager"]
+Loss = Literal["mean", "sum"]
 
 
 class WatchConfigError(ValueError):
@@ -97,6 +98,9 @@ class WatchConfig(RefusesUnknownFields):
     compiled: Compiled = "warn"
     """Compiled code calls no hooks. "warn": say what is not seen. "eager": steps that are looked at run uncompiled,
     which may change their last bits."""
+    loss: Loss = "mean"
+    """A step's loss of what backward() is called on in its micro-batches. "sum": of loops that divide each by their
+    number, or by the tokens of the step, as Hugging Face's Trainer does."""
     max_overhead: float = 0.03
     """Share of the run's time that watching may take where `every` is None."""
 
@@ -117,8 +121,9 @@ class WatchConfig(RefusesUnknownFields):
                 continue
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(f"{name} is {getattr(self, name)!r}; needs a whole number of at least {least}")
-        if self.compiled not in get_args(Compiled):
-            refuse(unknown_name("value of compiled", self.compiled, get_args(Compiled)))
+        for name, offered in (("compiled", get_args(Compiled)), ("loss", get_args(Loss))):
+            if getattr(self, name) not in offered:
+                refuse(unknown_name(f"value of {name}", getattr(self, name), offered))
         if not self.layers:
             refuse("layers is empty; needs patterns of layer names, such as '*'")
         dump = self.dump

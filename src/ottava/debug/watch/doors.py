@@ -88,24 +88,34 @@ class DoorTap:
         if not self._counts(door, tensor, kwargs.get("record", True)):
             return
         self.seen.add(layer)
-        if not self.collector.wants(layer, tensor):
+        wanted = self.collector.wants(layer, tensor)
+        # the weight is summed once a step, and checked in every micro-batch: it is later ones that a stale cache serves
+        checked = self.collector.looking and self.collector.config.watches(layer, tensor)
+        if not wanted and not checked:
             return
         with unobserved(args[0]):  # no graph, no autocast, no dispatch mode: selective checkpointing counts operations
-            self._take(layer, tensor, door, args[0], output)
+            if wanted:
+                self._take(layer, tensor, *args[:3], *output)
+            if checked and self.on_operands is not None:
+                with self.collector.timed():
+                    self.on_operands(layer, tensor, door, args[0], *output)
 
-    def _take(self, layer: str, tensor: str, door: Quantizer, x: Tensor, output: Any) -> None:
-        row, col = output
+    def _take(self, layer: str, tensor: str, x: Tensor, row_spec: Any, col_spec: Any, row: Any, col: Any) -> None:
         recipe = self._recipe(layer)
         seen = {"source": "door", "recipe": recipe}
+        if (
+            row is None
+            and isinstance(col, QuantizedTensor)
+            and row_spec == col_spec
+            and col_spec.granularity.transposes
+        ):
+            row, col = col.t(), None  # one cast serves both, whichever GEMM asks for it
         if isinstance(row, QuantizedTensor):
             self.collector.cast(layer, tensor, "row", x, row, **seen)
         shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
         if isinstance(col, QuantizedTensor) and not shared:
             self.collector.cast(layer, tensor, "col", x.t(), col, **seen)
         self.collector.finished(layer, tensor)
-        if self.on_operands is not None and self.collector.looking:
-            with self.collector.timed():
-                self.on_operands(layer, tensor, door, x, row, col)
 
     def _place(self, door: Quantizer) -> tuple[str, str] | None:
         place = self._places.get(door)

@@ -16,16 +16,18 @@ from torch.utils.hooks import RemovableHandle
 
 Before = Callable[[nn.Module, Any], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+Left = Callable[[nn.Module, Any, Any], None]
 
 
 class GlobalHooks:
-    """A pair of hooks on every module of the process, which keeps its numbers for life.
+    """Hooks on every module of the process, which keep their numbers for life.
 
     Args:
         before: called with (module, args) before every forward.
         after: called with (module, args, kwargs, output) after it, unless it raised.
+        left: called with (module, args, output) after that, also where it raised; then output is None.
 
-    Both must begin with `if torch.compiler.is_compiling(): return`, for Dynamo traces them.
+    All must begin with `if torch.compiler.is_compiling(): return`, for Dynamo traces them.
 
     Example:
         >>> import torch
@@ -40,9 +42,9 @@ class GlobalHooks:
         2
     """
 
-    def __init__(self, before: Before, after: After) -> None:
-        self._before, self._after = before, after
-        self._handles: tuple[RemovableHandle, RemovableHandle] | None = None
+    def __init__(self, before: Before, after: After, left: Left | None = None) -> None:
+        self._before, self._after, self._left = before, after, left
+        self._handles: tuple[RemovableHandle, ...] = ()
         self.attached = False
 
     def attach(self) -> None:
@@ -50,18 +52,24 @@ class GlobalHooks:
         if self.attached:
             return
         self.attached = True
-        if self._handles is None:
-            first = register_module_forward_pre_hook(self._before)
-            self._handles = first, register_module_forward_hook(self._after, with_kwargs=True)
+        if not self._handles:
+            before = register_module_forward_pre_hook(self._before)
+            self._handles = before, register_module_forward_hook(self._after, with_kwargs=True)
+            if self._left is not None:
+                self._handles += (register_module_forward_hook(self._left, always_call=True),)
             return
-        before, after = self._handles
-        torch_module._global_forward_pre_hooks[before.id] = self._before
-        torch_module._global_forward_hooks[after.id] = self._after
-        torch_module._global_forward_hooks_with_kwargs[after.id] = True
+        first, second, *third = self._handles
+        torch_module._global_forward_pre_hooks[first.id] = self._before
+        torch_module._global_forward_hooks[second.id] = self._after
+        torch_module._global_forward_hooks_with_kwargs[second.id] = True
+        for handle in third:
+            assert self._left is not None
+            torch_module._global_forward_hooks[handle.id] = self._left
+            torch_module._global_forward_hooks_always_called[handle.id] = True
 
     def detach(self) -> None:
         """No more. Nothing of them is left in torch."""
         self.attached = False
-        for handle in self._handles or ():
+        for handle in self._handles:
             handle.remove()
             torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets to do

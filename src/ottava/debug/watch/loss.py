@@ -22,6 +22,7 @@ class LossTap:
 
     Args:
         seen: called with a detached tensor of one element, on its device: reading it waits for the device.
+        rooted: called with the root itself, for those who look at the graph behind it.
 
     Edge cases: roots that are no scalars (a pipeline stage hands back gradients) are passed over, and so is a backward
         inside a backward, as of reentrant checkpointing. A loop that divides its loss by the number of micro-batches
@@ -38,8 +39,8 @@ class LossTap:
         [6.0]
     """
 
-    def __init__(self, seen: Callable[[Tensor], None]) -> None:
-        self._seen = seen
+    def __init__(self, seen: Callable[[Tensor], None], rooted: Callable[[Tensor], None] = lambda root: None) -> None:
+        self._seen, self._rooted = seen, rooted
         self._active = False
         self._patches: list[tuple[Any, str, Any, Any]] = []
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
@@ -90,6 +91,7 @@ class LossTap:
         for root in roots:
             if isinstance(root, Tensor) and root.numel() == 1 and root.is_floating_point() and not root.is_meta:
                 self._seen(self._as_it_was(root).detach())
+                self._rooted(root)
 
     def _after_scale(self, result: Any, scaler: Any, outputs: Any, *_: Any, **__: Any) -> None:
         if isinstance(outputs, Tensor) and isinstance(result, Tensor) and result is not outputs:

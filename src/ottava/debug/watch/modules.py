@@ -14,7 +14,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.watch.adapters import Adapter, Part, adapter_of
+from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
@@ -35,6 +36,7 @@ See = Callable[..., None]
 the matrix another dtype before its GEMM, that comes as a fourth."""
 
 LOOKS_BEFORE_WARNING = 2
+_AT_DOORS = frozenset({"input", "weight", "grad_output"})
 _COMPILED = "in a compiled region, which calls no hooks; watch with compiled='eager'"
 _COMPILED_QUIETLY = (
     "called no forward hooks: it is compiled (then watch with compiled='eager'), in a CUDA graph, used functionally, "
@@ -42,6 +44,15 @@ _COMPILED_QUIETLY = (
 )
 _NOT_ASKED = "was not asked for"
 _WITHOUT_GRAD = "ran without gradients only"
+_NO_GEMM = (
+    "no GEMM with it was seen: it is used through an operation that is not known, in an autograd.Function, outside of "
+    "the module that owns it, or is no weight"
+)
+_ELSEWHERE = "a GEMM takes it outside of the module that owns it, where nothing is seen"
+_CALLS_COMPILED = "its module calls compiled functions, in which nothing can be seen"
+_OTHER_ROWS = (
+    "X has {} rows and Y {}: one is this rank's part, gathered or scattered inside, as with sequence parallelism"
+)
 _TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -50,13 +61,17 @@ class _Linear:
 
     __slots__ = ("adapter", "found_at", "module", "name", "seen", "shape", "type", "whys", "without_grad")
 
-    def __init__(self, name: str, module: nn.Module, adapter: Adapter, weight: Tensor | None, looks: int) -> None:
-        self.name, self.module, self.adapter = name, weakref.ref(module), adapter
+    def __init__(
+        self, name: str, module: nn.Module, adapter: Adapter | None, weight: Tensor | None, looks: int
+    ) -> None:
+        self.name, self.module = name, weakref.ref(module)
+        self.adapter = adapter
+        """None: a parameter that a GEMM may take, or what takes it, without a layer."""
         self.type = type(module).__name__
-        self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter.transposed)
+        self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter)
         self.found_at = looks
         self.seen: dict[str, int] = {}
-        self.whys: dict[str, None] = {adapter.why: None} if adapter.why else {}
+        self.whys: dict[str, None] = {adapter.why: None} if adapter is not None and adapter.why else {}
         self.without_grad = False
 
 
@@ -71,7 +86,7 @@ class ModuleTap:
         model: only its layers; None: all of the process.
         wants: asked with (layer, tensor) before a tensor is prepared.
         asked: whether a layer is asked for at all; of one that is not, nobody complains that it gives no sample.
-        own: layers of ottava too, also where their casts are seen at the door.
+        own: layers of ottava too, also where their casts are seen at the door; else only Y, dX and dW of those.
         timed: a context around all that is done for a tensor.
 
     Edge cases: the weight is as the parameter is, whatever autocast makes of it. Of a DTensor it is the local shard.
@@ -106,7 +121,10 @@ class ModuleTap:
         self._sites: dict[int, tuple[weakref.ref[nn.Module], str, Adapter]] = {}
         self._linears: dict[str, _Linear] = {}
         self._weights: set[str] = set()
-        self._hooks = GlobalHooks(self._before, self._after)
+        self._owners: dict[int, Owner] = {}
+        self._functional = FunctionalTap(self._took)
+        self._looked_back = False
+        self._hooks = GlobalHooks(self._before, self._after, self._left)
         self._period = 0
         self._looks = 0
         self._warned = False
@@ -144,6 +162,21 @@ class ModuleTap:
             warnings.warn(text, stacklevel=2)
         return text
 
+    def look_back(self, root: Tensor) -> None:
+        """Looks for GEMMs that were not seen in the graph of a loss, so that `coverage` can name them; once."""
+        if self._looked_back or not self._hooks.attached:
+            return
+        self._looked_back = True
+        with self._timed(), self._lock:
+            for parameter in weights_of_gemms(root):
+                if (holder := self.names.holder(parameter)) is None or adapter_of(holder[0]) is not None:
+                    continue
+                layer = _layer_of(holder)
+                if not any(name == layer or name.startswith(f"{layer}.") for name in self._linears):
+                    linear = _Linear(layer, holder[0], None, parameter, self._looks)
+                    linear.whys[_ELSEWHERE] = None
+                    self._linears[layer] = linear
+
     def coverage(self) -> list[dict[str, Any]]:
         """Every linear that was found: name, type (its class), kind, shape [N, K], seen, tensors, and why not all."""
         with self._lock:
@@ -153,7 +186,11 @@ class ModuleTap:
 
     def _found(self, name: str, module: nn.Module) -> None:
         adapter = adapter_of(module)
-        if adapter is None or getattr(module, "_is_replica", False):
+        if getattr(module, "_is_replica", False):
+            return
+        if adapter is None:
+            if owns_a_matrix(module):
+                self._found_owner(name, module)
             return
         self._sites[id(module)] = (weakref.ref(module), name, adapter)
         for suffix, weight in adapter.weights(module):
@@ -161,14 +198,26 @@ class ModuleTap:
             if known is None or known.module() is None:
                 self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
 
+    def _found_owner(self, name: str, module: nn.Module) -> None:
+        """A module that may use its parameters itself; those of three dimensions are hardly there for anything else."""
+        self._owners[id(module)] = Owner(module)
+        if "Conv" in type(module).__name__:
+            return
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3 and min(parameter.shape) > 1:
+                full = f"{name}.{key}" if name else key
+                self._linears.setdefault(full, _Linear(full, module, None, parameter, self._looks))
+
     def _listed(self, linear: _Linear) -> bool:
         module = linear.module()
+        if linear.adapter is None and not linear.seen:  # where its matrices are seen one by one, they stand for it
+            return not any(name.startswith(f"{linear.name}.") and x.seen for name, x in self._linears.items())
         return bool(linear.seen) or (module is not None and (self._own or not _has_doors(module)))
 
     def _entry(self, linear: _Linear) -> dict[str, Any]:
         whys = list(linear.whys)
         if not linear.seen:
-            whys.append(self._why_unseen(linear))
+            whys = whys or [self._why_unseen(linear)] if linear.adapter is None else [*whys, self._why_unseen(linear)]
         return {
             "name": linear.name,
             "type": linear.type,
@@ -183,10 +232,13 @@ class ModuleTap:
         if not self._asked(linear.name):
             return _NOT_ASKED
         if linear.without_grad:
-            return _WITHOUT_GRAD
+            return _WITHOUT_GRAD if linear.adapter is not None else f"{_WITHOUT_GRAD}, or inside an autograd.Function"
         module = linear.module()
         if module is None:
             return "is gone, and never ran while it was watched"
+        if linear.adapter is None:
+            owner = self._owners.get(id(module))
+            return _CALLS_COMPILED if owner is not None and owner.compiled else _NO_GEMM
         if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
             return _COMPILED
         return _COMPILED_QUIETLY
@@ -198,7 +250,7 @@ class ModuleTap:
                 for linear in self._linears.values()
                 if not linear.seen and self._looks - linear.found_at >= LOOKS_BEFORE_WARNING and self._listed(linear)
                 for entry in [self._entry(linear)]
-                if entry["why"] not in (_WITHOUT_GRAD, _NOT_ASKED)
+                if entry["why"] != _NOT_ASKED and not entry["why"].startswith(_WITHOUT_GRAD)
             ]
             nothing = not self._linears
         if nothing and (living := _living_linears()):
@@ -224,6 +276,13 @@ class ModuleTap:
             return
         if not self.names.knows(module):
             self.names.learn(module)
+        owner = self._owners.get(id(module))
+        self._functional.enter(module, looks=owner is not None and owner.promises(module))
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._functional.leave(module)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -237,45 +296,71 @@ class ModuleTap:
                 self._take(name + part.suffix, module, adapter, part)
 
     def _counts(self, module: nn.Module, site: tuple[weakref.ref[nn.Module], str, Adapter]) -> bool:
-        if _has_doors(module) and not self._own and _casts(module):
-            return False  # its doors tell
+        if self._doors_tell(module) and self._tensors <= _AT_DOORS:
+            return False
         if not torch.is_grad_enabled():
             for suffix, _ in site[2].weights(module):
                 self._linears[site[1] + suffix].without_grad = True
             return False
         return not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
 
-    def _take(self, layer: str, module: nn.Module, adapter: Adapter, part: Part) -> None:
+    def _doors_tell(self, module: nn.Module | None) -> bool:
+        return not self._own and module is not None and _has_doors(module) and _casts(module)
+
+    def _took(self, found: Origin, parts: Iterator[Part]) -> None:
+        """A product that no layer made."""
+        holder = self.names.holder(found.parameter) if self._hooks.attached else None
+        if holder is None:
+            return
+        module, layer = holder[0], _layer_of(holder)
+        if (owner := self._owners.get(id(module))) is not None:
+            owner.fruitless = 0
+        if not torch.is_grad_enabled() or found.gathered:
+            linear = self._linears.setdefault(layer, _Linear(layer, module, None, None, self._looks))
+            linear.without_grad = linear.without_grad or not found.gathered
+            if found.gathered:
+                linear.whys.setdefault(GATHERED, None)
+        elif not (torch._C._current_graph_task_id() != -1 and repeats_a_forward()):
+            with self._timed():
+                for part in parts:
+                    self._take(layer + part.suffix, module, None, part)
+
+    def _take(self, layer: str, module: nn.Module, adapter: Adapter | None, part: Part) -> None:
         linear = self._linears.get(layer)
         if linear is None:
-            linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, part.weight, self._looks))
+            linear = self._linears.setdefault(layer, _Linear(layer, module, adapter, None, self._looks))
         weight, sizes = part.weight, linear.shape
-        if weight is not None and linear.shape is None and weight.dim() == 2:
-            sizes = linear.shape = _shape(weight, adapter.transposed)
+        arrange_weight = part.arrange_weight or _upright(weight, adapter)
+        if weight is not None and weight.numel() and (linear.shape is None or len(linear.shape) > 2):
+            sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
         if sizes is not None and weight is not None and not weight.is_floating_point():
             sizes = None  # packed: its shape says nothing
         dtype = None
         for x in part.inputs:
-            dtype = autocast_dtype(x)
-            self._hand(linear, "input", x, dtype, sizes[1] if sizes else None)
+            dtype = autocast_dtype(x) if part.cast else None
+            self._hand(
+                linear, "input", x, dtype, sizes[1] if sizes else None, part.arrange_input or torch.Tensor.detach
+            )
         if weight is not None and layer not in self._weights:
             self._weights.add(layer)
-            self._hand(linear, "weight", weight.t() if adapter.transposed and weight.dim() == 2 else weight)
+            self._hand(linear, "weight", weight, arrange=arrange_weight)
         y = part.output
         if y is None:
             return
         arrange = part.arrange or torch.Tensor.detach
+        if part.arrange is None and part.inputs and _rows(part.inputs[0]) != _rows(y):
+            linear.whys.setdefault(_OTHER_ROWS.format(_rows(part.inputs[0]), _rows(y)), None)
         self._hand(linear, "output", y, None, sizes[0] if sizes else None, arrange)
         if not y.requires_grad:
             return
         if "grad_output" in self._tensors:
             width = sizes[0] if sizes else None
-            dtype = dtype or autocast_dtype(y)
+            dtype = dtype or (autocast_dtype(y) if part.cast else None)
             told = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
             whole(y).register_hook(told)
-        self._hook_edges(linear, part, adapter)
+        self._hook_edges(linear, part, arrange_weight)
 
-    def _hook_edges(self, linear: _Linear, part: Part, adapter: Adapter) -> None:
+    def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
         """grad_input, grad_weight: what flows along the edge of the graph that leads from the layer to that tensor."""
         wanted = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
         if part.weight is not None and "grad_weight" in self._tensors:
@@ -283,11 +368,10 @@ class ModuleTap:
         for tensor, target in wanted:
             if not target.requires_grad or part.output is None:
                 continue
-            edges = list(edges_to(target, part.output))
+            edges = list(edges_to(target, part.output, part.inputs))
             if not edges:
                 linear.whys.setdefault(f"{SYMBOLS[tensor]}: not found in the graph", None)
-            flip = tensor == "grad_weight" and adapter.transposed
-            arrange = torch.Tensor.t if flip else torch.Tensor.detach
+            arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach
             for node, index in edges:
                 node.register_hook(partial(self._edge, linear, tensor, self._period, index, arrange))
 
@@ -336,6 +420,8 @@ class ModuleTap:
     ) -> None:
         if tensor not in self._tensors or not self._wants(linear.name, tensor):
             return
+        if tensor in _AT_DOORS and self._doors_tell(linear.module()):
+            return
         with unobserved(x):
             numbers, why = plain(x)
             if why:
@@ -355,9 +441,25 @@ class ModuleTap:
                 self._see(linear.name, tensor, matrix, *(() if dtype in (None, matrix.dtype) else (dtype,)))
 
 
-def _shape(weight: Tensor, transposed: bool) -> list[int]:
+def _layer_of(holder: tuple[nn.Module, str, str]) -> str:
+    """The name of the GEMM that takes a parameter of a module, from that module, its name and the parameter's."""
+    _, name, key = holder
+    return name if key == "weight" else f"{name}.{key}" if name else key
+
+
+def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:
     """[N, K] of a weight."""
-    return list(weight.shape)[::-1] if transposed else list(weight.shape)
+    return list(weight.shape)[::-1] if adapter is not None and adapter.transposed else list(weight.shape)
+
+
+def _upright(weight: Tensor | None, adapter: Adapter | None) -> Callable[[Tensor], Tensor]:
+    """From a weight as it is kept to (N, K)."""
+    turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
+    return torch.Tensor.t if turned else torch.Tensor.detach
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else 0
 
 
 def _has_doors(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from ottava.debug.watch.adapters import adapter_of
 
@@ -48,6 +48,7 @@ class ModuleNames:
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
         self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}  # by id; None: of a model not watched
         self._owners: dict[str, weakref.ref[nn.Module]] = {}
+        self._holders: dict[int, tuple[weakref.ref[Tensor], weakref.ref[nn.Module] | None, str]] = {}
         self._lock = threading.RLock()
         if model is not None:
             self._take_in(model, "")
@@ -80,6 +81,25 @@ class ModuleNames:
             for inner in module.modules():  # of no interest: an activation, a loss, another model
                 if not self.knows(inner):
                     self._names[id(inner)] = (weakref.ref(inner), None)
+
+    def holder(self, parameter: Tensor) -> tuple[nn.Module, str, str] | None:
+        """The module whose own parameter it is, that module's full name and the parameter's own; None if none is known.
+        Of several, as where an embedding and a head share it, one that is a layer with a GEMM."""
+        found = self._holders.get(id(parameter))
+        if found is not None and found[0]() is parameter and (found[1] is None or found[1]() is not None):
+            module = None if found[1] is None else found[1]()
+            return None if module is None else (module, self.of(module) or "", found[2])
+        best: tuple[nn.Module, str, str] | None = None
+        for known, name in [*self._names.values()]:
+            module = known()
+            if name is None or module is None:
+                continue
+            own = next((key for key, p in module._parameters.items() if p is parameter), None)
+            if own is not None and (best is None or adapter_of(best[0]) is None):
+                best = (module, name, own)
+        place = (None, "") if best is None else (weakref.ref(best[0]), best[2])
+        self._holders[id(parameter)] = (weakref.ref(parameter), *place)
+        return best
 
     def compiled(self) -> Iterator[nn.Module]:
         """Modules that run as compiled code, as far as can be told from outside."""

@@ -89,9 +89,10 @@ def whole(y: Tensor) -> Tensor:
     return base if base.is_contiguous() and y.is_contiguous() else y
 
 
-def edges_to(target: Tensor, output: Tensor) -> Iterator[tuple[Any, int]]:
-    """The nodes between output and target whose gradient number `index` goes to target."""
-    passed: set[Any] = set()
+def edges_to(target: Tensor, output: Tensor, inputs: tuple[Tensor, ...] = ()) -> Iterator[tuple[Any, int]]:
+    """The nodes between output and target whose gradient number `index` goes to target; what lies before the inputs is
+    not looked at: a tied weight is met again there, at the embedding."""
+    passed: set[Any] = {x.grad_fn for x in inputs}
     waiting: list[Any] = [output.grad_fn]
     while waiting and len(passed) < _EDGE_SEARCH:
         node = waiting.pop(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -137,7 +138,10 @@ class Watch:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         if model is not None:
-            self._check_patterns([name for name, module in model.named_modules() if module._parameters])
+            names = [name for name, module in model.named_modules() if module._parameters]
+            for name, parameter in model.named_parameters():  # those of experts are layers of their own
+                names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
+            self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
@@ -152,7 +156,7 @@ class Watch:
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
         )
-        self.losses = LossTap(self._saw_loss)
+        self.losses = LossTap(self._saw_loss, self.modules.look_back)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
         self._ended: deque[_Ended] = deque()
@@ -320,7 +324,9 @@ class Watch:
                 self.writer.event(ended.step, "warning", text=f"loss and amaxes could not be read back: {error}")
                 self.writer.step(ended.step, **ended.numbers)
                 continue
-            loss = {"loss": statistics.fmean(part for (part,) in losses)} if losses else {}
+            parts = [part for (part,) in losses]
+            of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
+            loss = {"loss": of_step(parts)} if parts else {}
             numbers = loss | ended.numbers
             self.writer.step(ended.step, **numbers)
             self.writer.tallies(ended.step, ended.tallies)
