@@ -320,6 +320,18 @@ def test_a_resumed_run_finishes_its_burst(tmp_path: Path) -> None:
     assert looked[0] == looked[1] == [1, 2, 4, 8, 16, 31, 32, 33, 34, 35]
 
 
+def test_a_rank_resumes_its_own_bursts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rank 0 are not its own; and a folder that nobody has begun yet holds none."""
+    model = build()
+    with watch(model, tmp_path / "run", every=1000, triggers={"burst": 5}) as seen:
+        train(model, 31, data=poisoned)
+    assert seen.schedule.burst_until == 35
+    monkeypatch.setenv("RANK", "1")
+    for folder in ("run", "new"):
+        with watch(model, tmp_path / folder, every=1000, step=31, append=True) as seen:
+            assert (seen.rank, seen.schedule.burst_until) == (1, 0)
+
+
 def test_a_resumed_run_keeps_the_pace_of_its_looks(tmp_path: Path) -> None:
     """What was too dear before is not tried again."""
     model = build()

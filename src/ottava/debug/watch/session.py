@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ottava.debug.run.reader import Run, Table
-from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.schema import MANIFEST, SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.checks import Checks
@@ -169,7 +169,7 @@ class Watch:
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
-        if append and step > 0:
+        if append and step > 0 and (folder / MANIFEST).is_file():  # rank 0 may not have made a new folder's yet
             self._resume(Run.open(folder))
         self._stance: Any = None
         self._closed = False
