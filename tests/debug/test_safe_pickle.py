@@ -7,6 +7,7 @@ import pickle
 import random
 import struct
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,26 @@ def test_nothing_stays_allowed_for_the_next_file(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="Anything"):
         load_torch(tmp_path / "bad.pt")
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_getattr_reaches_one_method_of_stand_ins_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TransformerEngine 2.15 pickled its tensors so."""
+    module = types.ModuleType("transformer_engine.tensors")
+    kind = type("Kind", (), {"__module__": module.__name__})
+    module.Kind = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Looks:
+        def __init__(self, *args: object) -> None:
+            self.args = args
+
+        def __reduce__(self) -> object:
+            return getattr, self.args
+
+    for owner, name in ((kind, "__subclasses__"), (kind, "mro"), (collections.OrderedDict, "_make_in_reduce_ex")):
+        torch.save([kind, Looks(owner, name)], tmp_path / "evil.pt")
+        with pytest.raises(RefusedError, match=f"getattr.*{name}"):
+            load_torch(tmp_path / "evil.pt")

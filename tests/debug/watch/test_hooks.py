@@ -36,6 +36,23 @@ def _torch_is_left_as_it_was() -> Iterator[None]:
     assert registered() == before
 
 
+def test_what_is_left_is_told_even_if_it_raised() -> None:
+    left: list[tuple[str, bool]] = []
+    pair = GlobalHooks(
+        lambda module, args: None,
+        lambda module, args, kwargs, output: None,
+        lambda module, args, output: left.append((type(module).__name__, output is None)),
+    )
+    for _ in range(2):  # attached for the first time, and again
+        pair.attach()
+        nn.Sequential(nn.ReLU())(torch.ones(2))
+        with pytest.raises(RuntimeError):
+            nn.Sequential(nn.Linear(2, 2))(torch.ones(3))
+        pair.detach()
+        nn.ReLU()(torch.ones(2))
+    assert left == 2 * [("ReLU", False), ("Sequential", False), ("Linear", True), ("Sequential", True)]
+
+
 def test_are_called_while_attached() -> None:
     seen: list[str] = []
     pair, layer = hooks(seen), nn.Linear(2, 2)

@@ -140,3 +140,13 @@ def test_learning_costs_nothing_to_the_forward() -> None:
     y: Tensor = model(x)
     ModuleNames().learn(model)
     assert torch.equal(model(x), y)
+
+
+def test_the_holder_of_a_parameter_is_a_layer_where_one_holds_it() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "norm": nn.LayerNorm(2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    names = ModuleNames(model)
+    for _ in range(2):  # looked up, and remembered
+        assert names.holder(model["head"].weight) == (model["head"], "head", "weight")
+        assert names.holder(model["norm"].bias) == (model["norm"], "norm", "bias")
+        assert names.holder(nn.Parameter(torch.ones(2))) is None

@@ -236,11 +236,11 @@ class ModuleTap:
         module = linear.module()
         if module is None:
             return "is gone, and never ran while it was watched"
+        if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
+            return _COMPILED
         if linear.adapter is None:
             owner = self._owners.get(id(module))
             return _CALLS_COMPILED if owner is not None and owner.compiled else _NO_GEMM
-        if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
-            return _COMPILED
         return _COMPILED_QUIETLY
 
     def _complaint(self) -> str | None:
