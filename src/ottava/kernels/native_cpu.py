@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from ottava.scaling import Granularity, column_major
 
 NAME = "native_cpu"
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_VARIANTS = MappingProxyType(  # bf16 is what the file is compiled for unless told otherwise
+    {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
+)
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
@@ -40,9 +43,9 @@ class _Cast(ctypes.Structure):
     )
 
 
-def built() -> Built:
-    """The library, or why there is none."""
-    return load("native_quantize", _declare)
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library that casts from a dtype, or why there is none."""
+    return load("native_quantize", _declare, _VARIANTS.get(dtype, ""))
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -50,7 +53,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_decode.restype = None
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
-        *(_POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ]
 
@@ -70,7 +73,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: takes plain tensors; got {type(x).__name__}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
-    if reason := built().reason:
+    if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -107,10 +110,10 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
     grid = granularity.grid_shape((rows, cols))
     data = torch.empty((rows, cols), dtype=torch.uint8)
     scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
-    library = built().library
+    library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     failed = library.ottava_quantize(
-        *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols),
+        *(x.data_ptr(), rows, cols, strides[0] if rows > 1 else cols),
         *granularity.block_shape((rows, cols)),
         *(ctypes.byref(_plan(spec).cast), None if scale is None else scale.data_ptr()),
         *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
