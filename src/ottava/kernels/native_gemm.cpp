@@ -97,23 +97,34 @@ inline uint16_t to_fp16(float x) {
 #endif
 }
 
-// Row `row` of y, columns [c0, c0 + n), from fp32 sums.
-void finish_row(const float* sum, int64_t n, float scale, const float* scales, int64_t row, int64_t c0, int64_t width,
-                const Result& y) {
-  float v[64];
-  for (int64_t j = 0; j < n; j++) v[j] = sum[j] * scale * scales[j];
-  if (y.bias)
-    for (int64_t j = 0; j < n; j++) v[j] += y.bias[c0 + j];
-  int64_t at = row * width + c0;
-  if (y.type == 0) {
-    std::memcpy((float*)y.data + at, v, n * 4);
-  } else if (y.type == 1) {
-    uint16_t* to = (uint16_t*)y.data + at;
-    for (int64_t j = 0; j < n; j++) to[j] = to_bf16(v[j]);
+// What rows of sums become; `scales` and `bias` of their columns.
+struct Epilogue {
+  const float *scales, *bias;
+  int64_t type, columns;  // of y's, in this panel
+};
+
+// Whole panels, of a length that the compiler knows; the last one, if it is narrower, comes through a row of its own.
+template <int NR>
+void finish_row(const float* __restrict sum, float scale, const Epilogue& e, char* __restrict y) {
+  char narrow[NR * 4];
+  const int64_t size = e.type == 0 ? 4 : 2;
+  char* row = e.columns == NR ? y : narrow;
+  const float* __restrict scales = e.scales;
+  const float* __restrict bias = e.bias;
+  const auto value = [&](int j) { return sum[j] * scale * scales[j] + bias[j]; };
+  if (e.type == 0) {
+    float v[NR];
+    for (int j = 0; j < NR; j++) v[j] = value(j);
+    std::memcpy(row, v, sizeof v);
   } else {
-    uint16_t* to = (uint16_t*)y.data + at;
-    for (int64_t j = 0; j < n; j++) to[j] = to_fp16(v[j]);
+    uint16_t v[NR];
+    if (e.type == 1)
+      for (int j = 0; j < NR; j++) v[j] = to_bf16(value(j));
+    else
+      for (int j = 0; j < NR; j++) v[j] = to_fp16(value(j));
+    std::memcpy(row, v, sizeof v);
   }
+  if (row == narrow) std::memcpy(y, narrow, e.columns * size);
 }
 
 // --- the walk --------------------------------------------------------------------------------------------------------
@@ -129,7 +140,10 @@ struct Walk {
 
   // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
   void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
-    int64_t columns = smaller<int64_t>(Isa::NR, b.side.rows - n0);
+    const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
+    float bias[Isa::NR];
+    for (int j = 0; j < Isa::NR; j++) bias[j] = y.bias && j < columns ? y.bias[n0 + j] : -0.0f;  // x + -0 is x
+    const Epilogue epilogue{b.row_scale.get() + n0, bias, y.type, columns};
     for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
       int64_t count = smaller(chunk, units - u);
       for (int64_t i = 0; i < rows; i += MR) {
@@ -141,7 +155,8 @@ struct Walk {
         tile_sum_any<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
         if (u + chunk < units) continue;
         for (int64_t r = i; r < smaller(rows, i + MR); r++)
-          finish_row(sums + r * Isa::NR, columns, a.row_scale[m0 + r], b.row_scale.get() + n0, m0 + r, n0, b.side.rows, y);
+          finish_row<Isa::NR>(sums + r * Isa::NR, a.row_scale[m0 + r], epilogue,
+                              (char*)y.data + ((m0 + r) * width + n0) * size);
       }
     }
   }
