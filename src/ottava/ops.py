@@ -141,6 +141,27 @@ def quantize_both(
     )
 
 
+def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As `QuantizedTensor.dequantize`, bit for bit, by the fastest kernel that takes it.
+
+    Args:
+        dtype: that of the original by default.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> dequantize(quantize(torch.tensor([[1.0, 2.0]]), QuantizationSpec(E4M3)))
+        tensor([[1., 2.]])
+    """
+    wanted = dtype or x_q.dtype
+    if (
+        not torch.compiler.is_compiling()
+        and wanted in (torch.float32, torch.bfloat16)
+        and native_cpu.supports_decode(x_q.data, x_q.spec.format) is None
+    ):
+        return native_cpu.dequantize(x_q, wanted)
+    return x_q.dequantize(wanted)
+
+
 def gemm(
     a: Operand,
     b: Operand,
@@ -176,7 +197,7 @@ def gemm(
     _check(a, b, bias)
     asked_for = (a, b)
     if compute == "bf16":
-        a, b = (t.dequantize(torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+        a, b = (dequantize(t, torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         if torch.compiler.is_compiling():
             return torch.ops.ottava.gemm(  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,8 +47,12 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 def checkpoint(model: SmolLM2) -> dict[str, torch.Tensor]:
     """A model's weights under Hugging Face's names, with separate projections."""
-    theirs = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight}
-    for i, layer in enumerate(model.layers):
+    theirs: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
+    layers: list[Any] = list(model.layers)
+    for i, layer in enumerate(layers):
         at = f"model.layers.{i}."
         q, k, v = layer.attention.qkv_proj.weight.split((576, 192, 192))
         gate, up = layer.mlp.gate_up_proj.weight.chunk(2)

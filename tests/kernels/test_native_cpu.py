@@ -16,13 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layout_samples import LAYOUTS, tiles
+from ottava import ops
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ottava.kernels import native_build, native_cpu, reference
 from ottava.kernels.native_build import Built
 from ottava.ops import explain_quantize, quantize, quantize_with_amax
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
 needs_library = pytest.mark.skipif(bool(native_cpu.built().reason), reason=native_cpu.built().reason)
@@ -144,8 +145,6 @@ def test_instruction_sets_change_no_bit(
     for fmt in SMALL:
         for granularity in ("tensor", "row", "1x32", "128x1"):
             assert_same(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert torch.equal(without_nan(native_cpu.decode(codes, E4M3)), without_nan(decode(codes, E4M3)))
 
 
 @needs_library
@@ -162,6 +161,48 @@ def test_every_code_is_decoded(fmt: Format) -> None:
             assert torch.equal(without_nan(numbers).view(torch.int32), truth.to(dtype).float().view(torch.int32))
     assert native_cpu.decode(codes.view(-1, 16).t(), fmt).stride() == codes.view(-1, 16).t().stride()
     assert native_cpu.decode(codes.repeat(1000), fmt).shape == (1000 << fmt.bits,)
+
+
+@needs_library
+@pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dequantizing_has_the_bits_of_the_definition(granularity: str, out: torch.dtype) -> None:
+    """Every format, ragged blocks, rows as short as one, columns that lie in memory first, a batch's slice."""
+    for rows, cols in ((140, 333), (3, 5), (1, 1), (700, 64)):
+        x = tiles(rows, cols, torch.float32)
+        for fmt in SMALL:
+            x_q = quantize(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
+            turned = replace(x_q, data=x_q.data.t().contiguous().t())
+            part = replace(x_q, data=x_q.data.view(torch.uint8).repeat(1, 2)[:, :cols].view(x_q.data.dtype))
+            for operand in (x_q, turned, part):
+                got, expected = ops.dequantize(operand, out), operand.dequantize(out)
+                assert torch.equal(without_nan(got.float()), without_nan(expected.float()))
+                assert torch.equal(got.float().signbit(), expected.float().signbit())
+
+
+@needs_library
+def test_what_is_not_a_number_stays_so_when_dequantized() -> None:
+    """NaN and infinity of E5M2, NaN of E4M3, both signs."""
+    for fmt in (E4M3, E5M2):
+        codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fmt.storage_dtype)
+        x_q = QuantizedTensor(codes, torch.full((1, 1), 0.37), QuantizationSpec(fmt), torch.float32)
+        for out in (torch.float32, torch.bfloat16):
+            got, expected = native_cpu.dequantize(x_q, out).float(), x_q.dequantize(out).float()
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert torch.equal(without_nan(got), without_nan(expected))
+
+
+@needs_library
+def test_dequantizing_on_any_number_of_threads_gives_the_same_bits() -> None:
+    """Flat and by rows."""
+    x_q = {g: quantize(tiles(700, 333, torch.bfloat16), QuantizationSpec(E4M3, g)) for g in (PER_TENSOR, BLOCK_1X32)}
+    for operand in x_q.values():
+        alone = native_cpu.dequantize(operand, torch.bfloat16)
+        torch.set_num_threads(3)
+        try:
+            assert torch.equal(native_cpu.dequantize(operand, torch.bfloat16), alone)
+        finally:
+            torch.set_num_threads(1)
 
 
 def test_wrong_arguments_of_decode_are_refused() -> None:

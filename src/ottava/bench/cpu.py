@@ -25,7 +25,8 @@ from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.nn.convert import convert
 from ottava.ops import quantize
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantizer import WeightQuantizer
 from ottava.scaling import BLOCK_1X32
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
@@ -133,28 +134,31 @@ def machine() -> dict[str, Any]:
     }
 
 
-def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> int:
-    """Bytes that a forward keeps for its backward: every storage once, the model's parameters not.
+def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
+    """Bytes that a forward keeps for its backward, every storage once and parameters not: (activations, FP8 weights).
 
     Example:
         >>> layer, x = nn.Linear(8, 4), torch.ones(2, 8)
         >>> saved_bytes(lambda: layer(x), layer)                    # x, 2 x 8 fp32 numbers
-        64
+        (64, 0)
     """
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = forward()  # held until they are counted: an address is not used twice meanwhile
-    total = sum(kept.values())
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    doors = [module for module in model.modules() if isinstance(module, WeightQuantizer) and module.cached is not None]
+    cast = [operand for door in doors for operand in (door.cached or ())[2:] if isinstance(operand, QuantizedTensor)]
+    addresses = {t.untyped_storage().data_ptr() for operand in cast for t in (operand.data, operand.scale_inv)}
+    weights = sum(kept.pop(address, 0) for address in addresses)
     del y
-    return total
+    return sum(kept.values()), weights
 
 
 def _cast(settings: Settings) -> Iterator[Case]:
@@ -341,7 +345,10 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, float]]:
     x = x.bfloat16().requires_grad_()
     sizes = {name: saved_bytes(lambda model=model: model(x), model) for name, model in models.items()}  # type: ignore[misc]
-    return {"kept for backward, MiB, FP8 weights included": {name: size / 2**20 for name, size in sizes.items()}}
+    return {
+        "activations kept for backward, MiB": {name: own / 2**20 for name, (own, _) in sizes.items()},
+        "FP8 weights kept beside them, MiB": {name: weights / 2**20 for name, (_, weights) in sizes.items()},
+    }
 
 
 SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Quantize and decode on a CPU in C++ (`native_quantize.cpp`): the bits of `reference`, at the speed of memory.
+"""Quantize and dequantize on a CPU in C++ (native_quantize.cpp, native_decode.cpp): the reference's bits, much faster.
 
 Built on first use, see `native_build`; where that fails `supports_quantize` says why, and the reference runs. Work is
 shared among as many threads as torch uses; neither their number nor the instruction set changes a bit.
@@ -19,7 +19,7 @@ from ottava.formats import E4M3, Format
 from ottava.kernels import reference
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import check_input_dtype
 from ottava.scaling import Granularity, column_major
 
@@ -48,9 +48,20 @@ def built(dtype: torch.dtype = torch.bfloat16) -> Built:
     return load("native_quantize", _declare, _VARIANTS.get(dtype, ""))
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_decode.argtypes = [_POINTER, _SIZE, _POINTER, _POINTER, _INT, _INT]
+def built_decoder() -> Built:
+    """The library that decodes, or why there is none."""
+    return load("native_decode", _declare_decoder)
+
+
+def _declare_decoder(library: ctypes.CDLL) -> None:
     library.ottava_decode.restype = None
+    library.ottava_decode.argtypes = [
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER),
+        *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    ]
+
+
+def _declare(library: ctypes.CDLL) -> None:
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
         *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
@@ -127,9 +138,9 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
     if codes.device.type != "cpu" or type(codes) is not Tensor:
         return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
-    if reason := _plan(QuantizationSpec(fmt)).refusal:
-        return reason
-    if reason := built().reason:
+    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
+        return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
+    if reason := built_decoder().reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -157,13 +168,47 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    library = built().library
-    assert library is not None  # supports_decode was asked
-    library.ottava_decode(
-        *(raw.data_ptr(), raw.numel(), ctypes.byref(_plan(QuantizationSpec(fmt)).cast)),
-        *(numbers.data_ptr(), int(dtype == torch.bfloat16), torch.get_num_threads()),
-    )
+    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1), fmt, numbers)
     return numbers
+
+
+def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """As `QuantizedTensor.dequantize`, bit for bit, in one reading; call `supports_decode` first.
+
+    Args:
+        dtype: float32 or bfloat16.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
+        >>> x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
+        >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
+        True
+    """
+    codes, scales, granularity = x_q.data.view(torch.uint8), x_q.scale_inv, x_q.spec.granularity
+    turned = column_major(codes)
+    if turned:
+        codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
+    codes, scales = codes.contiguous(), scales.contiguous()
+    numbers = torch.empty(codes.shape, dtype=dtype)
+    rows, cols = codes.shape
+    _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
+    return numbers.t() if turned else numbers
+
+
+def _decode(
+    codes: Tensor, shape: tuple[int, int], block: tuple[int, int], scales: Tensor, fmt: Format, out: Tensor
+) -> None:
+    if not codes.numel():
+        return
+    library = built_decoder().library
+    assert library is not None  # supports_decode was asked
+    largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
+    library.ottava_decode(
+        *(codes.data_ptr(), *shape, *block, scales.data_ptr()),
+        *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
+        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+    )
 
 
 class _Plan(NamedTuple):

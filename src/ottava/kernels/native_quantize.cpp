@@ -1,4 +1,4 @@
-// Quantize and decode on a CPU: amax, scale and codes of a row-major matrix, bit for bit those of kernels/reference.py.
+// Quantize on a CPU: amax, scale and codes of a row-major matrix, bit for bit those of kernels/reference.py.
 //
 //   scale = top / amax         one a block, rounded as the scale format asks; 1 where amax is 0, infinite or NaN
 //   code  = round(x * scale)   in fp32, nearest even, saturating
@@ -348,27 +348,4 @@ extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_
   const Walk w{x,    out,   rows,      cols, stride,       block_rows, block_cols, grid_rows, grid_cols,
                cast, given, scale_inv, amax, factor.get(), int(smaller<int64_t>(larger(threads, 1), share))};
   return factor && walk<OTTAVA_TYPE>(w) ? 0 : 1;
-}
-
-// n codes -> fp32, or bf16 where half != 0; both exact
-extern "C" void ottava_decode(const uint8_t* __restrict codes, int64_t n, const Cast* cast, void* out, int half,
-                              int threads) {
-  const int64_t share = larger<int64_t>(n / SMALLEST_SHARE, 1), spans = (n + SPAN - 1) / SPAN;
-  const int team = int(smaller<int64_t>(larger(threads, 1), share));
-  const int32_t special = bits_of(cast->max) - ((127 - cast->bias) << 23);  // the code after the largest number's
-  const Decoder decode(cast->mantissa_bits, cast->bias, cast->bits,
-                       cast->nan_code < 0 ? -1 : (special >> (23 - cast->mantissa_bits)) + 1);
-#pragma omp parallel for schedule(static) num_threads(team)
-  for (int64_t s = 0; s < spans; s++) {
-    const Decoder here = decode;
-    const int64_t begin = s * SPAN, count = smaller(SPAN, n - begin);
-    const uint8_t* from = codes + begin;
-    if (half) {
-      uint16_t* to = static_cast<uint16_t*>(out) + begin;
-      for (int64_t i = 0; i < count; i++) to[i] = uint16_t(uint32_t(here(from[i])) >> 16);
-    } else {
-      int32_t* to = static_cast<int32_t*>(out) + begin;
-      for (int64_t i = 0; i < count; i++) to[i] = here(from[i]);
-    }
-  }
 }
