@@ -129,15 +129,23 @@ def quantize_both(
 ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
     """(x cast to spec, x.T cast to spec_t) with their current scales, where a kernel gives both from one reading of x.
 
-    None where none does, on a CPU for one, and inside torch.compile: cast them one by one. The bits are the same.
+    None where none does, and inside torch.compile: cast them one by one. The bits are the same.
     """
-    if torch.compiler.is_compiling() or any(triton_quantize.supports_quantize(x, s) for s in (spec, spec_t)):
+    if torch.compiler.is_compiling():
         return None
-    row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t)
-    assert row is not None
-    assert col is not None
-    return QuantizedTensor(row.data, row.scale_inv, spec, x.dtype), QuantizedTensor(
-        col.data, col.scale_inv, spec_t, x.dtype
+    x = x.detach()
+    if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
+        casts = native_cpu.quantize_both(x, spec, spec_t)
+    elif all(triton_quantize.supports_quantize(x, s) is None for s in (spec, spec_t)):
+        row, col = triton_quantize.quantize_both(x, spec, spec_t)
+        assert row is not None
+        assert col is not None
+        casts = row, col
+    else:
+        return None
+    return (
+        QuantizedTensor(casts[0].data, casts[0].scale_inv, spec, x.dtype),
+        QuantizedTensor(casts[1].data, casts[1].scale_inv, spec_t, x.dtype),
     )
 
 

@@ -163,6 +163,59 @@ def test_every_code_is_decoded(fmt: Format) -> None:
     assert native_cpu.decode(codes.repeat(1000), fmt).shape == (1000 << fmt.bits,)
 
 
+BOTH = {  # x and x.T
+    "blockwise": (QuantizationSpec(E4M3, BLOCK_1X128), QuantizationSpec(E4M3, BLOCK_1X128)),
+    "mxfp8": (QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"), QuantizationSpec(E5M2, BLOCK_1X32, "e8m0_floor")),
+    "two sizes": (QuantizationSpec(E4M3, Granularity(48, 5)), QuantizationSpec(E2M1, BLOCK_1X32, "pow2")),
+    "row and block": (QuantizationSpec(E4M3, PER_ROW), QuantizationSpec(E4M3, BLOCK_1X128)),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("specs", BOTH.values(), ids=BOTH)
+def test_both_casts_in_one_reading_are_the_references(
+    specs: tuple[QuantizationSpec, QuantizationSpec], dtype: torch.dtype
+) -> None:
+    """Those of x and of x.T, their layouts too, in rows, in columns and out of a wider matrix, on any threads."""
+    for rows, cols in ((300, 333), (3, 5), (1, 40), (40, 1)):
+        x = tiles(rows, cols, dtype)
+        x[0, 0], x[rows - 1, cols // 2] = math.nan, math.inf
+        for layout in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, :cols]):
+            if native_cpu.supports_quantize_both(layout, *specs) is not None:
+                assert specs[0].granularity == PER_ROW  # blocks as long as the columns of a column-major matrix
+                continue
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                try:
+                    both = native_cpu.quantize_both(layout, *specs)
+                finally:
+                    torch.set_num_threads(1)
+                for cast, operand, spec in zip(both, (layout, layout.t()), specs, strict=True):
+                    alone = reference.quantize(operand, spec)
+                    if min(rows, cols) > 1:
+                        assert cast.data.stride() == native_cpu.quantize(operand, spec).data.stride()
+                    assert all(
+                        torch.equal(without_nan(a.float()), without_nan(b.float()))
+                        for a, b in zip(cast, alone, strict=True)
+                    )
+
+
+def test_what_is_not_cast_in_one_reading() -> None:
+    """With the reason."""
+    x, tensor, row = torch.randn(8, 8), QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW)
+    nvfp4 = QuantizationSpec(E2M1, Granularity(1, 16), "e4m3")
+    blocks = QuantizationSpec(E4M3, BLOCK_1X128)
+    if native_cpu.built().reason:
+        assert native_cpu.supports_quantize_both(x, blocks, blocks) == f"native_cpu: {native_cpu.built().reason}"
+        return
+    assert "one cast serves" in str(native_cpu.supports_quantize_both(x, tensor, tensor))
+    assert "blocks as long as the matrix" in str(native_cpu.supports_quantize_both(x, row, row))
+    assert "two-level scales" in str(native_cpu.supports_quantize_both(x, nvfp4, nvfp4))
+    assert "takes a matrix" in str(native_cpu.supports_quantize_both(x[::2, ::2], blocks, blocks))
+    assert "takes a matrix" in str(native_cpu.supports_quantize_both(x[0].expand(4, 8), blocks, blocks))
+    assert native_cpu.supports_quantize_both(x, blocks, blocks) is None
+
+
 @needs_library
 @pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

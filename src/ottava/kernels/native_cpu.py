@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import math
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ _VARIANTS = MappingProxyType(  # bf16 is what the file is compiled for unless to
 )
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
 _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
 
 
@@ -40,6 +42,16 @@ class _Cast(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
         *((name, ctypes.c_int32) for name in ("scale_format", "guarded", "margin")),
         *((name, ctypes.c_float) for name in ("max", "top", "guard_floor", "tensor_top")),
+    )
+
+
+class _Side(ctypes.Structure):
+    """The C++ file's `Side`."""
+
+    _fields_ = (
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("cast", "out", "scale_inv", "amax")),
     )
 
 
@@ -67,6 +79,8 @@ def _declare(library: ctypes.CDLL) -> None:
         *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ]
+    library.ottava_quantize_both.restype = _INT
+    library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -131,7 +145,71 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(data if spec.format.dtype is None else data.view(spec.format.dtype), scale_inv, amax)
+    return Cast(_as_codes(data, spec), scale_inv, amax)
+
+
+def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
+    """Why this kernel does not cast x to spec and x.T to spec_t in one reading; None if it does."""
+    for side in (spec, spec_t):
+        if reason := supports_quantize(x, side):
+            return reason
+        if side.scale_format == "e4m3":
+            return f"{NAME}: two-level scales want the whole tensor's amax first"
+    if spec == spec_t and spec.granularity.transposes:
+        return f"{NAME}: one cast serves x and x.T"
+    lines = x.t() if x.dim() == 2 and column_major(x) else x
+    if x.dim() != 2 or not x.numel() or lines.stride(1) != 1 or lines.stride(0) < lines.shape[1]:
+        return f"{NAME}: takes a matrix in rows or columns; got {tuple(x.shape)} with strides {x.stride()}"
+    sides = (spec.granularity, spec_t.granularity.transposed)
+    if any((side.cols if column_major(x) else side.rows) is None for side in sides):
+        return f"{NAME}: blocks as long as the matrix are cast one by one; got {spec} and {spec_t}"
+    return None
+
+
+def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> tuple[Cast, Cast]:
+    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> from ottava.scaling import BLOCK_1X128
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
+        >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
+        ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
+        True
+    """
+    if column_major(x):
+        cast_t, cast = quantize_both(x.t(), spec_t, spec)
+        return cast, cast_t
+    rows, cols = x.shape
+    specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
+    blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
+    grids = [granularity.grid_shape((rows, cols)) for granularity in granularities]
+    data = [torch.empty((rows, cols), dtype=torch.uint8) for _ in specs]
+    numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
+    casts = [_plan(side).cast for side in specs]  # what pointers point to is held until the call has ended
+    sides = [
+        _Side(*block, ctypes.addressof(cast), codes.data_ptr(), *(t.data_ptr() for t in pair))
+        for block, cast, codes, pair in zip(blocks, casts, data, numbers, strict=True)
+    ]
+    library = built(x.dtype).library
+    assert library is not None  # supports_quantize_both was asked
+    height, width = (math.lcm(*(block[i] for block in blocks)) for i in (0, 1))
+    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
+    failed = library.ottava_quantize_both(
+        *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols, height, min(width, cols)),
+        *(ctypes.byref(sides[0]), ctypes.byref(sides[1]), torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+    (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
+    return (
+        Cast(_as_codes(codes, spec), scale_inv, amax),
+        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t.t().contiguous(), amax_t.t().contiguous()),
+    )
+
+
+def _as_codes(data: Tensor, spec: QuantizationSpec) -> Tensor:
+    return data if spec.format.dtype is None else data.view(spec.format.dtype)
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:

@@ -239,7 +239,37 @@ inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
 
-// The blocks of one band of block_rows rows, in groups of columns that stay in a cache between the phases.
+// Blocks [first, last) of one band of block_rows rows; `most` has room for a number each.
+template <class T>
+void blocks(const Walk& w, int phases, int64_t band, int64_t first, int64_t last, typename T::Int* most, Encoder code) {
+  using Int = typename T::Int;
+  const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
+  const int64_t place = band * w.grid_cols + first;
+  const Int* x = static_cast<const Int*>(w.x) + left;
+  if (phases & AMAX) {
+    fill(most, last - first, Int(0));
+    for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
+    for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
+  }
+  if (phases & SCALE)
+    scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
+  if (phases & ENCODE) {
+    const bool nans = may_have_nan(w.amax + place, w.factor + place, last - first);
+    const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
+    for (int64_t row = top; row < bottom; row++)
+      row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+  }
+}
+
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// Band after band, in groups of columns that stay in a cache between the phases.
 template <class T>
 bool bands(const Walk& w, int phases) {
   using Int = typename T::Int;
@@ -247,31 +277,33 @@ bool bands(const Walk& w, int phases) {
   const int64_t columns = larger<int64_t>(UNIT_BYTES / (height * int64_t(sizeof(Int))), 64);
   const int64_t group = smaller(larger<int64_t>(columns / w.block_cols, 1), w.grid_cols);
   const int64_t groups = (w.grid_cols + group - 1) / group;
-  const Encoder code(*w.cast);
   const Array<Int> scratch(w.threads * group);
   if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(w.threads)
   for (int64_t unit = 0; unit < w.grid_rows * groups; unit++) {
-    const int64_t band = unit / groups, first = unit % groups * group, last = smaller(first + group, w.grid_cols);
-    const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
-    const int64_t place = band * w.grid_cols + first;
-    const Int* x = static_cast<const Int*>(w.x) + left;
-    if (phases & AMAX) {
-      int thread = 0;
-#ifdef _OPENMP
-      thread = omp_get_thread_num();
-#endif
-      Int* most = scratch.get() + thread * group;
-      fill(most, last - first, Int(0));
-      for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
-      for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
-    }
-    if (phases & SCALE)
-      scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
-    if (phases & ENCODE) {
-      const auto row_of = may_have_nan(w.amax + place, w.factor + place, last - first) ? row_encode<T, true> : row_encode<T, false>;
-      for (int64_t row = top; row < bottom; row++)
-        row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+    const int64_t first = unit % groups * group;
+    blocks<T>(w, phases, unit / groups, first, smaller(first + group, w.grid_cols),
+              scratch.get() + thread_number() * group, Encoder(*w.cast));
+  }
+  return true;
+}
+
+// Both casts tile by tile, so that the second finds its elements in a cache; a tile is made of whole blocks of either.
+template <class T>
+bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile_cols) {
+  using Int = typename T::Int;
+  const int64_t across = (a.cols + tile_cols - 1) / tile_cols, down = (a.rows + tile_rows - 1) / tile_rows;
+  const Array<Int> scratch(a.threads * tile_cols);
+  if (!scratch) return false;
+#pragma omp parallel for schedule(static) num_threads(a.threads)
+  for (int64_t tile = 0; tile < across * down; tile++) {
+    const int64_t top = tile / across * tile_rows, left = tile % across * tile_cols;
+    for (int which = 0; which < 2; which++) {
+      const Walk& w = which ? b : a;
+      const int64_t bottom = smaller(top + tile_rows, w.rows), right = smaller(left + tile_cols, w.cols);
+      const int64_t last = (right + w.block_cols - 1) / w.block_cols;
+      for (int64_t band = top / w.block_rows; band * w.block_rows < bottom; band++)
+        blocks<T>(w, ALL, band, left / w.block_cols, last, scratch.get() + thread_number() * tile_cols, Encoder(*w.cast));
     }
   }
   return true;
@@ -292,9 +324,9 @@ bool tall(const Walk& w) {
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
 #pragma omp parallel num_threads(w.threads)
   {
-    int thread = 0, threads = 1;
+    const int thread = thread_number();
+    int threads = 1;
 #ifdef _OPENMP
-    thread = omp_get_thread_num();
     threads = omp_get_num_threads();
 #endif
     const int64_t begin = lines * thread / threads, end = lines * (thread + 1) / threads;
@@ -348,4 +380,28 @@ extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_
   const Walk w{x,    out,   rows,      cols, stride,       block_rows, block_cols, grid_rows, grid_cols,
                cast, given, scale_inv, amax, factor.get(), int(smaller<int64_t>(larger(threads, 1), share))};
   return factor && walk<OTTAVA_TYPE>(w) ? 0 : 1;
+}
+
+extern "C" struct Side {  // native_cpu._Side: one of the two casts that are made from one reading of x
+  int64_t block_rows, block_cols;
+  const Cast* cast;
+  uint8_t* out;
+  float *scale_inv, *amax;
+};
+
+// Both casts, with current scales, in tiles of tile_rows x tile_cols: multiples of the blocks of either side, or the
+// matrix's own. Returns 0, or 1 if there was no memory.
+extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t tile_rows,
+                                    int64_t tile_cols, const Side* first, const Side* second, int threads) {
+  const int team = int(smaller<int64_t>(larger(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
+  Array<float> factor[2];
+  Walk walks[2];
+  for (int i = 0; i < 2; i++) {
+    const Side& s = i ? *second : *first;
+    const int64_t grid_rows = (rows + s.block_rows - 1) / s.block_rows, grid_cols = (cols + s.block_cols - 1) / s.block_cols;
+    if (!factor[i].make(grid_rows * grid_cols)) return 1;
+    walks[i] = Walk{x,         s.out,  rows,    cols,        stride, s.block_rows,    s.block_cols, grid_rows,
+                    grid_cols, s.cast, nullptr, s.scale_inv, s.amax, factor[i].get(), team};
+  }
+  return bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols) ? 0 : 1;
 }
