@@ -19,7 +19,7 @@ def keep_freed_memory() -> bool:
         Whether that took; False where the C library is not glibc (macOS, musl).
 
     Example:
-        >>> keep_freed_memory() in (True, False)
+        >>> keep_freed_memory()                                     # doctest: +SKIP
         True
     """
     if not sys.platform.startswith("linux"):
