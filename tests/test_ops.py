@@ -86,8 +86,10 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_both_casts_at_once_are_left_to_those_who_can() -> None:
-    """On a CPU no kernel gives x and x.T from one reading; the doors then cast twice."""
+    """Where one cast serves both, and where a scale belongs to a whole row of x and of x.T: the doors see to it."""
+    row = QuantizationSpec(E4M3, PER_ROW)
     assert quantize_both(torch.randn(4, 8), E4, E4) is None
+    assert quantize_both(torch.randn(4, 8), row, row) is None
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------

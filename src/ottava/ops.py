@@ -129,16 +129,45 @@ def quantize_both(
 ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
     """(x cast to spec, x.T cast to spec_t) with their current scales, where a kernel gives both from one reading of x.
 
-    None where none does, on a CPU for one, and inside torch.compile: cast them one by one. The bits are the same.
+    None where none does, and inside torch.compile: cast them one by one. The bits are the same.
     """
-    if torch.compiler.is_compiling() or any(triton_quantize.supports_quantize(x, s) for s in (spec, spec_t)):
+    if torch.compiler.is_compiling():
         return None
-    row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t)
-    assert row is not None
-    assert col is not None
-    return QuantizedTensor(row.data, row.scale_inv, spec, x.dtype), QuantizedTensor(
-        col.data, col.scale_inv, spec_t, x.dtype
+    x = x.detach()
+    if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
+        casts = native_cpu.quantize_both(x, spec, spec_t)
+    elif all(triton_quantize.supports_quantize(x, s) is None for s in (spec, spec_t)):
+        row, col = triton_quantize.quantize_both(x, spec, spec_t)
+        assert row is not None
+        assert col is not None
+        casts = row, col
+    else:
+        return None
+    return (
+        QuantizedTensor(casts[0].data, casts[0].scale_inv, spec, x.dtype),
+        QuantizedTensor(casts[1].data, casts[1].scale_inv, spec_t, x.dtype),
     )
+
+
+def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As `QuantizedTensor.dequantize`, bit for bit, by the fastest kernel that takes it.
+
+    Args:
+        dtype: that of the original by default.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> dequantize(quantize(torch.tensor([[1.0, 2.0]]), QuantizationSpec(E4M3)))
+        tensor([[1., 2.]])
+    """
+    wanted = dtype or x_q.dtype
+    if (
+        not torch.compiler.is_compiling()
+        and wanted in (torch.float32, torch.bfloat16)
+        and native_cpu.supports_decode(x_q.data, x_q.spec.format) is None
+    ):
+        return native_cpu.dequantize(x_q, wanted)
+    return x_q.dequantize(wanted)
 
 
 def gemm(
@@ -176,7 +205,7 @@ def gemm(
     _check(a, b, bias)
     asked_for = (a, b)
     if compute == "bf16":
-        a, b = (t.dequantize(torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+        a, b = (dequantize(t, torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         if torch.compiler.is_compiling():
             return torch.ops.ottava.gemm(  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ takes 8). Casts and GEMMs on them live in `ops`.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -109,6 +110,10 @@ class QuantizationSpec(RefusesUnknownFields):
         return self.scaling != "current"
 
     def __str__(self) -> str:
+        return self._name
+
+    @functools.cached_property
+    def _name(self) -> str:  # kept, for every GEMM writes down what it ran
         extras: list[str] = [self.scale_format] if self.scale_format != "fp32" else []
         extras += [self.scaling] if self.predicted else []
         extras += ["stochastic"] if self.rounding == "stochastic" else []

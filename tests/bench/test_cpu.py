@@ -2,50 +2,95 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 from ottava.bench import cpu
+from ottava.bench.cpu import Settings
+
+NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CAST_ELEMENTS", (4096,))
     monkeypatch.setattr(cpu, "LINEAR_SHAPES", ((8, 32, 64),))
+    monkeypatch.setattr(cpu, "BLOCK_SIZES", (32, 4, 8, 2))
+    monkeypatch.setattr(cpu, "SMOLLM2_SIZES", (97, 1, 16))
 
 
 def test_every_case_measures_bf16_and_every_recipe() -> None:
     """Casts beside a copy, layers beside BF16 and torchao's emulation; the first is the unit."""
-    cases = list(cpu.bench(["cast", "linear"], rounds=2))
-    assert [case.suite for case in cases] == ["cast", "linear"]
+    cases = list(cpu.bench(["cast", "linear", "block"], Settings(rounds=2)))
+    assert [case.suite for case in cases] == ["cast", "linear", "block"]
     assert cases[0].timings[0].name == "copy"
-    names = [timing.name for timing in cases[1].timings]
-    assert names == ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES), "torchao tensorwise"]
+    for case in cases[1:]:
+        assert [timing.name for timing in case.timings] == [*NAMES, "torchao tensorwise"]
     assert all(timing.milliseconds > 0 for case in cases for timing in case.timings)
     assert all(case.timings[0].ratio == 1.0 for case in cases)
     assert "ratio to BF16" in str(cases[1])
     assert cases[1].to_dict()["timings"][0]["name"] == "BF16"
 
 
-def test_the_block_is_a_block() -> None:
-    """Causal: a token does not see later ones; shapes stay."""
-    torch.manual_seed(0)
-    block = cpu.Block(32, 4)
-    x = torch.randn(2, 6, 32)
-    y = block(x)
-    later = x.clone()
-    later[:, 4] += 1
-    changed = block(later)
-    assert y.shape == x.shape
-    assert torch.equal(y[:, :4], changed[:, :4])
-    assert not torch.equal(y[:, 4:], changed[:, 4:])
-    y.sum().backward()
-    assert all(parameter.grad is not None for parameter in block.parameters())
+def test_what_is_kept_for_backward_is_counted() -> None:
+    """torch's linear keeps its input, 2 bytes an element; ours its codes and those of the weight, and scales."""
+    rows, k, n = cpu.LINEAR_SHAPES[0]
+    (case,) = cpu.bench(["linear"], Settings(rounds=2))
+    activations, weights = case.figures.values()
+    assert (activations["BF16"] * 2**20, weights["BF16"]) == (2 * rows * k, 0)
+    assert activations["ottava tensorwise"] * 2**20 == rows * k + 4
+    assert weights["ottava tensorwise"] * 2**20 == n * k + 4
+    assert "kept for backward, MiB" in str(case)
+
+
+def test_one_storage_is_counted_once() -> None:
+    """However many operations keep it; a parameter never."""
+    x = torch.ones(4, 4, requires_grad=True)
+    assert cpu.saved_bytes(lambda: x * x + x.t() * x, nn.Linear(2, 2)) == (x.nbytes, 0)
+    layer = nn.Linear(4, 4)
+    assert cpu.saved_bytes(lambda: layer(x), layer) == (x.nbytes, 0)
+
+
+def test_statistics_compare_a_watched_step_with_an_unwatched_one() -> None:
+    """Per tensor and in blocks."""
+    cases = list(cpu.bench(["statistics"], Settings(rounds=2)))
+    assert [case.name for case in cases] == ["block, tensorwise, 3 steps", "block, blockwise, 3 steps"]
+    assert [timing.name for timing in cases[0].timings] == ["unwatched", "full statistics, every step"]
+
+
+def test_the_demo_has_tokens_a_second() -> None:
+    """From the median step."""
+    (case,) = cpu.bench(["demo"], Settings(rounds=2))
+    assert list(case.figures["tokens/s"]) == NAMES
+    first = case.timings[0]
+    assert case.figures["tokens/s"]["BF16"] == pytest.approx(2048 / first.milliseconds * 1e3)
+
+
+def test_smollm2_says_whose_weights_it_ran() -> None:
+    """Without a checkpoint: random ones, and no perplexity."""
+    (case,) = cpu.bench(["smollm2"], Settings(rounds=2))
+    assert "random weights" in case.name
+    assert case.figures == {}
+    assert [timing.name for timing in case.timings] == [
+        "BF16",
+        "ottava tensorwise",
+        "ottava mxfp8",
+        "torchao tensorwise",
+    ]
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Never random weights in its place."""
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        list(cpu.bench(["smollm2"], Settings(rounds=2, checkpoint=tmp_path)))
 
 
 def test_an_unknown_suite_is_refused() -> None:
     """Before anything is measured."""
-    with pytest.raises(ValueError, match="suite: got 'casts'; there are cast, linear, block"):
+    with pytest.raises(ValueError, match="suite: got 'casts'; there are cast, linear, block, statistics"):
         next(iter(cpu.bench(["casts"])))
 
 

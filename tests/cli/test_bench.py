@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -32,3 +33,12 @@ def test_the_table_has_ratios_and_quartiles() -> None:
     assert ran.exit_code == 0
     assert "ratio to copy" in ran.stdout
     assert "ottava 1x32" in ran.stdout
+
+
+def test_perplexity_needs_weights(tmp_path: Path) -> None:
+    """Random ones know no text: exit code 2 of the app, which ValueError is."""
+    text = tmp_path / "text"
+    text.write_text("to be")
+    ran = CliRunner().invoke(bench, ["cpu", "--suite", "smollm2", "--text", str(text)])
+    assert isinstance(ran.exception, ValueError)
+    assert "perplexity needs the weights of --checkpoint" in str(ran.exception)

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layout_samples import LAYOUTS, tiles
+from ottava import ops
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
-from ottava.kernels import native_cpu, reference
+from ottava.kernels import native_build, native_cpu, reference
 from ottava.kernels.native_build import Built
 from ottava.ops import explain_quantize, quantize, quantize_with_amax
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import decode
-from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
 needs_library = pytest.mark.skipif(bool(native_cpu.built().reason), reason=native_cpu.built().reason)
@@ -126,25 +127,24 @@ def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares instruction sets of x86")
-@pytest.mark.parametrize("flags", [("-O1",), ("-O3", "-march=x86-64-v3")], ids=["SSE2", "AVX2"])
+@pytest.mark.parametrize("flags", [("-O0",), ("-march=x86-64",), ("-march=haswell",)], ids=["scalar", "SSE2", "AVX2"])
 def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """Scalar code without AVX, and AVX2, against the reference; the default build is what all other tests run."""
+    """Three older builds against the reference; the default build is what all other tests run."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     source, made = Path(native_cpu.__file__).with_name("native_quantize.cpp"), tmp_path / "made.so"
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", *flags, str(source), "-o", str(made)]
+    variant = [f"-D{name}" for name in [native_cpu._VARIANTS[dtype]] if name]
+    command = [compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)]
     subprocess.run(command, check=True, timeout=300)
     library = ctypes.CDLL(str(made))
     native_cpu._declare(library)
-    monkeypatch.setattr(native_cpu, "built", lambda: Built(library, ""))
+    monkeypatch.setattr(native_cpu, "built", lambda *_: Built(library, ""))
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
     for fmt in SMALL:
         for granularity in ("tensor", "row", "1x32", "128x1"):
             assert_same(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    assert torch.equal(without_nan(native_cpu.decode(codes, E4M3)), without_nan(decode(codes, E4M3)))
 
 
 @needs_library
@@ -161,6 +161,101 @@ def test_every_code_is_decoded(fmt: Format) -> None:
             assert torch.equal(without_nan(numbers).view(torch.int32), truth.to(dtype).float().view(torch.int32))
     assert native_cpu.decode(codes.view(-1, 16).t(), fmt).stride() == codes.view(-1, 16).t().stride()
     assert native_cpu.decode(codes.repeat(1000), fmt).shape == (1000 << fmt.bits,)
+
+
+BOTH = {  # x and x.T
+    "blockwise": (QuantizationSpec(E4M3, BLOCK_1X128), QuantizationSpec(E4M3, BLOCK_1X128)),
+    "mxfp8": (QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"), QuantizationSpec(E5M2, BLOCK_1X32, "e8m0_floor")),
+    "two sizes": (QuantizationSpec(E4M3, Granularity(48, 5)), QuantizationSpec(E2M1, BLOCK_1X32, "pow2")),
+    "row and block": (QuantizationSpec(E4M3, PER_ROW), QuantizationSpec(E4M3, BLOCK_1X128)),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("specs", BOTH.values(), ids=BOTH)
+def test_both_casts_in_one_reading_are_the_references(
+    specs: tuple[QuantizationSpec, QuantizationSpec], dtype: torch.dtype
+) -> None:
+    """Those of x and of x.T, their layouts too, in rows, in columns and out of a wider matrix, on any threads."""
+    for rows, cols in ((300, 333), (3, 5), (1, 40), (40, 1)):
+        x = tiles(rows, cols, dtype)
+        x[0, 0], x[rows - 1, cols // 2] = math.nan, math.inf
+        for layout in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, :cols]):
+            if native_cpu.supports_quantize_both(layout, *specs) is not None:
+                assert specs[0].granularity == PER_ROW  # blocks as long as the columns of a column-major matrix
+                continue
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                try:
+                    both = native_cpu.quantize_both(layout, *specs)
+                finally:
+                    torch.set_num_threads(1)
+                for cast, operand, spec in zip(both, (layout, layout.t()), specs, strict=True):
+                    alone = reference.quantize(operand, spec)
+                    if min(rows, cols) > 1:
+                        assert cast.data.stride() == native_cpu.quantize(operand, spec).data.stride()
+                    assert all(
+                        torch.equal(without_nan(a.float()), without_nan(b.float()))
+                        for a, b in zip(cast, alone, strict=True)
+                    )
+
+
+def test_what_is_not_cast_in_one_reading() -> None:
+    """With the reason."""
+    x, tensor, row = torch.randn(8, 8), QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW)
+    nvfp4 = QuantizationSpec(E2M1, Granularity(1, 16), "e4m3")
+    blocks = QuantizationSpec(E4M3, BLOCK_1X128)
+    if native_cpu.built().reason:
+        assert native_cpu.supports_quantize_both(x, blocks, blocks) == f"native_cpu: {native_cpu.built().reason}"
+        return
+    assert "one cast serves" in str(native_cpu.supports_quantize_both(x, tensor, tensor))
+    assert "blocks as long as the matrix" in str(native_cpu.supports_quantize_both(x, row, row))
+    assert "two-level scales" in str(native_cpu.supports_quantize_both(x, nvfp4, nvfp4))
+    assert "takes a matrix" in str(native_cpu.supports_quantize_both(x[::2, ::2], blocks, blocks))
+    assert "takes a matrix" in str(native_cpu.supports_quantize_both(x[0].expand(4, 8), blocks, blocks))
+    assert native_cpu.supports_quantize_both(x, blocks, blocks) is None
+
+
+@needs_library
+@pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dequantizing_has_the_bits_of_the_definition(granularity: str, out: torch.dtype) -> None:
+    """Every format, ragged blocks, rows as short as one, columns that lie in memory first, a batch's slice."""
+    for rows, cols in ((140, 333), (3, 5), (1, 1), (700, 64)):
+        x = tiles(rows, cols, torch.float32)
+        for fmt in SMALL:
+            x_q = quantize(x, QuantizationSpec(fmt, Granularity.parse(granularity)))
+            turned = replace(x_q, data=x_q.data.t().contiguous().t())
+            part = replace(x_q, data=x_q.data.view(torch.uint8).repeat(1, 2)[:, :cols].view(x_q.data.dtype))
+            for operand in (x_q, turned, part):
+                got, expected = ops.dequantize(operand, out), operand.dequantize(out)
+                assert torch.equal(without_nan(got.float()), without_nan(expected.float()))
+                assert torch.equal(got.float().signbit(), expected.float().signbit())
+
+
+@needs_library
+def test_what_is_not_a_number_stays_so_when_dequantized() -> None:
+    """NaN and infinity of E5M2, NaN of E4M3, both signs."""
+    for fmt in (E4M3, E5M2):
+        codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fmt.storage_dtype)
+        x_q = QuantizedTensor(codes, torch.full((1, 1), 0.37), QuantizationSpec(fmt), torch.float32)
+        for out in (torch.float32, torch.bfloat16):
+            got, expected = native_cpu.dequantize(x_q, out).float(), x_q.dequantize(out).float()
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert torch.equal(without_nan(got), without_nan(expected))
+
+
+@needs_library
+def test_dequantizing_on_any_number_of_threads_gives_the_same_bits() -> None:
+    """Flat and by rows."""
+    x_q = {g: quantize(tiles(700, 333, torch.bfloat16), QuantizationSpec(E4M3, g)) for g in (PER_TENSOR, BLOCK_1X32)}
+    for operand in x_q.values():
+        alone = native_cpu.dequantize(operand, torch.bfloat16)
+        torch.set_num_threads(3)
+        try:
+            assert torch.equal(native_cpu.dequantize(operand, torch.bfloat16), alone)
+        finally:
+            torch.set_num_threads(1)
 
 
 def test_wrong_arguments_of_decode_are_refused() -> None:
@@ -213,7 +308,7 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     """The same bits; the reason is in the explanation."""
     x, spec = torch.randn(40, 300), QuantizationSpec(E4M3, BLOCK_1X128)
     before = quantize_with_amax(x, spec)
-    monkeypatch.setattr(native_cpu, "built", lambda: Built(None, "no C++ compiler"))
+    monkeypatch.setattr(native_cpu, "built", lambda *_: Built(None, "no C++ compiler"))
     assert explain_quantize(x, spec) == "native_cpu: no C++ compiler\nreference: runs"
     after = quantize_with_amax(x, spec)
     assert torch.equal(raw(before[0].data), raw(after[0].data))

@@ -22,7 +22,7 @@ from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, P
 Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 
-BUILT = native_build.load("native_gemm")
+BUILT = native_gemm.built()
 LEVELS = range(BUILT.library.ottava_gemm_level() + 1 if BUILT.library is not None else 0)
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
 
@@ -294,7 +294,7 @@ def test_other_devices_are_refused() -> None:
 def test_without_a_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal, not an exception; called all the same, an error that repeats it."""
     a = cast(torch.ones(16, 16), QuantizationSpec(E4M3))
-    monkeypatch.setattr(native_build, "load", lambda name: native_build.Built(None, "no C++ compiler"))
+    monkeypatch.setattr(native_build, "load", lambda *_: native_build.Built(None, "no C++ compiler"))
     assert native_gemm.supports_gemm(a, a, torch.bfloat16, None) == "native_gemm: no C++ compiler"
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler; ask supports_gemm first"):
         native_gemm.gemm(a, a, torch.bfloat16, None)
@@ -308,7 +308,7 @@ def test_where_it_is_slower_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             return 0
 
     a = cast(torch.ones(16, 16), QuantizationSpec(E4M3))
-    monkeypatch.setattr(native_build, "load", lambda name: native_build.Built(Portable(), ""))  # type: ignore[arg-type]
+    monkeypatch.setattr(native_build, "load", lambda *_: native_build.Built(Portable(), ""))  # type: ignore[arg-type]
     reason = native_gemm.supports_gemm(a, a, torch.bfloat16, None)
     assert reason == "native_gemm: built for no AVX2 and no AVX512 here; the reference is faster"
 
@@ -317,7 +317,7 @@ def test_where_it_is_slower_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_level_that_is_not_there_is_an_error() -> None:
     """Never another one in its place."""
     a = cast(torch.ones(16, 16), QuantizationSpec(E4M3))
-    with pytest.raises(RuntimeError, match="level 9 is not among"):
+    with pytest.raises(RuntimeError, match="this CPU has no such instruction set"):
         native_gemm.run(a, a, torch.bfloat16, None, 9)
 
 

@@ -1,4 +1,4 @@
-"""`ottava bench cpu`: casts, linear layers and a transformer block on a CPU, beside BF16, memcpy and torchao.
+"""`ottava bench cpu`: casts, linear layers, models and their memory on a CPU, beside BF16, memcpy and torchao.
 
 torchao emulates FP8 on a CPU (emulate=True). Rivals that are not installed are left out and named in the result.
 """
@@ -6,28 +6,44 @@ torchao emulates FP8 on a CPU (emulate=True). Rivals that are not installed are 
 from __future__ import annotations
 
 import platform
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
+from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.nn.convert import convert
 from ottava.ops import quantize
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantizer import WeightQuantizer
 from ottava.scaling import BLOCK_1X32
+from ottava.train.config import TrainConfig
+from ottava.train.model import ByteTransformer, loss
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """Those that have a goal."""
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
 """(rows, in_features, out_features)."""
-SUITES = ("cast", "linear", "block")
+BLOCK_SIZES = (512, 8, 256, 8)
+"""Width, heads, tokens, sequences."""
+SMOLLM2_SIZES = (49_152, 30, 256)
+"""Vocabulary, layers, tokens."""
+WATCHED_STEPS = 3
+"""Steps of a round: opening a watch is not what is measured."""
+
+Variants = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -39,72 +55,67 @@ class Case:
     name: str
     """Sizes."""
     timings: tuple[Timing, ...]
-    """In the order of the round."""
+    """In the order of the round; none where nothing is timed."""
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Other numbers: what (with its unit) -> variant -> value."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"suite": self.suite, "name": self.name, "timings": [timing.to_dict() for timing in self.timings]}
+        timings = [timing.to_dict() for timing in self.timings]
+        figures = {what: dict(values) for what, values in self.figures.items()}
+        return {"suite": self.suite, "name": self.name, "timings": timings, "figures": figures}
 
     def __str__(self) -> str:
-        width = max(len(timing.name) for timing in self.timings)
-        lines = [f"{self.suite} {self.name}, ratio to {self.timings[0].name}"]
+        names = [timing.name for timing in self.timings] + [n for values in self.figures.values() for n in values]
+        width = max(map(len, names))
+        lines = [f"{self.suite} {self.name}" + (f", ratio to {self.timings[0].name}" if self.timings else "")]
         lines += [
             f"  {t.name.ljust(width)}  {t.milliseconds:9.3f} ms  {t.ratio:6.2f} [{low:.2f}-{high:.2f}]"
             for t in self.timings
             for low, high in [t.quartiles]
         ]
+        for what, values in self.figures.items():
+            lines += [f"  {what}", *(f"    {name.ljust(width)}  {value:,.2f}" for name, value in values.items())]
         return "\n".join(lines)
 
 
-class Block(nn.Module):
-    """A GPT block without dropout: attention and a feed-forward of 4 d, LayerNorm before each."""
+@dataclass(frozen=True)
+class Settings:
+    """How a benchmark is run."""
 
-    def __init__(self, d: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+    rounds: int = 15
+    """Of every case; quartiles are over them."""
+    compiled: bool = False
+    """Also BF16, ottava and torchao under torch.compile, which takes minutes."""
+    cpu_time: bool = False
+    """Count the process's CPU time instead of the clock's: with one thread, good on a busy machine."""
+    checkpoint: Path | None = None
+    """Folder of SmolLM2-135M as Hugging Face writes it; None: random weights, and no perplexity."""
+    text: Path | None = None
+    """What its perplexity is taken over."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        batch, length, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, d))
-        return torch.add(x, self.down(nn.functional.gelu(self.up(self.norm2(x)))))
+    def time(
+        self, variants: Variants, around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None
+    ) -> tuple[Timing, ...]:
+        """Interleaved."""
+        clock = time.process_time if self.cpu_time else time.perf_counter
+        return tuple(interleaved(variants, self.rounds, clock=clock, around=around or {}))
 
 
-def bench(
-    suites: Iterable[str] = SUITES, *, rounds: int = 15, compiled: bool = False, cpu_time: bool = False
-) -> Iterator[Case]:
+def bench(suites: Iterable[str] | None = None, settings: Settings | None = None) -> Iterator[Case]:
     """Measures case after case.
 
     Args:
-        suites: of SUITES.
-        rounds: of every case; quartiles are over them.
-        compiled: also torchao under torch.compile, which takes minutes.
-        cpu_time: count the process's CPU time instead of the clock's: with one thread, good on a busy machine.
+        suites: of SUITES; None: all but smollm2, which takes minutes and 2 GB.
     Raises:
-        ValueError: an unknown suite.
+        ValueError: an unknown suite.  FileNotFoundError: a checkpoint or text that is not there.
     """
-    chosen = list(suites)
+    chosen = [suite for suite in SUITES if suite != "smollm2"] if suites is None else list(suites)
     for suite in chosen:
         if suite not in SUITES:
             raise ValueError(f"suite: got {suite!r}; there are {', '.join(SUITES)}")
-    clock = time.process_time if cpu_time else time.perf_counter
-    if "cast" in chosen:
-        for n in CAST_ELEMENTS:
-            yield Case("cast", f"bf16 {n >> 20}M", tuple(interleaved(_casts(n), rounds, clock=clock)))
-    if "linear" in chosen:
-        for rows, k, n in LINEAR_SHAPES:
-            x, dy = torch.randn(rows, k), torch.randn(rows, n)
-            variants = _steps(lambda k=k, n=n: nn.Linear(k, n), x, dy, compiled)  # type: ignore[misc]
-            yield Case("linear", f"fwd+bwd ({rows}, {k}, {n})", tuple(interleaved(variants, rounds, clock=clock)))
-    if "block" in chosen:
-        x, dy = torch.randn(8, 256, 512), torch.randn(8, 256, 512)
-        variants = _steps(lambda: Block(512, 8), x, dy, compiled)
-        yield Case("block", "d=512 h=8 T=256 B=8, fwd+bwd", tuple(interleaved(variants, rounds, clock=clock)))
+    for suite in chosen:
+        yield from SUITES[suite](settings or Settings())
 
 
 def machine() -> dict[str, Any]:
@@ -123,13 +134,45 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _casts(n: int) -> dict[str, Callable[[], object]]:
+def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
+    """Bytes that a forward keeps for its backward, every storage once and parameters not: (activations, FP8 weights).
+
+    Example:
+        >>> layer, x = nn.Linear(8, 4), torch.ones(2, 8)
+        >>> saved_bytes(lambda: layer(x), layer)                    # x, 2 x 8 fp32 numbers
+        (64, 0)
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = forward()  # held until they are counted: an address is not used twice meanwhile
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    doors = [module for module in model.modules() if isinstance(module, WeightQuantizer) and module.cached is not None]
+    cast = [operand for door in doors for operand in (door.cached or ())[2:] if isinstance(operand, QuantizedTensor)]
+    addresses = {t.untyped_storage().data_ptr() for operand in cast for t in (operand.data, operand.scale_inv)}
+    weights = sum(kept.pop(address, 0) for address in addresses)
+    del y
+    return sum(kept.values()), weights
+
+
+def _cast(settings: Settings) -> Iterator[Case]:
+    for n in CAST_ELEMENTS:
+        yield Case("cast", f"bf16 {n >> 20}M", settings.time(_casts(n)))
+
+
+def _casts(n: int) -> Variants:
     x = torch.randn(n // 1024, 1024).bfloat16()
     other = torch.empty_like(x)
     tensor, delayed = QuantizationSpec(E4M3), QuantizationSpec(E4M3, scaling="delayed")
     mx = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
     scale = torch.tensor(64.0)
-    variants: dict[str, Callable[[], object]] = {
+    variants: Variants = {
         "copy": lambda: other.copy_(x),
         "ottava tensor": lambda: quantize(x, tensor),
         "ottava tensor, scale known": lambda: quantize(x, delayed, scale=scale),
@@ -140,13 +183,148 @@ def _casts(n: int) -> dict[str, Callable[[], object]]:
     return variants
 
 
-def _steps(make: Callable[[], nn.Module], x: Tensor, dy: Tensor, compiled: bool) -> dict[str, Callable[[], object]]:
-    """Forward and backward of the same module under BF16, ottava's recipes and torchao."""
-    x, dy = x.bfloat16().requires_grad_(), dy.bfloat16()
+def _linear(settings: Settings) -> Iterator[Case]:
+    for rows, k, n in LINEAR_SHAPES:
+        x, dy = torch.randn(rows, k), torch.randn(rows, n)
+        models = _models(lambda k=k, n=n: nn.Linear(k, n))  # type: ignore[misc]
+        timings = settings.time(_steps(models, x, dy, settings.compiled))
+        yield Case("linear", f"fwd+bwd ({rows}, {k}, {n})", timings, _kept(models, x))
+
+
+def _block(settings: Settings) -> Iterator[Case]:
+    width, heads, tokens, sequences = BLOCK_SIZES
+    x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
+    models = _models(lambda: Block(width, heads))
+    timings = settings.time(_steps(models, x, dy, settings.compiled))
+    yield Case("block", f"d={width} h={heads} T={tokens} B={sequences}, fwd+bwd", timings, _kept(models, x))
+
+
+def _statistics(settings: Settings) -> Iterator[Case]:
+    """What looking at every cast of every step costs."""
+    width, heads, tokens, sequences = BLOCK_SIZES
+    x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
+    for recipe in ("tensorwise", "blockwise"):
+        model = _models(lambda: Block(width, heads), (recipe,))[f"ottava {recipe}"]
+        step = _steps({recipe: model}, x, dy, False)[recipe]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its step is where the watch's ends
+
+        def steps(step: Callable[[], object] = step, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for _ in range(WATCHED_STEPS):
+                step()
+                optimizer.step()
+
+        with tempfile.TemporaryDirectory() as folder:
+
+            def watched(model: nn.Module = model, folder: str = folder) -> AbstractContextManager[object]:
+                return watch(model, tempfile.mkdtemp(dir=folder) + "/run", {"every": 1})
+
+            variants: Variants = {"unwatched": steps, "full statistics, every step": steps}
+            timings = settings.time(variants, {"full statistics, every step": watched})
+        yield Case("statistics", f"block, {recipe}, {WATCHED_STEPS} steps", timings)
+
+
+def _demo(settings: Settings) -> Iterator[Case]:
+    """Training steps of the demo's model, optimizer included, FP32 parameters under torch.autocast."""
+    config = TrainConfig()
+    ids = torch.randint(0, 256, (config.batch_size, config.sequence_length + 1))
+    variants: Variants = {}
+    for recipe in ("BF16", *RECIPES):
+        torch.manual_seed(0)
+        model: nn.Module = ByteTransformer(config.model, config.sequence_length)
+        if recipe != "BF16":
+            convert(model, recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                value = loss(model, ids[:, :-1], ids[:, 1:])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        variants["BF16" if recipe == "BF16" else f"ottava {recipe}"] = step
+    timings = settings.time(variants)
+    tokens = ids[:, 1:].numel()
+    speeds = {t.name: 1e3 * tokens / t.milliseconds for t in timings}
+    yield Case("demo", f"the demo's model, {tokens} tokens a step", timings, {"tokens/s": speeds})
+
+
+def _smollm2(settings: Settings) -> Iterator[Case]:
+    vocabulary, layers, tokens = SMOLLM2_SIZES
+    source = SmolLM2(vocabulary, layers)
+    if settings.checkpoint is not None:
+        source.load(settings.checkpoint)
+
+    def make() -> SmolLM2:
+        model = SmolLM2(vocabulary, layers)
+        model.load_state_dict(source.state_dict())
+        return model
+
+    models = _models(make, ("tensorwise", "mxfp8"))
+    ids = torch.randint(0, vocabulary, (1, tokens))
+    variants: Variants = {}
+    for name, model in models.items():
+
+        def step(model: nn.Module = model) -> None:
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                value = model(ids)
+            value.backward()
+
+        variants[name] = step
+    timings = replace(settings, rounds=min(settings.rounds, 5)).time(variants)
+    figures: dict[str, dict[str, float]] = {}
+    if settings.checkpoint is not None and settings.text is not None:
+        text = _token_ids(settings.checkpoint, settings.text)
+        figures["perplexity"] = {name: _perplexity(model, text) for name, model in models.items()}
+    weights = "random weights" if settings.checkpoint is None else f"weights of {settings.checkpoint}"
+    yield Case("smollm2", f"135M architecture, {weights}, 1 x {tokens} tokens, fwd+bwd", timings, figures)
+
+
+def _token_ids(checkpoint: Path, text: Path) -> Tensor:
+    """8 x 512 tokens, int64."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise RuntimeError(
+            "perplexity: got text, which needs the package tokenizers; pip install tokenizers"
+        ) from error
+    ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text.read_text("utf-8")).ids
+    if len(ids) < 8 * 512:
+        raise ValueError(f"perplexity: {text} has {len(ids)} tokens; needs {8 * 512} or more")
+    return torch.tensor(ids[: 8 * 512]).view(8, 512)
+
+
+@torch.no_grad()
+def _perplexity(model: nn.Module, ids: Tensor) -> float:
+    with torch.autocast("cpu", torch.bfloat16):
+        return float(torch.stack([model(row[None]) for row in ids]).mean().exp())
+
+
+def _models(make: Callable[[], nn.Module], recipes: Iterable[str] | None = None) -> dict[str, nn.Module]:
+    """The same BF16 module as it is, under ottava's recipes, and under torchao where that is installed."""
 
     def module() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(make()).bfloat16()
+
+    models: dict[str, nn.Module] = {"BF16": module()}
+    for recipe in RECIPES if recipes is None else recipes:
+        model = module()
+        convert(model, recipe, filter=lambda name, layer: True)
+        models[f"ottava {recipe}"] = model
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return models
+    model = module()
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    return models | {"torchao tensorwise": model}
+
+
+def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: bool) -> Variants:
+    """Forward and backward of each."""
+    x, dy = x.bfloat16().requires_grad_(), dy.bfloat16()
 
     def step(run: Callable[[Tensor], Tensor], owner: nn.Module) -> Callable[[], object]:
         def once() -> None:
@@ -156,19 +334,31 @@ def _steps(make: Callable[[], nn.Module], x: Tensor, dy: Tensor, compiled: bool)
 
         return once
 
-    bf16 = module()
-    variants: dict[str, Callable[[], object]] = {"BF16": step(bf16, bf16)}
-    for recipe in RECIPES:
-        model = module()
-        convert(model, recipe, filter=lambda name, layer: True)
-        variants[f"ottava {recipe}"] = step(model, model)
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return variants
-    for name, wrap in (("torchao tensorwise", False), ("torchao tensorwise, compiled", True)):
-        if not wrap or compiled:
-            model = module()
-            convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-            variants[name] = step(torch.compile(model) if wrap else model, model)
+    variants: Variants = {name: step(model, model) for name, model in models.items()}
+    if compiled:
+        for name in ("BF16", "ottava tensorwise", "torchao tensorwise"):
+            if name in models:
+                variants[f"{name}, compiled"] = step(torch.compile(models[name]), models[name])
     return variants
+
+
+def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, float]]:
+    x = x.bfloat16().requires_grad_()
+    sizes = {name: saved_bytes(lambda model=model: model(x), model) for name, model in models.items()}  # type: ignore[misc]
+    return {
+        "activations kept for backward, MiB": {name: own / 2**20 for name, (own, _) in sizes.items()},
+        "FP8 weights kept beside them, MiB": {name: weights / 2**20 for name, (_, weights) in sizes.items()},
+    }
+
+
+SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
+    {
+        "cast": _cast,
+        "linear": _linear,
+        "block": _block,
+        "statistics": _statistics,
+        "demo": _demo,
+        "smollm2": _smollm2,
+    }
+)
+"""What can be measured."""

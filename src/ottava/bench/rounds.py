@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +38,14 @@ def interleaved(
     rounds: int,
     *,
     clock: Callable[[], float] = time.perf_counter,
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> list[Timing]:
     """Runs every variant once a round; the first is what the others are compared with.
 
     Args:
         variants: name -> what to time. Two rounds before the counted ones warm up (allocations, builds, compilers).
         rounds: counted ones, 2 or more.
+        around: name of a variant -> what is entered before and left after each of its runs, untimed.
     Raises:
         ValueError: fewer rounds, or nothing to time.
 
@@ -57,10 +60,12 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in variants}
     for counted in (False, False, *[True] * rounds):
         for name, run in variants.items():
-            start = clock()
-            run()
+            with (around or {}).get(name, nullcontext)():
+                start = clock()
+                run()
+                spent = clock() - start
             if counted:
-                times[name].append(clock() - start)
+                times[name].append(spent)
     first = next(iter(times.values()))
     timings = []
     for name, own in times.items():

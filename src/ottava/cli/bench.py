@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,35 +20,53 @@ def options() -> None:
 
 @bench.command("cpu")
 def cpu(
-    suite: Annotated[list[str] | None, typer.Option(help="cast, linear or block; may be repeated. [all]")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="cast, linear, block, statistics, demo or smollm2; may be repeated. [all but smollm2]"),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Also torchao under torch.compile: minutes.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: minutes.")] = False,
     threads: Annotated[int | None, typer.Option(help="Threads of torch. [torch's own choice]")] = None,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Count CPU time: for a busy machine, one thread.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="smollm2: text for the perplexity; needs --checkpoint and tokenizers.")
+    ] = None,
+    keep_memory: Annotated[
+        bool, typer.Option("--keep-memory", help="Let glibc keep freed memory: no page faults over 32 MiB.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Time casts, linear layers and a transformer block on the CPU.
+    """Time casts, linear layers and models on the CPU, and measure what they keep for backward.
 
     Every round runs every variant once; ratios are within a round, with the quartiles of all rounds, so that other load
-    on the machine hits all alike. Exit code 2 for an unknown suite.
+    on the machine hits all alike. Exit code 2 for an unknown suite, or text without a checkpoint.
     """
     import torch
 
-    from ottava.bench.cpu import SUITES, machine
+    from ottava.bench.cpu import Settings, machine
     from ottava.bench.cpu import bench as measure
+    from ottava.kernels.memory import keep_freed_memory
 
+    if text is not None and checkpoint is None:
+        raise ValueError("--text: perplexity needs the weights of --checkpoint; random ones know no text")
+    if keep_memory and not keep_freed_memory():
+        raise ValueError("--keep-memory: needs glibc, which is not this machine's C library")
     if threads is not None:
         torch.set_num_threads(threads)
     cases = []
     if not as_json:
         typer.echo(json.dumps(machine()))
-    for case in measure(suite or SUITES, rounds=rounds, compiled=compiled, cpu_time=cpu_time):
+    for case in measure(suite, Settings(rounds, compiled, cpu_time, checkpoint, text)):
         cases.append(case)
         if not as_json:
             typer.echo(f"\n{case}")
     if as_json:
-        result = {"schema_version": SCHEMA_VERSION, "machine": machine(), "cases": [case.to_dict() for case in cases]}
+        said = machine() | {"keep_memory": keep_memory}
+        result = {"schema_version": SCHEMA_VERSION, "machine": said, "cases": [case.to_dict() for case in cases]}
         typer.echo(json.dumps(result, allow_nan=False))
     return 0

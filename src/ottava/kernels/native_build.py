@@ -37,7 +37,11 @@ from typing import NamedTuple
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")  # a fused multiply-add would round once
+_FLAGS = (
+    # not -O3, which takes twice as long for kernels that are no faster: what it unrolls and peels is written so here
+    *("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC"),
+    "-ffp-contract=off",  # a fused multiply-add would round once
+)
 _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, and -mcpu where others have -march
     ("-march=native", "-fopenmp"),
     ("-mcpu=native", "-fopenmp"),
@@ -108,19 +112,21 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
 
 
 @functools.lru_cache(maxsize=32)
-def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None) -> Built:
-    """The library of NAME.cpp in this folder, built if need be; asked once a process and name.
+def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, variant: str = "") -> Built:
+    """The library of NAME.cpp in this folder, built if need be; asked once a process, name and variant.
 
     What is lost without it, or built anew each time, is logged once.
 
     Args:
         declare: gives its functions their argument types.
+        variant: a macro, "NAME=VALUE", with which the file is compiled to a library of its own: one for bf16 and one
+            for fp32 are each there in half the time that one for both takes, and few programs want both.
 
     Example:
         >>> load("nothing_of_that_name").library is None
         True
     """
-    built = build(name, from_environment())
+    built = build(name, from_environment(), variant)
     if built.library is None:
         _LOGGER.info("%s.cpp: %s. What it would have run takes the slower reference.", name, built.reason)
     elif declare is not None:
@@ -130,7 +136,7 @@ def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None) -> Bui
     return built
 
 
-def build(name: str, settings: BuildSettings) -> Built:
+def build(name: str, settings: BuildSettings, variant: str = "") -> Built:
     """As `load`, under settings of one's own and without remembering.
 
     Edge cases: nothing is raised. No compiler, a compile error, native kernels switched off: `reason`. A cache that
@@ -139,7 +145,7 @@ def build(name: str, settings: BuildSettings) -> Built:
     if not settings.enabled:
         return Built(None, "switched off by OTTAVA_NATIVE=0")
     try:
-        return _build(name, settings)
+        return _build(name, settings, variant)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return Built(None, f"could not be built: {type(error).__name__}: {error}")
 
@@ -168,7 +174,7 @@ def sources() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.cpp")))
 
 
-def _build(name: str, settings: BuildSettings) -> Built:
+def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     if os.name != "posix":
         return Built(None, f"native kernels are built on Linux and macOS; this is {platform.system()}")
     source = settings.sources / f"{name}.cpp"
@@ -177,6 +183,7 @@ def _build(name: str, settings: BuildSettings) -> Built:
     compiler = find_compiler(settings)
     if isinstance(compiler, str):
         return Built(None, compiler)
+    compiler += (f"-D{variant}",) if variant else ()
     key = _key(source, compiler)
     cache, note = _usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:

@@ -1,4 +1,4 @@
-"""Quantize and decode on a CPU in C++ (`native_quantize.cpp`): the bits of `reference`, at the speed of memory.
+"""Quantize and dequantize on a CPU in C++ (native_quantize.cpp, native_decode.cpp): the reference's bits, much faster.
 
 Built on first use, see `native_build`; where that fails `supports_quantize` says why, and the reference runs. Work is
 shared among as many threads as torch uses; neither their number nor the instruction set changes a bit.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import math
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -18,15 +20,18 @@ from ottava.formats import E4M3, Format
 from ottava.kernels import reference
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import check_input_dtype
 from ottava.scaling import Granularity, column_major
 
 NAME = "native_cpu"
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_VARIANTS = MappingProxyType(  # bf16 is what the file is compiled for unless told otherwise
+    {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
+)
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
 _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
 
 
@@ -40,20 +45,43 @@ class _Cast(ctypes.Structure):
     )
 
 
-def built() -> Built:
-    """The library, or why there is none."""
-    return load("native_quantize", _declare)
+class _Side(ctypes.Structure):
+    """The C++ file's `Side`."""
+
+    _fields_ = (
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("cast", "out", "scale_inv", "amax")),
+    )
+
+
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library that casts from a dtype, or why there is none."""
+    return load("native_quantize", _declare, _VARIANTS.get(dtype, ""))
+
+
+def built_decoder() -> Built:
+    """The library that decodes, or why there is none."""
+    return load("native_decode", _declare_decoder)
+
+
+def _declare_decoder(library: ctypes.CDLL) -> None:
+    library.ottava_decode.restype = None
+    library.ottava_decode.argtypes = [
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER),
+        *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    ]
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    library.ottava_decode.argtypes = [_POINTER, _SIZE, _POINTER, _POINTER, _INT, _INT]
-    library.ottava_decode.restype = None
     library.ottava_scales.restype = None
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
-        *(_POINTER, _INT, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     ]
+    library.ottava_quantize_both.restype = _INT
+    library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -71,7 +99,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: takes plain tensors; got {type(x).__name__}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
-    if reason := built().reason:
+    if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -108,26 +136,90 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
     grid = granularity.grid_shape((rows, cols))
     data = torch.empty((rows, cols), dtype=torch.uint8)
     scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
-    library = built().library
+    library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     failed = library.ottava_quantize(
-        *(x.data_ptr(), _DTYPES.index(x.dtype), rows, cols, strides[0] if rows > 1 else cols),
+        *(x.data_ptr(), rows, cols, strides[0] if rows > 1 else cols),
         *granularity.block_shape((rows, cols)),
         *(ctypes.byref(plan(spec).cast), None if scale is None else scale.data_ptr()),
         *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(data if spec.format.dtype is None else data.view(spec.format.dtype), scale_inv, amax)
+    return Cast(_as_codes(data, spec), scale_inv, amax)
+
+
+def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
+    """Why this kernel does not cast x to spec and x.T to spec_t in one reading; None if it does."""
+    for side in (spec, spec_t):
+        if reason := supports_quantize(x, side):
+            return reason
+        if side.scale_format == "e4m3":
+            return f"{NAME}: two-level scales want the whole tensor's amax first"
+    if spec == spec_t and spec.granularity.transposes:
+        return f"{NAME}: one cast serves x and x.T"
+    lines = x.t() if x.dim() == 2 and column_major(x) else x
+    if x.dim() != 2 or not x.numel() or lines.stride(1) != 1 or lines.stride(0) < lines.shape[1]:
+        return f"{NAME}: takes a matrix in rows or columns; got {tuple(x.shape)} with strides {x.stride()}"
+    sides = (spec.granularity, spec_t.granularity.transposed)
+    if any((side.cols if column_major(x) else side.rows) is None for side in sides):
+        return f"{NAME}: blocks as long as the matrix are cast one by one; got {spec} and {spec_t}"
+    return None
+
+
+def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> tuple[Cast, Cast]:
+    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> from ottava.scaling import BLOCK_1X128
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
+        >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
+        ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
+        True
+    """
+    if column_major(x):
+        cast_t, cast = quantize_both(x.t(), spec_t, spec)
+        return cast, cast_t
+    rows, cols = x.shape
+    specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
+    blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
+    grids = [granularity.grid_shape((rows, cols)) for granularity in granularities]
+    data = [torch.empty((rows, cols), dtype=torch.uint8) for _ in specs]
+    numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
+    casts = [plan(side).cast for side in specs]  # what pointers point to is held until the call has ended
+    sides = [
+        _Side(*block, ctypes.addressof(cast), codes.data_ptr(), *(t.data_ptr() for t in pair))
+        for block, cast, codes, pair in zip(blocks, casts, data, numbers, strict=True)
+    ]
+    library = built(x.dtype).library
+    assert library is not None  # supports_quantize_both was asked
+    height, width = (math.lcm(*(block[i] for block in blocks)) for i in (0, 1))
+    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
+    failed = library.ottava_quantize_both(
+        *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols, height, min(width, cols)),
+        *(ctypes.byref(sides[0]), ctypes.byref(sides[1]), torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+    (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
+    return (
+        Cast(_as_codes(codes, spec), scale_inv, amax),
+        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t.t().contiguous(), amax_t.t().contiguous()),
+    )
+
+
+def _as_codes(data: Tensor, spec: QuantizationSpec) -> Tensor:
+    return data if spec.format.dtype is None else data.view(spec.format.dtype)
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
     if codes.device.type != "cpu" or type(codes) is not Tensor:
         return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
-    if reason := plan(QuantizationSpec(fmt)).refusal:
-        return reason
-    if reason := built().reason:
+    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
+        return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
+    if reason := built_decoder().reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -155,13 +247,47 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    library = built().library
-    assert library is not None  # supports_decode was asked
-    library.ottava_decode(
-        *(raw.data_ptr(), raw.numel(), ctypes.byref(plan(QuantizationSpec(fmt)).cast)),
-        *(numbers.data_ptr(), int(dtype == torch.bfloat16), torch.get_num_threads()),
-    )
+    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1), fmt, numbers)
     return numbers
+
+
+def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """As `QuantizedTensor.dequantize`, bit for bit, in one reading; call `supports_decode` first.
+
+    Args:
+        dtype: float32 or bfloat16.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
+        >>> x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
+        >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
+        True
+    """
+    codes, scales, granularity = x_q.data.view(torch.uint8), x_q.scale_inv, x_q.spec.granularity
+    turned = column_major(codes)
+    if turned:
+        codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
+    codes, scales = codes.contiguous(), scales.contiguous()
+    numbers = torch.empty(codes.shape, dtype=dtype)
+    rows, cols = codes.shape
+    _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
+    return numbers.t() if turned else numbers
+
+
+def _decode(
+    codes: Tensor, shape: tuple[int, int], block: tuple[int, int], scales: Tensor, fmt: Format, out: Tensor
+) -> None:
+    if not codes.numel():
+        return
+    library = built_decoder().library
+    assert library is not None  # supports_decode was asked
+    largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
+    library.ottava_decode(
+        *(codes.data_ptr(), *shape, *block, scales.data_ptr()),
+        *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
+        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+    )
 
 
 class CastPlan(NamedTuple):

@@ -13,6 +13,8 @@ constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
 
 inline float float_of(int32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline int32_t bits_of(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+inline bool is_nan(float f) { return (bits_of(f) & MAGNITUDE) > INFINITE; }
+inline bool is_finite(float f) { return (bits_of(f) & MAGNITUDE) < INFINITE; }
 
 struct Float32 {
   using Int = int32_t;

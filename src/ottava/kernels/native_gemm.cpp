@@ -78,9 +78,8 @@ void tile_sum_any(const typename Isa::Word* a, const Layout& layout, const typen
 // --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
 
 inline uint16_t to_bf16(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  if ((u & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
+  if (is_nan(x)) return 0x7FC0;
+  uint32_t u = (uint32_t)bits_of(x);
   return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
 }
 
@@ -88,37 +87,44 @@ inline uint16_t to_fp16(float x) {
 #if defined(__F16C__)
   return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 #else
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  uint16_t sign = (uint16_t)(u >> 16 & 0x8000);
-  float m = std::fabs(x);
-  if (m != m) return sign | 0x7E00;
+  uint16_t sign = (uint16_t)((uint32_t)bits_of(x) >> 16 & 0x8000);
+  float m = float_of(bits_of(x) & MAGNITUDE);
+  if (is_nan(m)) return sign | 0x7E00;
   if (m >= 65520.0f) return sign | 0x7C00;
-  int e = 0;
-  if (m > 0) std::frexp(m, &e);
-  e = std::max(e - 1, -14);                                      // subnormals share the exponent of 2**-14
-  float steps = std::nearbyint(std::ldexp(m, 10 - e));           // at most 2048: exact, ties to even
-  return sign | (uint16_t)(((e + 14) << 10) + (int)steps);       // a carry moves into the exponent by itself
+  int e = larger(exponent_of(m), -14);                          // subnormals share the exponent of 2**-14
+  int steps = bits_of(m * power(10 - e) + 0x1p23f) & 0x7FFFFF;  // at most 2048, in the sum's low bits: ties to even
+  return sign | (uint16_t)(((e + 14) << 10) + steps);           // a carry moves into the exponent by itself
 #endif
 }
 
-// Row `row` of y, columns [c0, c0 + n), from fp32 sums.
-void finish_row(const float* sum, int64_t n, float scale, const float* scales, int64_t row, int64_t c0, int64_t width,
-                const Result& y) {
-  float v[64];
-  for (int64_t j = 0; j < n; j++) v[j] = sum[j] * scale * scales[j];
-  if (y.bias)
-    for (int64_t j = 0; j < n; j++) v[j] += y.bias[c0 + j];
-  int64_t at = row * width + c0;
-  if (y.type == 0) {
-    std::memcpy((float*)y.data + at, v, n * 4);
-  } else if (y.type == 1) {
-    uint16_t* to = (uint16_t*)y.data + at;
-    for (int64_t j = 0; j < n; j++) to[j] = to_bf16(v[j]);
+// What rows of sums become; `scales` and `bias` of their columns.
+struct Epilogue {
+  const float *scales, *bias;
+  int64_t type, columns;  // of y's, in this panel
+};
+
+// Whole panels, of a length that the compiler knows; the last one, if it is narrower, comes through a row of its own.
+template <int NR>
+void finish_row(const float* __restrict sum, float scale, const Epilogue& e, char* __restrict y) {
+  char narrow[NR * 4];
+  const int64_t size = e.type == 0 ? 4 : 2;
+  char* row = e.columns == NR ? y : narrow;
+  const float* __restrict scales = e.scales;
+  const float* __restrict bias = e.bias;
+  const auto value = [&](int j) { return sum[j] * scale * scales[j] + bias[j]; };
+  if (e.type == 0) {
+    float v[NR];
+    for (int j = 0; j < NR; j++) v[j] = value(j);
+    std::memcpy(row, v, sizeof v);
   } else {
-    uint16_t* to = (uint16_t*)y.data + at;
-    for (int64_t j = 0; j < n; j++) to[j] = to_fp16(v[j]);
+    uint16_t v[NR];
+    if (e.type == 1)
+      for (int j = 0; j < NR; j++) v[j] = to_bf16(value(j));
+    else
+      for (int j = 0; j < NR; j++) v[j] = to_fp16(value(j));
+    std::memcpy(row, v, sizeof v);
   }
+  if (row == narrow) std::memcpy(y, narrow, e.columns * size);
 }
 
 // --- the walk --------------------------------------------------------------------------------------------------------
@@ -134,37 +140,41 @@ struct Walk {
 
   // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
   void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
-    int64_t columns = std::min<int64_t>(Isa::NR, b.side.rows - n0);
+    const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
+    float bias[Isa::NR];
+    for (int j = 0; j < Isa::NR; j++) bias[j] = y.bias && j < columns ? y.bias[n0 + j] : -0.0f;  // x + -0 is x
+    const Epilogue epilogue{b.row_scale.get() + n0, bias, y.type, columns};
     for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
-      int64_t count = std::min(chunk, units - u);
+      int64_t count = smaller(chunk, units - u);
       for (int64_t i = 0; i < rows; i += MR) {
         Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr};
         if (mode == STEPS) {
-          tile.of_a = a.step_scale.data() + c * a.padded + m0 + i;
-          tile.of_b = b.step_scale.data() + c * b.padded + n0;
+          tile.of_a = a.step_scale.get() + c * a.padded + m0 + i;
+          tile.of_b = b.step_scale.get() + c * b.padded + n0;
         }
         tile_sum_any<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
         if (u + chunk < units) continue;
-        for (int64_t r = i; r < std::min(rows, i + MR); r++)
-          finish_row(sums + r * Isa::NR, columns, a.row_scale[m0 + r], b.row_scale.data() + n0, m0 + r, n0, b.side.rows, y);
+        for (int64_t r = i; r < smaller(rows, i + MR); r++)
+          finish_row<Isa::NR>(sums + r * Isa::NR, a.row_scale[m0 + r], epilogue,
+                              (char*)y.data + ((m0 + r) * width + n0) * size);
       }
     }
   }
 
   bool run(int threads) const {
     int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), panel_words = units * Isa::NR;
-    int64_t at_once = std::clamp<int64_t>(PANEL_BYTES / (panel_words * 4), 1, panels);
+    int64_t at_once = between<int64_t>(PANEL_BYTES / (panel_words * 4), 1, panels);
     at_once = ceil_div(panels, ceil_div(panels, at_once));
     int64_t blocks = ceil_div(m, ROWS);
     if (blocks > 1) blocks = ceil_div(blocks, threads) * threads;
     int64_t rows = ceil_div(ceil_div(m, blocks), MR) * MR;
     blocks = ceil_div(m, rows);
-    int64_t groups = std::clamp<int64_t>(ceil_div(2 * threads, blocks), 1, at_once);  // few rows: share out columns
+    int64_t groups = between<int64_t>(ceil_div(2 * threads, blocks), 1, at_once);  // few rows: share out columns
     if (blocks % threads == 0) groups = 1;
-    Buffer<Word> packed = buffer<Word>(at_once * panel_words);
+    Array<Word> packed(at_once * panel_words);
     int64_t a_words = ceil_div(rows, MR) * layout.tile + 64;
-    Buffer<Word> blocks_of_a = buffer<Word>(threads * a_words);
-    Buffer<float> sums = buffer<float>(threads * rows * Isa::NR);
+    Array<Word> blocks_of_a(threads * a_words);
+    Array<float> sums(threads * rows * Isa::NR);
     if (!packed || !blocks_of_a || !sums) return false;
     int64_t pieces = ceil_div(units, 512);
 #pragma omp parallel num_threads(threads)
@@ -175,17 +185,17 @@ struct Walk {
 #endif
       Word* own = blocks_of_a.get() + me * a_words;
       for (int64_t p0 = 0; p0 < panels; p0 += at_once) {
-        int64_t p1 = std::min(panels, p0 + at_once), per_group = ceil_div(p1 - p0, groups);
+        int64_t p1 = smaller(panels, p0 + at_once), per_group = ceil_div(p1 - p0, groups);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < (p1 - p0) * pieces; i++) {
-          int64_t p = i / pieces, u0 = i % pieces * 512, u1 = std::min(units, u0 + 512);
+          int64_t p = i / pieces, u0 = i % pieces * 512, u1 = smaller(units, u0 + 512);
           pack_panel<Isa>(b, (p0 + p) * Isa::NR, u0, u1, packed.get() + p * panel_words + u0 * Isa::NR);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < blocks * groups; i++) {
-          int64_t m0 = i / groups * rows, count = std::min(rows, m - m0), first = p0 + i % groups * per_group;
+          int64_t m0 = i / groups * rows, count = smaller(rows, m - m0), first = p0 + i % groups * per_group;
           pack_block<Isa>(a, m0, count, layout, own);
-          for (int64_t p = first; p < std::min(p1, first + per_group); p++)
+          for (int64_t p = first; p < smaller(p1, first + per_group); p++)
             block(own, m0, count, packed.get() + (p - p0) * panel_words, p * Isa::NR, sums.get() + me * rows * Isa::NR);
         }
       }
@@ -202,47 +212,33 @@ bool walk(Operand& a, Operand& b, const Result& y, Mode mode, int64_t step, int 
 
 }  // namespace
 
+#if OTTAVA_LEVEL == 3
+typedef Bf16 Chosen;
+#elif OTTAVA_LEVEL == 2
+typedef Fp32<16, 4> Chosen;
+#elif OTTAVA_LEVEL == 1
+typedef Fp32<8, 2> Chosen;
+#else
+typedef Fp32<4, 2> Chosen;
+#endif
+
 extern "C" {
 
-// Instruction sets that this library was built for, best first: 3 AVX512-BF16, 2 AVX512, 1 AVX2, 0 any.
-int ottava_gemm_level() {
-#if defined(OTTAVA_BF16)
-  return 3;
-#elif defined(__AVX512F__)
-  return 2;
-#elif defined(__AVX2__) && defined(__FMA__)
-  return 1;
-#else
-  return 0;
-#endif
-}
+int ottava_gemm_level() { return OTTAVA_LEVEL; }
 
 // step: even number of k over which no scale of either side changes; k or more: none changes.
-// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory, or no such level.
-int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact, int level,
+// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory.
+int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact,
                 int threads) {
-  try {
-    Operand a = make_operand(*a_side, k), b = make_operand(*b_side, k);
-    Mode mode = step >= k ? PLAIN : STEPS;
-    if (mode == STEPS && exact) {
-      int of_a = fold(a), of_b = fold(b);
-      if (of_a >= 0 && of_b >= 0 && of_a + of_b <= FOLD_OCTAVES) mode = FOLD;
-    }
-    if (mode == STEPS) scale_steps(a, step), scale_steps(b, step);
-    bool done = false;
-#if defined(OTTAVA_BF16)
-    if (level == 3) done = walk<Bf16>(a, b, *y, mode, step, threads);
-#endif
-#if defined(__AVX512F__)
-    if (level == 2) done = walk<Fp32<16, 4>>(a, b, *y, mode, step, threads);
-#endif
-#if defined(__AVX2__) && defined(__FMA__)
-    if (level == 1) done = walk<Fp32<8, 2>>(a, b, *y, mode, step, threads);
-#endif
-    if (level == 0) done = walk<Fp32<4, 2>>(a, b, *y, mode, step, threads);
-    return done ? mode : -1;
-  } catch (const std::bad_alloc&) {
-    return -1;
+  Operand a(*a_side, k), b(*b_side, k);
+  if (!a.row_scale || !b.row_scale) return -1;
+  Mode mode = step >= k ? PLAIN : STEPS;
+  if (mode == STEPS && exact) {
+    int octaves = fold(a) + fold(b);
+    if (octaves >= NO_MEMORY) return -1;
+    if (octaves <= FOLD_OCTAVES) mode = FOLD;
   }
+  if (mode == STEPS && !(scale_steps(a, step) && scale_steps(b, step))) return -1;
+  return walk<Chosen>(a, b, *y, mode, step, threads) ? mode : -1;
 }
 }

@@ -1,20 +1,28 @@
 // Operands of native_gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <vector>
+// Instruction sets: 3 AVX512-BF16, 2 AVX512, 1 AVX2, 0 any.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define OTTAVA_BEST 3
+#elif defined(__AVX512F__)
+#define OTTAVA_BEST 2
+#elif defined(__AVX2__) && defined(__FMA__)
+#define OTTAVA_BEST 1
+#else
+#define OTTAVA_BEST 0
+#endif
+#ifndef OTTAVA_LEVEL  // the one that this library is for; tests build the others
+#define OTTAVA_LEVEL OTTAVA_BEST
+#elif OTTAVA_LEVEL > OTTAVA_BEST
+#error "OTTAVA_LEVEL: this CPU has no such instruction set"
+#endif
+
+#include "native_base.h"
+#include "native_float.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
-#endif
-#if defined(_OPENMP)
-#include <omp.h>
 #endif
 
 extern "C" {
@@ -42,16 +50,6 @@ constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it s
 constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
 
 enum Mode { PLAIN = 0, FOLD = 1, STEPS = 2 };
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-template <class T>
-using Buffer = std::unique_ptr<T[], Free>;
-template <class T>
-Buffer<T> buffer(int64_t n) {
-  return Buffer<T>(static_cast<T*>(std::aligned_alloc(64, (n * sizeof(T) + 127) / 64 * 64)));
-}
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -82,8 +80,7 @@ struct Fp32 {  // words are fp32 numbers
   }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define OTTAVA_BF16 1
+#if OTTAVA_LEVEL == 3
 struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
   static constexpr int LANES = 16, VECTORS = 4, NR = 64, UNIT = 2;
   typedef typename Vector<16>::type V;
@@ -93,6 +90,13 @@ struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
   }
 };
 #endif
+
+// The exponent of a positive number, and 2**e, subnormal numbers included.
+int exponent_of(float x) {
+  int bits = bits_of(x);
+  return bits >> 23 ? (bits >> 23) - 127 : 31 - __builtin_clz(bits | 1) - 149;
+}
+float power(int e) { return float_of(e >= -126 ? (e + 127) << 23 : 1 << (e + 149)); }
 
 // --- one operand: scales and decoding --------------------------------------------------------------------------------
 
@@ -118,31 +122,35 @@ struct Operand {
   Side side;
   Tables tables;
   int64_t k, steps;               // steps: blocks along k
-  std::vector<float> row_scale;   // PLAIN, FOLD: for the epilogue
-  std::vector<float> step_scale;  // STEPS: [chunk][row]
-  std::vector<int32_t> exponent;  // FOLD: [step][row], at most 0, empty if there is one step
-  int64_t padded;                 // rows, to a whole number of panels
+  int64_t padded;           // rows, to a whole number of panels
+  Array<float> row_scale;   // PLAIN, FOLD: for the epilogue
+  Array<float> step_scale;  // STEPS: [chunk][row]
+  Array<int32_t> exponent;  // FOLD: [step][row], at most 0, none if there is one step
+
+  Operand(const Side& side, int64_t k)  // false row_scale: no memory
+      : side(side), tables(make_tables(side.table)), k(k), steps(ceil_div(k, side.block_cols)),
+        padded(ceil_div(side.rows, 64) * 64 + 64), row_scale(padded) {
+    if (!row_scale) return;
+    fill(row_scale.get(), padded, 1.0f);
+    for (int64_t r = 0; steps == 1 && r < side.rows; r++) row_scale[r] = scale(r, 0);
+  }
 
   float scale(int64_t row, int64_t k0) const {
     return side.scale_inv[row / side.block_rows * side.scale_row_stride + k0 / side.block_cols * side.scale_col_stride];
   }
   const int32_t* exponents(int64_t k0) const {
-    return exponent.empty() ? nullptr : exponent.data() + k0 / side.block_cols * padded;
+    return exponent ? exponent.get() + k0 / side.block_cols * padded : nullptr;
   }
 };
 
-Operand make_operand(const Side& side, int64_t k) {
-  Operand o{side, make_tables(side.table), k, ceil_div(k, side.block_cols), {}, {}, {}, ceil_div(side.rows, 64) * 64 + 64};
-  o.row_scale.assign(o.padded, 1.0f);
-  for (int64_t r = 0; o.steps == 1 && r < side.rows; r++) o.row_scale[r] = o.scale(r, 0);
-  return o;
-}
+constexpr int NO_POWER = 1000, NO_MEMORY = 1000000;  // more octaves than any two scales are apart
 
-// Fills row_scale and exponent; the largest number of octaves between two scales of a row, or -1 for no power of two.
+// Fills row_scale and exponent; the largest number of octaves between two scales of a row, or one of the above.
 int fold(Operand& o) {
   if (o.steps == 1) return 0;
   int spread = 0;
-  o.exponent.assign(o.steps * o.padded, 0);
+  if (!o.exponent.make(o.steps * o.padded)) return NO_MEMORY;
+  fill(o.exponent.get(), o.steps * o.padded, 0);
   for (int64_t r = 0; r < o.side.rows; r++) {
     if (r % o.side.block_rows) {  // as the row above
       for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] = o.exponent[s * o.padded + r - 1];
@@ -152,25 +160,27 @@ int fold(Operand& o) {
     int top = -10000, bottom = 10000;
     for (int64_t s = 0; s < o.steps; s++) {
       float scale = o.scale(r, s * o.side.block_cols);
-      int e;
-      if (!(scale > 0) || !(scale <= 3e38f) || std::frexp(scale, &e) != 0.5f) return -1;
+      int e = exponent_of(scale);
+      if (!(scale > 0) || !is_finite(scale) || scale != power(e)) return NO_POWER;
       o.exponent[s * o.padded + r] = e;
-      top = std::max(top, e), bottom = std::min(bottom, e);
+      top = larger(top, e), bottom = smaller(bottom, e);
     }
     for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] -= top;
-    o.row_scale[r] = std::ldexp(1.0f, top - 1);
-    spread = std::max(spread, top - bottom);
+    o.row_scale[r] = power(top);
+    spread = larger(spread, top - bottom);
   }
   return spread;
 }
 
-void scale_steps(Operand& o, int64_t chunk) {
+bool scale_steps(Operand& o, int64_t chunk) {
   int64_t chunks = ceil_div(o.k, chunk);
-  o.step_scale.assign(chunks * o.padded, 0.0f);
-  o.row_scale.assign(o.padded, 1.0f);
-  o.exponent.clear();
+  if (!o.step_scale.make(chunks * o.padded)) return false;
+  fill(o.step_scale.get(), chunks * o.padded, 0.0f);
+  fill(o.row_scale.get(), o.padded, 1.0f);
+  o.exponent.drop();
   for (int64_t c = 0; c < chunks; c++)
     for (int64_t r = 0; r < o.side.rows; r++) o.step_scale[c * o.padded + r] = o.scale(r, c * chunk);
+  return true;
 }
 
 // Words of `count` rows from row r0, units [u0, u1), any layout: word of row i, unit u at out[(i / w * w * n + i % w) +
@@ -188,7 +198,7 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
         uint8_t code = s.codes[r * s.row_stride + k * s.col_stride];
         const int32_t* e = o.exponents(k);
         float x = o.tables.fp32[code];
-        if (e && e[r]) x = std::ldexp(x, e[r]);
+        if (e) x *= power(e[r]);
         if constexpr (Isa::UNIT == 1) {
           word = x;
         } else {
@@ -201,7 +211,7 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
     }
 }
 
-#if defined(OTTAVA_BF16) && defined(__AVX512VBMI__)
+#if OTTAVA_LEVEL == 3 && defined(__AVX512VBMI__)
 #define OTTAVA_FAST_PACK 1
 struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
   __m512i low0, low1, high0, high1, order, sign;
@@ -268,7 +278,7 @@ void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t co
     for (int64_t u = u0; u < u1; u += 32) {
       __m512i x, y;
       decode(codes + 2 * u, o.k - 2 * u, x, y);
-      if (!o.exponent.empty()) {
+      if (o.exponent) {
         int64_t row = r0 + i, cols = o.side.block_cols;
         if (cols % 32 == 0) {
           x = shift(x, _mm512_set1_epi16((short)(o.exponents(2 * u)[row] * 128)));
@@ -323,12 +333,12 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
       return;
     }
     alignas(64) uint32_t rows[64 * 32];
-    int64_t count = std::min<int64_t>(64, o.side.rows - r0);
+    int64_t count = smaller<int64_t>(64, o.side.rows - r0);
     if (count < 64) std::memset(rows, 0, sizeof rows);
     for (int64_t u = u0; u < u1; u += 32) {
       decode_rows(o, decode, r0, count, u, u + 1, rows, 32);
       alignas(64) uint32_t last[16 * 64];
-      for (int64_t v = u; v < std::min(u + 32, u1); v += 16) {
+      for (int64_t v = u; v < smaller(u + 32, u1); v += 16) {
         bool whole = v + 16 <= u1;
         uint32_t* to = whole ? out + (v - u0) * Isa::NR : last;
         for (int64_t g = 0; g < 64; g += 16) transpose(rows + g * 32 + v - u, 32, to + g, Isa::NR);

@@ -47,6 +47,11 @@ class _Result(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("type", ctypes.c_int64), ("bias", ctypes.c_void_p))
 
 
+def built(level: int | None = None) -> native_build.Built:
+    """The library for one of LEVELS, this CPU's best by itself, or why there is none."""
+    return native_build.load("native_gemm", None, "" if level is None else f"OTTAVA_LEVEL={level}")
+
+
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
     if a.device.type != "cpu" or b.device.type != "cpu":
@@ -63,10 +68,9 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     step = _step(a.spec.granularity, b.spec.granularity, a.shape[1])
     if step % 2 and step < a.shape[1]:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
-    built = native_build.load("native_gemm")
-    if built.library is None:
-        return f"{NAME}: {built.reason}"
-    if built.library.ottava_gemm_level() == 0:  # measured at 0.4 times the speed of torch's fp32 GEMM, which has AVX2
+    if (library := built().library) is None:
+        return f"{NAME}: {built().reason}"
+    if library.ottava_gemm_level() == 0:  # measured at 0.4 times the speed of torch's fp32 GEMM, which has AVX2
         return f"{NAME}: built for no AVX2 and no AVX512 here; the reference is faster"
     return None
 
@@ -86,14 +90,14 @@ def gemm(
 def run(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, level: int | None = None
 ) -> tuple[Tensor, str]:
-    """y, and which of MODES it was made in; `level` forces one of LEVELS that this CPU has.
+    """y, and which of MODES it was made in; `level` takes one of LEVELS that this CPU has, its best by itself.
 
     Raises:
         RuntimeError: there is no library, no memory or no such level; `supports_gemm` tells the first beforehand.
     """
-    library = native_build.load("native_gemm").library
+    library = built(level).library
     if library is None:
-        raise RuntimeError(f"{NAME}: {native_build.load('native_gemm').reason}; ask supports_gemm first")
+        raise RuntimeError(f"{NAME}: {built(level).reason}; ask supports_gemm first")
     m, k = a.shape
     y = torch.empty(m, b.shape[0], dtype=out_dtype)
     if bias is not None:
@@ -104,17 +108,15 @@ def run(
     sides = [_side(t, codes, table) for t, (codes, table) in zip((a, b), held, strict=True)]
     result = _Result(y.data_ptr(), _OUT_TYPES.index(out_dtype), None if bias is None else bias.data_ptr())
     exact = all(t.spec.scale_format != "fp32" for t in (a, b))
-    best = library.ottava_gemm_level()
     mode = library.ottava_gemm(
         *(ctypes.byref(s) for s in (*sides, result)),
         ctypes.c_int64(k),
         ctypes.c_int64(_step(*granularities, k)),
         int(exact),
-        best if level is None else level,
         torch.get_num_threads(),
     )
     if mode < 0:
-        raise RuntimeError(f"{NAME}: out of memory, or level {level} is not among {LEVELS[: best + 1]} of this CPU")
+        raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({b.shape[0]}, {k})")
     return y, MODES[mode]
 
 

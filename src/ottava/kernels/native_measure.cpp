@@ -92,8 +92,8 @@ void cast_and_measure(Job job, const Library& library, int threads) {
   }
   std::vector<uint8_t> codes(size_t(rows * cols));
   std::vector<float> scales(size_t(job.scale_count)), amaxes(size_t(job.scale_count));
-  if (library.quantize(job.x, job.dtype, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given,
-                       codes.data(), scales.data(), amaxes.data(), threads))
+  if (library.quantize[job.dtype](job.x, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given,
+                                  codes.data(), scales.data(), amaxes.data(), threads))
     throw std::bad_alloc();
   job.codes = codes.data(), job.code_row = cols, job.code_col = 1;
   job.scale_inv = scales.data();

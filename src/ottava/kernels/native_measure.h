@@ -28,11 +28,15 @@ extern "C" struct Job {  // native_measure._Job
   double* extremes;  // see Extreme
 };
 
+extern "C" {
+typedef int Quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows, int64_t block_cols,
+                     const void* cast, const float* given, uint8_t* out, float* scale_inv, float* amax, int threads);
+typedef void Scales(const float* amax, int64_t n, const void* cast, float* scale, float* scale_inv);
+}
+
 extern "C" struct Library {  // native_measure._Library: of native_quantize.cpp, and of tally.py
-  int (*quantize)(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
-                  int64_t block_cols, const void* cast, const float* given, uint8_t* out, float* scale_inv,
-                  float* amax, int threads);
-  void (*scales)(const float* amax, int64_t n, const void* cast, float* scale, float* scale_inv);
+  Quantize* quantize[3];  // from fp32, bf16, fp16; null where no job asks for it
+  Scales* scales;
   const int64_t* places;  // where each of Field begins in a vector of `width` numbers
   int64_t width;
 };

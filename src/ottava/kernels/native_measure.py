@@ -73,12 +73,12 @@ class _Job(ctypes.Structure):
 class _Library(ctypes.Structure):
     """`Library` in native_measure.h."""
 
-    _fields_ = (("quantize", _POINTERS), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
+    _fields_ = (("quantize", _POINTERS * 3), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
 
 
 def built() -> Built:
     """The library, or why there is none."""
-    return load("native_measure", _declare) if not native_cpu.built().reason else native_cpu.built()
+    return load("native_measure", _declare)
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -150,8 +150,10 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if isinstance(cast, QuantizedTensor):
         if any(type(t) is not Tensor or t.device.type != "cpu" for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
-        if spec.predicted and (reason := _constants(spec).plan.refusal):
-            return reason
+        if spec.predicted:
+            refusal = _constants(spec).plan.refusal or native_cpu.built(x.dtype).reason
+            if refusal:
+                return refusal
         if x.shape != cast.shape:
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
     elif reason := native_cpu.supports_quantize(x, spec):
@@ -180,11 +182,16 @@ def measure(
         for i, (job, look) in enumerate(zip(jobs, looks, strict=True))
     ]
     starts = (_SIZES * len(FIELDS))(*(places[name] for name in FIELDS))
-    library, quantizes = built().library, native_cpu.built().library
+    library = built().library
     assert library is not None  # supports_measure was asked
-    assert quantizes is not None
-    functions = (ctypes.cast(f, _POINTERS) for f in (quantizes.ottava_quantize, quantizes.ottava_scales))
-    told = _Library(*functions, ctypes.cast(starts, _POINTERS), width)
+    told = _Library(places=ctypes.cast(starts, _POINTERS), width=width)
+    for dtype in {
+        look.x.dtype for look in looks if isinstance(look.cast, QuantizationSpec) or look.cast.spec.predicted
+    }:
+        casts = native_cpu.built(dtype).library
+        assert casts is not None
+        told.quantize[_DTYPES.index(dtype)] = ctypes.cast(casts.ottava_quantize, _POINTERS)
+        told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
     failed = library.ottava_measure(jobs, len(looks), ctypes.byref(told), torch.get_num_threads())
     del kept  # what the jobs point to
     if failed:

@@ -1,4 +1,4 @@
-// Quantize and decode on a CPU: amax, scale and codes of a row-major matrix, bit for bit those of kernels/reference.py.
+// Quantize on a CPU: amax, scale and codes of a row-major matrix, bit for bit those of kernels/reference.py.
 //
 //   scale = top / amax         one a block, rounded as the scale format asks; 1 where amax is 0, infinite or NaN
 //   code  = round(x * scale)   in fp32, nearest even, saturating
@@ -6,19 +6,20 @@
 // Floats are taken apart as signed integers throughout: magnitudes are ordered like their bits, NaN on top, and SSE2
 // and AVX2 have signed compares only. No loop sums anything, so neither threads nor vector widths can change a bit.
 
-#include <algorithm>
 #include <cfloat>
-#include <cmath>
-#include <cstdint>
-#include <new>
-#include <vector>
 
+#include "native_base.h"
 #include "native_float.h"
+
+#ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
+#define OTTAVA_TYPE BFloat16
+#endif
 
 namespace {
 
 enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TWO_LEVEL = 4 };
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
+constexpr int64_t CLOSE = 2048;            // elements that are still in a first-level cache when they are read again
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
 constexpr int64_t UNIT_BYTES = 1 << 16;    // of x, read twice: for amax and for the codes
 
@@ -51,8 +52,8 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
   // low bits then count, implied one included: that one carries into the exponent field, which starts one too low.
   template <bool NANS>
   inline int32_t operator()(float v) const {
-    const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = std::min(a, largest);
-    const int32_t exponent = std::max(clamped & INFINITE, smallest);
+    const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = smaller(a, largest);
+    const int32_t exponent = larger(clamped & INFINITE, smallest);
     const int32_t quanta = bits_of(float_of(clamped) + float_of(exponent + magic));  // + bias, in the low byte
     const int32_t code = ((quanta + (exponent >> shift)) & ~sign_bit) | ((b >> sign_shift) & sign_bit);
     return NANS && a > INFINITE ? (nan_code | ((b >> sign_shift) & nan_sign)) : code;
@@ -71,28 +72,52 @@ inline typename T::Int largest_of(const typename T::Int* x, int64_t n) {
   return most;
 }
 
-template <class T, bool NANS>
-inline void encode(const typename T::Int* __restrict x, uint8_t* __restrict out, int64_t n, float factor,
-                   Encoder code) {
-  for (int64_t i = 0; i < n; i++) out[i] = uint8_t(code.operator()<NANS>(T::value(x[i]) * factor));
+struct OneFactor {
+  float factor;
+  inline float operator[](int64_t) const { return factor; }
+  inline OneFactor from(int64_t) const { return *this; }
+};
+
+struct FactorEach {  // a factor for each column
+  const float* factor;
+  inline float operator[](int64_t i) const { return factor[i]; }
+  inline FactorEach from(int64_t i) const { return {factor + i}; }
+};
+
+template <class T, bool NANS, int N, class Factor>
+inline void encode_piece(const typename T::Int* __restrict x, uint8_t* __restrict out, Factor factor, Encoder code) {
+  for (int i = 0; i < N; i++) out[i] = uint8_t(code.operator()<NANS>(T::value(x[i]) * factor[i]));
 }
 
-template <class T, bool NANS>  // a factor for each column
-inline void encode(const typename T::Int* __restrict x, uint8_t* __restrict out, int64_t n,
-                   const float* __restrict factor, Encoder code) {
-  for (int64_t i = 0; i < n; i++) out[i] = uint8_t(code.operator()<NANS>(T::value(x[i]) * factor[i]));
+template <class T, bool NANS, int N, class Factor>  // the last piece ends with the row, over elements already done
+inline void encode_pieces(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
+  for (int64_t i = 0; i + N <= n; i += N) encode_piece<T, NANS, N>(x + i, out + i, factor.from(i), code);
+  if (n % N) encode_piece<T, NANS, N>(x + n - N, out + n - N, factor.from(n - N), code);
+}
+
+template <class T>
+__attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, Encoder code) {
+  return uint8_t(code.operator()<true>(T::value(x) * factor));
+}
+
+// Pieces of a known length: a loop of unknown length is compiled several times over, for each length of its rest.
+template <class T, bool NANS, class Factor>
+inline void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
+  if (!NANS && n >= 64) return encode_pieces<T, false, 64>(x, out, n, factor, code);
+  if (!NANS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
+  if (n >= 16) return encode_pieces<T, NANS, 16>(x, out, n, factor, code);
+  for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
 
 template <class T>  // the scale is known: one pass
-inline typename T::Int encode_and_look(const typename T::Int* __restrict x, uint8_t* __restrict out, int64_t n,
-                                       float factor, Encoder code) {
+inline typename T::Int encode_and_look(const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const typename T::Int magnitude = x[i] & T::mask;
-    most = magnitude > most ? magnitude : most;
-    out[i] = uint8_t(code.operator()<false>(T::value(x[i]) * factor));
+  for (int64_t i = 0; i < n; i += CLOSE) {
+    const int64_t count = smaller(CLOSE, n - i);
+    most = larger(most, largest_of<T>(x + i, count));
+    encode<T, false>(x + i, out + i, count, OneFactor{factor}, code);
   }
-  if (std::isnan(T::value(most)) || !std::isfinite(factor)) encode<T, true>(x, out, n, factor, code);
+  if (is_nan(T::value(most)) || !is_finite(factor)) encode<T, true>(x, out, n, OneFactor{factor}, code);
   return most;
 }
 
@@ -116,7 +141,7 @@ void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, floa
     const int32_t b = tiny ? bits_of(a * 16777216.0f) : bits_of(a);
     // one octave more exactly where amax's significand exceeds that of the largest number
     const int32_t wanted = (b >> 23) - (tiny ? 127 + 24 : 127) + offset + (up & int32_t((b & 0x7fffff) > top));
-    const int32_t exponent = std::clamp(wanted, -127, 127);
+    const int32_t exponent = between(wanted, -127, 127);
     scale_inv[i] = usable(amax[i]) ? power_of_two(exponent) : 1.0f;
     scale[i] = usable(amax[i]) ? power_of_two(-exponent) : 1.0f;
   }
@@ -126,7 +151,7 @@ void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, flo
   const bool rounded = c.scale_format == POW2;
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f;
-    const float exact = std::min(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
+    const float exact = smaller(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
     scale[i] = usable(amax[i]) ? s : 1.0f;
     scale_inv[i] = 1.0f / scale[i];
   }
@@ -135,15 +160,15 @@ void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, flo
 // NVFP4: a scale in E4M3 for the block times one in fp32 for the tensor
 void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   float tensor = 0;
-  for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? std::max(tensor, amax[i]) : tensor;
-  const float encode = tensor > 0 ? std::min(c.tensor_top / tensor, FLT_MAX) : 1.0f;
+  for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
+  const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
   const float per_block = encode / c.max, decode = 1.0f / encode;
   for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = std::min(a * per_block, 448.0f);
-    const float magic = float_of(std::max(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
+    const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);
+    const float magic = float_of(larger(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
     const float inverse = ((wanted + magic) - magic) * decode;
     scale_inv[i] = usable(amax[i]) ? inverse : 1.0f;
-    scale[i] = std::min(1.0f / scale_inv[i], FLT_MAX);
+    scale[i] = smaller(1.0f / scale_inv[i], FLT_MAX);
   }
 }
 
@@ -188,76 +213,105 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
     return;
   }
   for (int64_t g = first; g < last; g++, x += w.block_cols, most++) {
-    const int64_t n = std::min(w.block_cols, w.cols - g * w.block_cols);
+    const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
     const Int here = n == 16    ? largest_of<T>(x, 16)  // known lengths need no loop for the rest
                      : n == 32  ? largest_of<T>(x, 32)
                      : n == 128 ? largest_of<T>(x, 128)
                                 : largest_of<T>(x, n);
-    *most = std::max(*most, here);
+    *most = larger(*most, here);
   }
 }
 
 template <class T, bool NANS>
-inline void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const float* factor, int64_t first,
+__attribute__((noinline)) void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const float* factor, int64_t first,
                        int64_t last, Encoder code) {
-  if (w.block_cols == 1) return encode<T, NANS>(x, out, last - first, factor, code);
-  for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
-    const int64_t n = std::min(w.block_cols, w.cols - g * w.block_cols);
-    if (!NANS && n == 16) encode<T, NANS>(x, out, 16, *factor, code);  // known lengths need no loop for the rest
-    else if (!NANS && n == 32) encode<T, NANS>(x, out, 32, *factor, code);
-    else if (!NANS && n == 128) encode<T, NANS>(x, out, 128, *factor, code);
-    else encode<T, NANS>(x, out, n, *factor, code);
-  }
+  if (w.block_cols == 1) return encode<T, NANS>(x, out, last - first, FactorEach{factor}, code);
+  for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++)
+    encode<T, NANS>(x, out, smaller(w.block_cols, w.cols - g * w.block_cols), OneFactor{*factor}, code);
 }
 
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
 inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
   for (int64_t i = 0; i < n; i++)
-    if (std::isnan(amax[i]) || !std::isfinite(factor[i])) return true;
+    if (is_nan(amax[i]) || !is_finite(factor[i])) return true;
   return false;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
 
-// The blocks of one band of block_rows rows, in groups of columns that stay in a cache between the phases.
+// Blocks [first, last) of one band of block_rows rows; `most` has room for a number each.
 template <class T>
-void bands(const Walk& w, int phases) {
+void blocks(const Walk& w, int phases, int64_t band, int64_t first, int64_t last, typename T::Int* most, Encoder code) {
   using Int = typename T::Int;
-  const int64_t height = std::min(w.block_rows, w.rows);
-  const int64_t columns = std::max<int64_t>(UNIT_BYTES / (height * int64_t(sizeof(Int))), 64);
-  const int64_t group = std::min(std::max<int64_t>(columns / w.block_cols, 1), w.grid_cols);
+  const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
+  const int64_t place = band * w.grid_cols + first;
+  const Int* x = static_cast<const Int*>(w.x) + left;
+  if (phases & AMAX) {
+    fill(most, last - first, Int(0));
+    for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
+    for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
+  }
+  if (phases & SCALE)
+    scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
+  if (phases & ENCODE) {
+    const bool nans = may_have_nan(w.amax + place, w.factor + place, last - first);
+    const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
+    for (int64_t row = top; row < bottom; row++)
+      row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+  }
+}
+
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// Band after band, in groups of columns that stay in a cache between the phases.
+template <class T>
+bool bands(const Walk& w, int phases) {
+  using Int = typename T::Int;
+  const int64_t height = smaller(w.block_rows, w.rows);
+  const int64_t columns = larger<int64_t>(UNIT_BYTES / (height * int64_t(sizeof(Int))), 64);
+  const int64_t group = smaller(larger<int64_t>(columns / w.block_cols, 1), w.grid_cols);
   const int64_t groups = (w.grid_cols + group - 1) / group;
-  const Encoder code(*w.cast);
-  std::vector<Int> scratch(size_t(w.threads) * group);
+  const Array<Int> scratch(w.threads * group);
+  if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(w.threads)
   for (int64_t unit = 0; unit < w.grid_rows * groups; unit++) {
-    const int64_t band = unit / groups, first = unit % groups * group, last = std::min(first + group, w.grid_cols);
-    const int64_t top = band * w.block_rows, bottom = std::min(top + w.block_rows, w.rows), left = first * w.block_cols;
-    const int64_t place = band * w.grid_cols + first;
-    const Int* x = static_cast<const Int*>(w.x) + left;
-    if (phases & AMAX) {
-      int thread = 0;
-#ifdef _OPENMP
-      thread = omp_get_thread_num();
-#endif
-      Int* most = scratch.data() + thread * group;
-      std::fill(most, most + (last - first), Int(0));
-      for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
-      for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
-    }
-    if (phases & SCALE)
-      scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
-    if (phases & ENCODE) {
-      const auto row_of = may_have_nan(w.amax + place, w.factor + place, last - first) ? row_encode<T, true> : row_encode<T, false>;
-      for (int64_t row = top; row < bottom; row++)
-        row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+    const int64_t first = unit % groups * group;
+    blocks<T>(w, phases, unit / groups, first, smaller(first + group, w.grid_cols),
+              scratch.get() + thread_number() * group, Encoder(*w.cast));
+  }
+  return true;
+}
+
+// Both casts tile by tile, so that the second finds its elements in a cache; a tile is made of whole blocks of either.
+template <class T>
+bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile_cols) {
+  using Int = typename T::Int;
+  const int64_t across = (a.cols + tile_cols - 1) / tile_cols, down = (a.rows + tile_rows - 1) / tile_rows;
+  const Array<Int> scratch(a.threads * tile_cols);
+  if (!scratch) return false;
+#pragma omp parallel for schedule(static) num_threads(a.threads)
+  for (int64_t tile = 0; tile < across * down; tile++) {
+    const int64_t top = tile / across * tile_rows, left = tile % across * tile_cols;
+    for (int which = 0; which < 2; which++) {
+      const Walk& w = which ? b : a;
+      const int64_t bottom = smaller(top + tile_rows, w.rows), right = smaller(left + tile_cols, w.cols);
+      const int64_t last = (right + w.block_cols - 1) / w.block_cols;
+      for (int64_t band = top / w.block_rows; band * w.block_rows < bottom; band++)
+        blocks<T>(w, ALL, band, left / w.block_cols, last, scratch.get() + thread_number() * tile_cols, Encoder(*w.cast));
     }
   }
+  return true;
 }
 
 // Blocks as tall as the matrix: every thread looks at some rows, the largest of all decides, then rows are cast.
 template <class T>
-void tall(const Walk& w) {
+bool tall(const Walk& w) {
   using Int = typename T::Int;
   const bool flat = w.grid_cols == 1 && (w.stride == w.cols || w.rows == 1);
   const int64_t total = w.rows * w.cols, length = flat ? SPAN : w.cols, step = flat ? SPAN : w.stride;
@@ -265,27 +319,29 @@ void tall(const Walk& w) {
   const Int* x = static_cast<const Int*>(w.x);
   const Encoder code(*w.cast);
   const bool known = w.grid_cols == 1 && w.given != nullptr && *w.given > 0 && !w.cast->guarded;
-  std::vector<Int> scratch(size_t(w.threads) * w.grid_cols, Int(0));
+  const Array<Int> scratch(w.threads * w.grid_cols);
+  if (!scratch) return false;
+  fill(scratch.get(), w.threads * w.grid_cols, Int(0));
 #pragma omp parallel num_threads(w.threads)
   {
-    int thread = 0, threads = 1;
+    const int thread = thread_number();
+    int threads = 1;
 #ifdef _OPENMP
-    thread = omp_get_thread_num();
     threads = omp_get_num_threads();
 #endif
     const int64_t begin = lines * thread / threads, end = lines * (thread + 1) / threads;
-    Int* most = scratch.data() + thread * w.grid_cols;
+    Int* most = scratch.get() + thread * w.grid_cols;
     for (int64_t i = begin; i < end; i++) {
-      const int64_t n = flat ? std::min(SPAN, total - i * SPAN) : length;
-      if (known) *most = std::max(*most, encode_and_look<T>(x + i * step, w.out + i * length, n, *w.given, code));
-      else if (w.grid_cols == 1) *most = std::max(*most, largest_of<T>(x + i * step, n));
+      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
+      if (known) *most = larger(*most, encode_and_look<T>(x + i * step, w.out + i * length, n, *w.given, code));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of<T>(x + i * step, n));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
 #pragma omp barrier
 #pragma omp single
     for (int64_t g = 0; g < w.grid_cols; g++) {
       Int all = 0;
-      for (int t = 0; t < threads; t++) all = std::max(all, scratch[t * w.grid_cols + g]);
+      for (int t = 0; t < threads; t++) all = larger(all, scratch[t * w.grid_cols + g]);
       w.amax[g] = T::value(all);
     }
 #pragma omp single
@@ -293,43 +349,37 @@ void tall(const Walk& w) {
     const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols);
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t i = known ? end : begin; i < end; i++) {
-      const int64_t n = flat ? std::min(SPAN, total - i * SPAN) : length;
+      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
       if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
-      else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, w.factor[0], code);
-      else encode<T, false>(x + i * step, w.out + i * length, n, w.factor[0], code);
+      else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
+      else encode<T, false>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
     }
   }
+  return true;
 }
 
 template <class T>
-void walk(const Walk& w) {
+bool walk(const Walk& w) {
   if (w.grid_rows == 1) return tall<T>(w);
   if (w.cast->scale_format != TWO_LEVEL) return bands<T>(w, ALL);
-  bands<T>(w, AMAX);
+  if (!bands<T>(w, AMAX)) return false;
   scales(w.amax, w.grid_rows * w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-  bands<T>(w, ENCODE);
+  return bands<T>(w, ENCODE);
 }
 
 }  // namespace
 
-// x: (rows, cols), `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one a block.
-// given: the scale to use, or null. Returns 0, or 1 if there was no memory.
-extern "C" int ottava_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
+// x: (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one
+// a block. given: the scale to use, or null. Returns 0, or 1 if there was no memory.
+extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
                                int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
                                float* amax, int threads) {
   const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
-  const int64_t share = std::max<int64_t>(rows * cols / SMALLEST_SHARE, 1);
-  try {
-    std::vector<float> factor(size_t(grid_rows * grid_cols));
-    const Walk w{x,     out,  rows,  cols,      stride, block_rows,    block_cols, grid_rows, grid_cols,
-                 cast, given, scale_inv, amax, factor.data(), int(std::min<int64_t>(std::max(threads, 1), share))};
-    if (dtype == 0) walk<Float32>(w);
-    else if (dtype == 1) walk<BFloat16>(w);
-    else walk<Float16>(w);
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
+  const Array<float> factor(grid_rows * grid_cols);
+  const Walk w{x,    out,   rows,      cols, stride,       block_rows, block_cols, grid_rows, grid_cols,
+               cast, given, scale_inv, amax, factor.get(), int(smaller<int64_t>(larger(threads, 1), share))};
+  return factor && walk<OTTAVA_TYPE>(w) ? 0 : 1;
 }
 
 // Current scales of n amaxes.
@@ -337,25 +387,26 @@ extern "C" void ottava_scales(const float* amax, int64_t n, const Cast* cast, fl
   current_scales(amax, n, *cast, scale, scale_inv);
 }
 
-// n codes -> fp32, or bf16 where half != 0; both exact
-extern "C" void ottava_decode(const uint8_t* __restrict codes, int64_t n, const Cast* cast, void* out, int half,
-                              int threads) {
-  const int64_t share = std::max<int64_t>(n / SMALLEST_SHARE, 1), spans = (n + SPAN - 1) / SPAN;
-  const int team = int(std::min<int64_t>(std::max(threads, 1), share));
-  const int32_t special = bits_of(cast->max) - ((127 - cast->bias) << 23);  // the code after the largest number's
-  const Decoder decode(cast->mantissa_bits, cast->bias, cast->bits,
-                       cast->nan_code < 0 ? -1 : (special >> (23 - cast->mantissa_bits)) + 1);
-#pragma omp parallel for schedule(static) num_threads(team)
-  for (int64_t s = 0; s < spans; s++) {
-    const Decoder here = decode;
-    const int64_t begin = s * SPAN, count = std::min(SPAN, n - begin);
-    const uint8_t* from = codes + begin;
-    if (half) {
-      uint16_t* to = static_cast<uint16_t*>(out) + begin;
-      for (int64_t i = 0; i < count; i++) to[i] = uint16_t(uint32_t(here(from[i])) >> 16);
-    } else {
-      int32_t* to = static_cast<int32_t*>(out) + begin;
-      for (int64_t i = 0; i < count; i++) to[i] = here(from[i]);
-    }
+extern "C" struct Side {  // native_cpu._Side: one of the two casts that are made from one reading of x
+  int64_t block_rows, block_cols;
+  const Cast* cast;
+  uint8_t* out;
+  float *scale_inv, *amax;
+};
+
+// Both casts, with current scales, in tiles of tile_rows x tile_cols: multiples of the blocks of either side, or the
+// matrix's own. Returns 0, or 1 if there was no memory.
+extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t tile_rows,
+                                    int64_t tile_cols, const Side* first, const Side* second, int threads) {
+  const int team = int(smaller<int64_t>(larger(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
+  Array<float> factor[2];
+  Walk walks[2];
+  for (int i = 0; i < 2; i++) {
+    const Side& s = i ? *second : *first;
+    const int64_t grid_rows = (rows + s.block_rows - 1) / s.block_rows, grid_cols = (cols + s.block_cols - 1) / s.block_cols;
+    if (!factor[i].make(grid_rows * grid_cols)) return 1;
+    walks[i] = Walk{x,         s.out,  rows,    cols,        stride, s.block_rows,    s.block_cols, grid_rows,
+                    grid_cols, s.cast, nullptr, s.scale_inv, s.amax, factor[i].get(), team};
   }
+  return bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols) ? 0 : 1;
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from ottava.kernels import native_build
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SEGMENT = 1 << 18  # bytes that are hashed on their own
 _SMALL = 1 << 16  # bytes that are summed faster than threads are woken
 
 
@@ -33,7 +34,8 @@ def checksum(x: Tensor) -> int:
     function = library.ottava_checksum
     function.restype = ctypes.c_uint64
     threads = torch.get_num_threads() if bits.nbytes > _SMALL else 1
-    return int(function(ctypes.c_void_p(bits.data_ptr()), ctypes.c_int64(bits.nbytes), threads))
+    hashes = (ctypes.c_uint64 * -(-bits.nbytes // _SEGMENT))()
+    return int(function(ctypes.c_void_p(bits.data_ptr()), ctypes.c_int64(bits.nbytes), hashes, threads))
 
 
 def column_sums(x: Tensor) -> Tensor:

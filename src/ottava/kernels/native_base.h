@@ -1,0 +1,48 @@
+// The few things that the C++ kernels want of a standard library, whose headers would take longer to read than a kernel
+// takes to compile: a first call waits for it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+template <class T>
+constexpr T smaller(T a, T b) { return b < a ? b : a; }
+
+template <class T>
+constexpr T larger(T a, T b) { return a < b ? b : a; }
+
+template <class T>
+constexpr T between(T x, T low, T high) { return smaller(larger(x, low), high); }
+
+// n numbers on a cache line of their own, not set to anything; false where there was no memory.
+template <class T>
+class Array {
+ public:
+  Array() = default;
+  explicit Array(int64_t n) { make(n); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() { std::free(first); }
+
+  bool make(int64_t n) {
+    std::free(first);
+    first = static_cast<T*>(std::aligned_alloc(64, (size_t(n) * sizeof(T) + 127) / 64 * 64));
+    return first != nullptr;
+  }
+  void drop() {
+    std::free(first);
+    first = nullptr;
+  }
+  explicit operator bool() const { return first != nullptr; }
+  T* get() const { return first; }
+  T& operator[](int64_t i) const { return first[i]; }
+
+ private:
+  T* first = nullptr;
+};
+
+template <class T>
+void fill(T* to, int64_t n, T value) {
+  for (int64_t i = 0; i < n; i++) to[i] = value;
+}

@@ -1,0 +1,85 @@
+"""The models that are measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ottava.bench.models import Block, SmolLM2
+
+
+def test_the_block_is_a_block() -> None:
+    """Causal: a token does not see later ones; shapes stay."""
+    torch.manual_seed(0)
+    block = Block(32, 4)
+    x = torch.randn(2, 6, 32)
+    y = block(x)
+    later = x.clone()
+    later[:, 4] += 1
+    changed = block(later)
+    assert y.shape == x.shape
+    assert torch.equal(y[:, :4], changed[:, :4])
+    assert not torch.equal(y[:, 4:], changed[:, 4:])
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+def test_smollm2_has_its_number_of_parameters() -> None:
+    """As the model card has it: 134,515,008, the embedding being the head as well."""
+    with torch.device("meta"):
+        model = SmolLM2()
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    """Of a loss over next tokens, in which their order counts."""
+    torch.manual_seed(0)
+    model = SmolLM2(vocabulary=97, layers=1)
+    ids = torch.randint(0, 97, (2, 40))
+    model(ids).backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+    assert model(ids).detach() != model(ids.roll(1, 1)).detach()
+
+
+def checkpoint(model: SmolLM2) -> dict[str, torch.Tensor]:
+    """A model's weights under Hugging Face's names, with separate projections."""
+    theirs: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        "model.norm.weight": model.norm.weight,
+    }
+    layers: list[Any] = list(model.layers)
+    for i, layer in enumerate(layers):
+        at = f"model.layers.{i}."
+        q, k, v = layer.attention.qkv_proj.weight.split((576, 192, 192))
+        gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
+        theirs |= {
+            f"{at}self_attn.q_proj.weight": q,
+            f"{at}self_attn.k_proj.weight": k,
+            f"{at}self_attn.v_proj.weight": v,
+            f"{at}self_attn.o_proj.weight": layer.attention.o_proj.weight,
+            f"{at}mlp.gate_proj.weight": gate,
+            f"{at}mlp.up_proj.weight": up,
+            f"{at}mlp.down_proj.weight": layer.mlp.down_proj.weight,
+            f"{at}input_layernorm.weight": layer.attention_norm.weight,
+            f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
+        }
+    return {name: tensor.detach().clone() for name, tensor in theirs.items()}
+
+
+def test_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """The same loss as the model it came from; another architecture and no file are refused."""
+    torch.manual_seed(0)
+    source, model = (SmolLM2(vocabulary=97, layers=2) for _ in range(2))
+    ids = torch.randint(0, 97, (1, 16))
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors; needs the folder of SmolLM2-135M"):
+        model.load(tmp_path)
+    save_file(checkpoint(source), tmp_path / "model.safetensors")
+    assert not torch.equal(model(ids), source(ids))
+    model.load(tmp_path)
+    assert torch.equal(model(ids), source(ids))
+    with pytest.raises(ValueError, match="does not hold SmolLM2-135M"):
+        SmolLM2(vocabulary=97, layers=3).load(tmp_path)
