@@ -87,7 +87,7 @@ class ScalingState:
         """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
         self._wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._listening = self._optimizer_seen = False
+        self._listening = self._moves = self._optimizer_seen = False
         self._forwards = 0
         self._weight_version: tuple[int, int] | None = None
         self._members: list[weakref.ref[Any]] = []
@@ -109,9 +109,11 @@ class ScalingState:
             part: "forward" (inputs and weights) or "backward" (gradients) only.
 
         Doors that saw nothing do not roll; calling it twice changes nothing the second time. With a group, every rank
-        must call it; ranks on which a layer was idle take part with zeros.
+        must call it; ranks on which a layer was idle take part with zeros. Kept casts of weights are forgotten.
         """
         doors = self.doors()
+        for layer in self._layers():
+            layer.quantizers.weight.cached = None
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
@@ -201,8 +203,9 @@ class ScalingState:
                 if spec is not None and door.spec is None:
                     door.prepare(spec, layer.weight.device)
 
-    def listen(self) -> None:
-        """From now on every optimizer step is looked at."""
+    def listen(self, *, moves: bool = True) -> None:
+        """From now on every optimizer step is looked at: for the weights it changes, and, moves, as a boundary."""
+        self._moves = self._moves or moves
         if not self._listening:
             self._listening = True
             _STEPS.tell(self)
@@ -233,11 +236,16 @@ class ScalingState:
         """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
         if not self._holds_ours(optimizer):
             return
+        stepped = _stepped(optimizer)
+        for layer in self._layers():
+            if id(layer.weight) in stepped and type(layer.weight) is nn.Parameter:  # not one that FSDP gathers
+                layer.quantizers.weight.stepped()
+        if not self._moves:
+            return
         if self.moved_by_autocast and id(optimizer) not in self._excused:  # a second step means forwards since that
             self._excused.add(id(optimizer))  # nobody told us of: compiled ones
             return
         self.moved_by_autocast = False
-        stepped = _stepped(optimizer)
         self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
