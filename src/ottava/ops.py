@@ -157,11 +157,8 @@ def quantize_both(
             return None
         data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
         scale_inv_t = scale_inv.t() if triton_quantize.shared(spec, spec_t) else own
-        row, col = (
-            QuantizedTensor(data, scale_inv, spec, x.dtype),
-            QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype),
-        )
-        return Both(row, col, amax)
+        first = QuantizedTensor(data, scale_inv, spec, x.dtype)
+        return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
     if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
         return None
     casts = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
