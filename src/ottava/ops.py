@@ -153,10 +153,13 @@ def quantize_both(
         staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax.
     """
     if torch.compiler.is_compiling():
-        if spec is None or spec_t is None or not _reads_once(x) or any(map(triton_quantize.refuses, (spec, spec_t))):
+        if spec is None or spec_t is None or not _reads_once(x):
+            return None
+        at_once, one_scale = _both_of(spec.key, spec_t.key)
+        if not at_once:
             return None
         data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
-        scale_inv_t = scale_inv.t() if triton_quantize.shared(spec, spec_t) else own
+        scale_inv_t = scale_inv.t() if one_scale else own
         first = QuantizedTensor(data, scale_inv, spec, x.dtype)
         return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
     if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
@@ -369,6 +372,13 @@ def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
     data = _codes_like(x, parsed.format.storage_dtype, x.device)
     return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def _both_of(spec: str, spec_t: str) -> tuple[bool, bool]:
+    """Whether the kernels make both casts, and whether these have one scale for each element."""
+    cells = _spec_from_key(spec), _spec_from_key(spec_t)
+    return not any(map(triton_quantize.refuses, cells)), triton_quantize.shared(*cells)
 
 
 def _reads_once(x: Tensor) -> bool:
