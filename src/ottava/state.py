@@ -54,6 +54,10 @@ class DoorAmax(NamedTuple):
     """Largest finite magnitude since the boundary before, over all ranks; 0: idle."""
 
 
+Boundaries = tuple[int, tuple[Any, ...]]
+"""How many boundaries there were, and what they moved into the windows."""
+
+
 class ScalingState:
     """The predicted-scale state of one model and the moment at which it moves on; a no-op where there is none.
 
@@ -92,7 +96,7 @@ class ScalingState:
         self._weight_version: tuple[int, int] | None = None
         self._members: list[weakref.ref[Any]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
-        self._unread: deque[tuple[list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
+        self._unread: deque[tuple[int, list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
         if model is not None:
             for layer in _layers(model):
                 earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
@@ -112,8 +116,8 @@ class ScalingState:
         must call it; ranks on which a layer was idle take part with zeros. Kept casts of weights are forgotten.
         """
         doors = self.doors()
-        for layer in self._layers():
-            layer.quantizers.weight.cached = None
+        for door in self.weight_doors():
+            door.cached = None
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
@@ -151,7 +155,7 @@ class ScalingState:
         """
         newest: dict[int, float] = {}
         while self._unread:
-            doors, lanes = self._unread.popleft()
+            _, doors, lanes = self._unread.popleft()
             for ref, value in zip(doors, lanes[0].tolist(), strict=True):
                 if value > 0 and (alive := ref()) is not None:
                     newest[id(alive)] = value
@@ -165,6 +169,29 @@ class ScalingState:
     def doors(self) -> list[Quantizer]:
         """Every door of the model in the order of its modules, stateless ones included."""
         return _doors(self._layers())
+
+    def weight_doors(self) -> list[WeightQuantizer]:
+        """Those that keep casts."""
+        return [layer.quantizers.weight for layer in self._layers()]
+
+    def take_back(self, count: int) -> Boundaries:
+        """Uncounts the boundaries since there were `count`.
+
+        Python noted them while a CUDA graph was captured, which ran none of their kernels; `repeat` counts its replays.
+        """
+        entries = tuple(entry for entry in self._unread if entry[0] > count)
+        for _ in entries:
+            self._unread.pop()
+        noted, self.boundaries = self.boundaries - count, count
+        return noted, entries
+
+    def repeat(self, boundaries: Boundaries) -> None:
+        """Told of each replay of a CUDA graph that holds these boundaries: their amaxes stand where they stood."""
+        noted, entries = boundaries
+        self.boundaries += noted
+        self._unread.extend(entries)
+        for door in self.weight_doors():  # the graph may have changed the weights
+            door.cached = None
 
     def _layers(self) -> list[Any]:
         model = self._model()
@@ -265,7 +292,7 @@ class ScalingState:
         if group is not None:
             dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
         lanes = lanes * lanes[3]
-        self._unread.append(([weakref.ref(door) for door in doors], lanes))
+        self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
         with torch.no_grad():
             roll_windows(doors, lanes)
 
@@ -341,20 +368,27 @@ class _Steps:
         with self._lock:
             self._states = (*(ref for ref in self._states if ref() is not None), weakref.ref(state))
 
+    def living(self) -> list[ScalingState]:
+        """The states that are told."""
+        return [state for ref in self._states if (state := ref()) is not None]
+
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Before a step."""
-        for ref in self._states:
-            if (state := ref()) is not None:
-                state.before_step(optimizer)
+        for state in self.living():
+            state.before_step(optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
-        for ref in self._states:
-            if (state := ref()) is not None:
-                state.after_step(optimizer)
+        for state in self.living():
+            state.after_step(optimizer)
 
 
 _STEPS = _Steps()
+
+
+def living_states() -> list[ScalingState]:
+    """Every state of this process that optimizer steps are told to."""
+    return _STEPS.living()
 
 
 class _Pack:
