@@ -33,7 +33,8 @@ FLOORS = (
     ("quantizer",),
     ("state", "functional", "debug"),
     ("nn",),
-    ("train", "bench"),
+    ("train",),
+    ("bench",),
     ("cli",),
 )
 """Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""

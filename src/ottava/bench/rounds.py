@@ -32,6 +32,32 @@ class Timing:
         }
 
 
+def samples(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], float],
+    *,
+    warm_up: int = 2,
+) -> dict[str, list[float]]:
+    """Runs every variant once a round, and `measure`s it in the rounds after the first `warm_up` ones.
+
+    Raises:
+        ValueError: fewer than 2 rounds, or nothing to time.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
+    if not variants:
+        raise ValueError("variants: got none; needs 1 or more")
+    for _ in range(warm_up):
+        for run in variants.values():
+            run()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            times[name].append(measure(run))
+    return times
+
+
 def interleaved(
     variants: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -50,17 +76,13 @@ def interleaved(
         >>> [timing.name for timing in interleaved({"a": lambda: 1, "b": lambda: 2}, 2)]
         ['a', 'b']
     """
-    if rounds < 2:
-        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
-    if not variants:
-        raise ValueError("variants: got none; needs 1 or more")
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for counted in (False, False, *[True] * rounds):
-        for name, run in variants.items():
-            start = clock()
-            run()
-            if counted:
-                times[name].append(clock() - start)
+
+    def measure(run: Callable[[], object]) -> float:
+        start = clock()
+        run()
+        return clock() - start
+
+    times = samples(variants, rounds, measure)
     first = next(iter(times.values()))
     timings = []
     for name, own in times.items():
