@@ -270,14 +270,20 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
 
 
 def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
-    shapes = f"a {tuple(a.shape)} and b {tuple(b.shape)}"
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"gemm: got {shapes}; needs (M, K) and (N, K): both are contracted over their last dimension")
-    if bias is not None and tuple(bias.shape) != (b.shape[0],):
-        raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {shapes}; needs ({b.shape[0]},)")
+    rows, cols = a.shape, b.shape
+    if len(rows) != 2 or len(cols) != 2 or rows[1] != cols[1]:
+        raise ValueError(
+            f"gemm: got {_shapes(a, b)}; needs (M, K) and (N, K): both are contracted over their last dimension"
+        )
+    if bias is not None and tuple(bias.shape) != (cols[0],):
+        raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {_shapes(a, b)}; needs ({cols[0]},)")
     specs = [t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b)]
     if reason := refuse_pair(specs[0], specs[1]):
         raise ValueError(f"gemm: {specs[0] or 'high precision'} x {specs[1] or 'high precision'}: {reason}")
+
+
+def _shapes(a: Operand, b: Operand) -> str:
+    return f"a {tuple(a.shape)} and b {tuple(b.shape)}"
 
 
 def _casts(device: torch.device) -> tuple[QuantizeKernel, ...]:

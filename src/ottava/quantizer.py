@@ -348,15 +348,15 @@ class WeightQuantizer(Quantizer):
         # a hook wants to see each cast
         if x.device.type == "meta" or self._forward_hooks or self._forward_pre_hooks:
             return False
-        if _on_accelerator(x) and not self._reusable(record):
+        if _on_accelerator(x) and not self._reusable(x, record):
             return False
         # a high-precision operand would keep the weight itself alive
         return all(spec is not None and spec.rounding == "nearest_even" for spec in specs)
 
-    def _reusable(self, record: bool) -> bool:
+    def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether a cast made on an accelerator may be kept, or one that was kept be used."""
         self._uses += record
-        if _capturing() and self.graph is None:
+        if _capturing(x) and self.graph is None:
             self._frozen_in = True  # somebody's own graph: its replays may change the weight, and nobody will say so
         return record and self._steps > 0 and self._reused and not self._frozen_in
 
@@ -368,8 +368,8 @@ def _on_accelerator(x: Tensor) -> bool:
     return x.device.type not in ("cpu", "meta")
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _capturing(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _identity(x: Tensor) -> tuple[int, int]:

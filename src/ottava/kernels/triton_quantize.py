@@ -65,6 +65,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     return None
 
 
+@functools.lru_cache(maxsize=256)
 def refuses(spec: QuantizationSpec) -> str | None:
     """Why these kernels do not cast to spec on any device; None if they do."""
     if spec.format not in _FORMATS:
@@ -144,9 +145,7 @@ def _current(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec 
     device.cast_kernel[_grid(x, launch)](
         x, *(row.data, row.scale_inv, row.amax), *(col.data, col.scale_inv, col.amax), *shape, _top(known), **launch
     )
-    if one_scale:
-        col = col._replace(scale_inv=row.scale_inv.t(), amax=row.amax.t())
-    return _cast(row, spec), _cast(col, spec_t)
+    return _casts(row, col, spec, spec_t, one_scale)
 
 
 def _predicted(
@@ -172,9 +171,10 @@ def _predicted(
             *(_top(known), known.format.max * 2.0**-known.guard_bits),
             **launch,
         )
-    return _cast(row, spec), _cast(col, spec_t)
+    return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
 
 
+@functools.lru_cache(maxsize=256)
 def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
     """Whether the codes of x.T are those of x."""
     return (
@@ -198,6 +198,18 @@ def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool, partner
     return _Side(mode, x.new_empty(shape, dtype=torch.uint8), x.new_empty(grid, dtype=torch.float32), amax)
 
 
+def _casts(
+    row: _Side, col: _Side, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, one_scale: bool
+) -> Casts:
+    first = _cast(row, spec)
+    if first is None or spec_t is None or not one_scale:
+        return first, _cast(col, spec_t)
+    codes = col.data.view(spec_t.format.storage_dtype)
+    if row.mode == "tensor":  # one entry, which is its own transpose: every call here is time of the host
+        return first, Cast(codes, first.scale_inv, first.amax)
+    return first, Cast(codes, first.scale_inv.t(), first.amax.t())
+
+
 def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
     if spec is None:
         return None
@@ -217,6 +229,7 @@ def _settings(spec: QuantizationSpec) -> tuple[Any, ...]:
     return spec.format, spec.scale_format, spec.margin, spec.scaling, spec.guard_bits
 
 
+@functools.lru_cache(maxsize=256)
 def _top(spec: QuantizationSpec) -> float:
     return float(spec.format.max * 2.0**-spec.margin)
 
@@ -251,6 +264,7 @@ def amax_launch(modes: tuple[str, ...]) -> Mapping[str, Any]:
     return MappingProxyType({mode.upper(): mode in modes for mode in ("tensor", "rows", "cols")} | _tile(1))
 
 
+@functools.lru_cache(maxsize=256)
 def _mode_and_block(spec: QuantizationSpec | None, transposed: bool) -> tuple[str, tuple[int, int]]:
     """In the orientation of x; a block is 1 x 1 unless the mode is "blocks"."""
     if spec is None:
