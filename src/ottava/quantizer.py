@@ -358,7 +358,7 @@ class WeightQuantizer(Quantizer):
         self._uses += record
         if _capturing(x) and self.graph is None:
             self._frozen_in = True  # somebody's own graph: its replays may change the weight, and nobody will say so
-        return record and self._steps > 0 and self._reused and not self._frozen_in
+        return record and self._reused and not self._frozen_in
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **_FRESH}

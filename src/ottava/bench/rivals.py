@@ -100,7 +100,7 @@ def _transformer_engine(model: nn.Module, run: Run, recipe: str) -> nn.Module:
                 if bias:
                     own.bias.copy_(module.bias)
             holder.set_submodule(name, own)
-    return _InTransformerEngine(holder[0], lambda: te.fp8_autocast(enabled=True, fp8_recipe=made))
+    return _InTransformerEngine(holder[0], lambda: te.autocast(enabled=True, recipe=made))
 
 
 RIVALS: Mapping[str, Rival] = MappingProxyType(
@@ -127,8 +127,8 @@ def missing() -> dict[str, str]:
     for name, rival in RIVALS.items():
         try:
             importlib.import_module(rival.package)
-        except (ImportError, OSError) as error:  # OSError: a library of its CUDA that is not there
-            reasons[name] = str(error)
+        except Exception as error:  # a library of another CUDA, an assertion about torch: whatever it is, it is said
+            reasons[name] = f"{type(error).__name__}: {error}"
     return reasons
 
 
