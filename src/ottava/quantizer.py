@@ -326,7 +326,7 @@ class WeightQuantizer(Quantizer):
         """As `Quantizer.forward`."""
         if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec, record=record):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        witness = (self._steps, self.graph) if _on_accelerator(x) else checksum(x)
+        witness = self._steps if _on_accelerator(x) else checksum(x)
         key: tuple[Any, ...] = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec)
         if self.spec is not None:
             key += _identity(self.scale)
