@@ -185,6 +185,31 @@ def test_a_captured_step_casts_each_weight_anew_and_once(weight_casts: list[int]
     assert (door.cached, door.graph) == (None, None)
 
 
+def test_a_captured_micro_batch_does_not_find_the_cast_of_its_warm_up(weight_casts: list[int]) -> None:
+    """The optimizer is outside of the graph: what the warm-up kept is still valid, and would be frozen in."""
+    model = network("tensorwise")
+    ottava.ScalingState(model).listen(moves=False)
+    optimizer, tape = sgd(model), Tape(model)
+
+    def micro_batch(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    micro_batch(noise(0))
+    micro_batch(noise(1))
+    optimizer.step()  # from here on casts are kept
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # gradients add up in memory that stays
+    step, address, counts = GraphedStep(micro_batch, (noise(0),), tape, 1), model[2].weight.data_ptr(), []
+    for i in range(2):
+        weight_casts.clear()
+        step(noise(i))
+        counts.append(weight_casts.count(address))
+    assert tape.did == ["warm-up", "capture", "replay"]
+    assert counts == [1, 2]  # the capture's, and what stands for its replay
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
