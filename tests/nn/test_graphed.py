@@ -15,9 +15,22 @@ from torch import Tensor, nn
 
 import ottava
 from ottava import quantizer
+from ottava.nn import graphed
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.quantizer import WeightQuantizer
-from scaling_samples import WIDTH, differences, door_of, doors, loss_of, network, noise, sgd, snapshot
+from scaling_samples import (
+    WIDTH,
+    differences,
+    door_of,
+    doors,
+    everything,
+    loss_of,
+    network,
+    noise,
+    sgd,
+    snapshot,
+    unchanged,
+)
 
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
@@ -208,6 +221,32 @@ def test_a_captured_micro_batch_does_not_find_the_cast_of_its_warm_up(weight_cas
         counts.append(weight_casts.count(address))
     assert tape.did == ["warm-up", "capture", "replay"]
     assert counts == [1, 2]  # the capture's, and what stands for its replay
+
+
+def test_predicted_scales_stay_where_the_capture_found_them() -> None:
+    """Also when it comes before the first boundary, which gives the doors of a model their common memory."""
+    model = network("delayed")
+    optimizer = sgd(model)
+
+    def micro_batch(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    step = GraphedStep(micro_batch, (noise(0),), Tape(model), 1)
+    step(noise(0))
+    before = {name: everything(door) for name, door in doors(model).items()}
+    graphed._pack(ottava.ScalingState(model))
+    assert all(unchanged(door, before[name]) for name, door in doors(model).items())
+    step(noise(1))
+    addresses = [(d.scale.data_ptr(), d.staged.data_ptr()) for d in doors(model).values()]
+    for i in range(2):
+        optimizer.step()
+        step(noise(i))
+    assert [(d.scale.data_ptr(), d.staged.data_ptr()) for d in doors(model).values()] == addresses
+    model.to(torch.float32)  # doors keep their dtype, but not their memory
+    with pytest.raises(RuntimeError, match="buffers of predicted scales were replaced since the capture"):
+        step(noise(2))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

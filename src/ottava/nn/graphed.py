@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from ottava.state import Boundaries, ScalingState, living_states
+from ottava.quantizer import Quantizer
+from ottava.state import Boundaries, ScalingState, living_states, roll_windows
 
 Work = Callable[[], Any]
 _REASONS = (
@@ -75,6 +76,7 @@ class GraphedStep:
         self._static = tuple(_copy(arg) if isinstance(arg, Tensor) else arg for arg in sample)
         self._outputs: Any = None
         self._moved: list[tuple[ScalingState, Boundaries]] = []
+        self._owners: list[tuple[Quantizer, object]] = []
         self.calls = 0
         """Steps so far."""
         self.captured = False
@@ -93,6 +95,11 @@ class GraphedStep:
             return _detached(self._capture.warm_up(self._work), clone=False)
         if not self.captured:
             self._record(self._capture)
+        if any(door.pack is not owner for door, owner in self._owners):
+            raise RuntimeError(
+                "graphed step: buffers of predicted scales were replaced since the capture (the model was moved, "
+                "converted again or loaded with assign=True), and the graph writes to the old ones; make another graphed_step"
+            )
         self._capture.replay()
         for state, moved in self._moved:
             state.repeat(moved)
@@ -109,6 +116,7 @@ class GraphedStep:
             )
         states = living_states()
         before = [state.boundaries for state in states]
+        self._owners = [pair for state in states for pair in _pack(state)]
         doors = [door for state in states for door in state.weight_doors()]
         for door in doors:
             door.cached, door.graph = None, self  # each replay casts anew, its own micro-batches once
@@ -224,3 +232,16 @@ def _detached(result: Any, *, clone: bool) -> Any:
         return leaf.detach().clone() if clone else leaf.detach()
 
     return pytree.tree_map(detach, result)
+
+
+def _pack(state: ScalingState) -> list[tuple[Quantizer, object]]:
+    """Gives the doors of predicted scales their common memory now, as the first boundary does; each with its owner.
+
+    Addresses stay from then on, as a CUDA graph needs, until a door's buffers are replaced: then its owner changes.
+    """
+    doors = state.doors()
+    live = [door for door in doors if door.spec is not None]
+    if live:
+        with torch.no_grad():  # nothing is due: no number changes
+            roll_windows(doors, torch.zeros(4, len(doors), dtype=torch.float32, device=live[0].scale.device))
+    return [(door, door.pack) for door in live]
