@@ -174,6 +174,10 @@ class ScalingState:
         """Those that keep casts."""
         return [layer.quantizers.weight for layer in self._layers()]
 
+    def last_calls(self) -> list[Any]:
+        """What each layer ran last; other objects after a forward."""
+        return [layer.last_call for layer in self._layers()]
+
     def take_back(self, count: int) -> Boundaries:
         """Uncounts the boundaries since there were `count`.
 

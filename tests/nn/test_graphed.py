@@ -226,7 +226,7 @@ def test_a_captured_micro_batch_does_not_find_the_cast_of_its_warm_up(weight_cas
 def test_predicted_scales_stay_where_the_capture_found_them() -> None:
     """Also when it comes before the first boundary, which gives the doors of a model their common memory."""
     model = network("delayed")
-    optimizer = sgd(model)
+    optimizer, stranger = sgd(model), network("delayed")
 
     def micro_batch(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
@@ -244,6 +244,8 @@ def test_predicted_scales_stay_where_the_capture_found_them() -> None:
         optimizer.step()
         step(noise(i))
     assert [(d.scale.data_ptr(), d.staged.data_ptr()) for d in doors(model).values()] == addresses
+    stranger.to(torch.float32)
+    step(noise(2))
     model.to(torch.float32)  # doors keep their dtype, but not their memory
     with pytest.raises(RuntimeError, match="buffers of predicted scales were replaced since the capture"):
         step(noise(2))

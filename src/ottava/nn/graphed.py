@@ -98,7 +98,8 @@ class GraphedStep:
         if any(door.pack is not owner for door, owner in self._owners):
             raise RuntimeError(
                 "graphed step: buffers of predicted scales were replaced since the capture (the model was moved, "
-                "converted again or loaded with assign=True), and the graph writes to the old ones; make another graphed_step"
+                "converted again or loaded with assign=True), and the graph writes to the old ones; make another "
+                "graphed_step"
             )
         self._capture.replay()
         for state, moved in self._moved:
@@ -115,8 +116,7 @@ class GraphedStep:
                 "no hooks: they would see nothing more. Capture after the watch has ended, or watch with eager=True"
             )
         states = living_states()
-        before = [state.boundaries for state in states]
-        self._owners = [pair for state in states for pair in _pack(state)]
+        before = [(state.boundaries, state.last_calls(), _pack(state)) for state in states]
         doors = [door for state in states for door in state.weight_doors()]
         for door in doors:
             door.cached, door.graph = None, self  # each replay casts anew, its own micro-batches once
@@ -127,8 +127,11 @@ class GraphedStep:
         finally:
             for door in doors:
                 door.cached = door.graph = None
-        # a capture runs the Python of a step and none of its kernels: those boundaries are still to come
-        self._moved = [(state, state.take_back(count)) for state, count in zip(states, before, strict=True)]
+        for state, (count, calls, owners) in zip(states, before, strict=True):
+            if any(one is not other for one, other in zip(state.last_calls(), calls, strict=True)):  # it is in the step
+                # a capture runs the Python of a step and none of its kernels: its boundaries are still to come
+                self._moved.append((state, state.take_back(count)))
+                self._owners += owners
         self.captured = True
 
     def _check(self, args: tuple[Any, ...]) -> None:
