@@ -128,7 +128,8 @@ class GraphedStep:
             for door in doors:
                 door.cached = door.graph = None
         for state, (count, calls, owners) in zip(states, before, strict=True):
-            if any(one is not other for one, other in zip(state.last_calls(), calls, strict=True)):  # it is in the step
+            known = {id(call) for call in calls}
+            if any(id(call) not in known for call in state.last_calls()):  # it is in the step
                 # a capture runs the Python of a step and none of its kernels: its boundaries are still to come
                 self._moved.append((state, state.take_back(count)))
                 self._owners += owners
