@@ -129,7 +129,8 @@ class GraphedStep:
                 door.cached = door.graph = None
         for state, (count, calls, owners) in zip(states, before, strict=True):
             known = {id(call) for call in calls}
-            if any(id(call) not in known for call in state.last_calls()):  # it is in the step
+            ran = any(id(call) not in known for call in state.last_calls())
+            if ran or state.boundaries != count:  # it is in the step; of a compiled model only boundaries are seen
                 # a capture runs the Python of a step and none of its kernels: its boundaries are still to come
                 self._moved.append((state, state.take_back(count)))
                 self._owners += owners
