@@ -76,7 +76,7 @@ REGISTRY_WORDS = tuple("".join(word) for word in (("pypi", ".org"), ("python", "
 PUBLIC_NAMES = frozenset(
     {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
     | {"GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
-    | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "debug", "watch"}
+    | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "graphed_step", "debug", "watch"}
 )
 """What `import ottava` offers."""
 

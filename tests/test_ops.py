@@ -16,6 +16,7 @@ from ottava.formats import E2M1, E4M3, E5M2
 from ottava.kernels import reference, scaled_mm
 from ottava.ops import GemmRecord, explain, gemm, quantize, quantize_both, quantize_with_amax
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
@@ -90,6 +91,26 @@ def test_both_casts_at_once_are_left_to_those_who_can() -> None:
     row = QuantizationSpec(E4M3, PER_ROW)
     assert quantize_both(torch.randn(4, 8), E4, E4) is None
     assert quantize_both(torch.randn(4, 8), row, row) is None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
+    """What compiled code runs: two casts where no kernel makes both; its fake agrees, nothing aliases."""
+    cells, x = get_recipe(recipe), torch.randn(24, 40).bfloat16()
+    for spec, spec_t in ((cells.fprop.lhs, cells.wgrad.rhs), (cells.fprop.rhs, cells.dgrad.rhs)):
+        assert spec is not None
+        assert spec_t is not None
+        arguments = x, spec.key, spec_t.key, None
+        torch.library.opcheck(torch.ops.ottava.quantize_both.default, arguments)
+        data, scale_inv, amax, data_t, scale_inv_t = torch.ops.ottava.quantize_both(*arguments)
+        (row, seen), col = quantize_with_amax(x, spec), quantize(x.t(), spec_t)
+        if scale_inv_t.numel() == 0:  # shared
+            scale_inv_t = scale_inv.t()
+        codes = ((data, row.data), (data_t, col.data))
+        assert all(torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in codes)
+        assert torch.equal(scale_inv, row.scale_inv)
+        assert torch.equal(scale_inv_t, col.scale_inv)
+        assert torch.equal(amax, seen)
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------

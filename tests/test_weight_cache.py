@@ -313,3 +313,144 @@ def test_weights_made_in_inference_mode_have_no_version() -> None:
         two = model(noise(0))
         assert not torch.equal(one, two)
         assert torch.equal(two, watched(model)(noise(0)))
+
+
+# --- on an accelerator, where nothing is read back --------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of an accelerator on the tensors of a CPU; optimizer steps are looked at, as a CUDA weight asks."""
+    monkeypatch.setattr(quantizer, "_on_accelerator", lambda x: x.device.type != "meta")
+
+
+def listening(recipe: Recipe | str) -> nn.Module:
+    model = network(recipe)
+    ottava.ScalingState(model).listen(moves=ottava.get_recipe(recipe).name == "delayed")
+    return model
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_there_a_weight_is_cast_once_a_step_from_the_second_on(recipe: str, casts: Casts) -> None:
+    """The first step learns that there are several micro-batches; evaluation casts for itself and is not used."""
+    model = listening(recipe)
+    optimizer, counts = sgd(model), []
+    for step in range(3):
+        for i in range(4):
+            loss_of(model, noise(10 * step + i)).backward()
+        counts.append(of_weights(model, casts)[1])
+        with torch.no_grad():
+            model(noise(99))
+        counts.append(of_weights(model, casts)[1])
+        optimizer.step()
+    assert counts == [4, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_the_bits_stay_those_without_a_cache(recipe: Recipe) -> None:
+    """Micro-batches, an evaluation with averaged weights swapped in through .data, and .data writes after a step."""
+    results = []
+    for model in (listening(recipe), watched(listening(recipe))):
+        optimizer = sgd(model)
+        torch.manual_seed(1)
+        for step in range(4):
+            for i in range(2):
+                loss_of(model, noise(10 * step + i)).backward()
+                kept = [p.detach().clone() for p in model.parameters()]
+                for p in model.parameters():
+                    p.data.mul_(0.5)
+                with torch.no_grad():
+                    y = model(noise(99))
+                for p, old in zip(model.parameters(), kept, strict=True):
+                    p.data.copy_(old)
+            optimizer.step()
+            for p in model.parameters():
+                p.data.mul_(1.01)
+        results.append({**snapshot(model), "y": y})
+    assert differences(*results) == []
+
+
+class ByData(torch.optim.SGD):
+    """An optimizer that writes weights through .data, which no version tells of: fused ones of other packages do."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(p.grad, alpha=0.5)
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_a_step_is_believed_and_not_its_traces() -> None:
+    """Neither version nor address of the weight change: the optimizer's step itself is what ends a kept cast."""
+    results = []
+    for model in (listening("tensorwise"), watched(listening("tensorwise"))):
+        optimizer = ByData(model.parameters(), lr=0.5)
+        for step in range(3):
+            for i in range(2):
+                loss_of(model, noise(2 * step + i)).backward()
+            optimizer.step()
+        results.append(snapshot(model))
+    assert differences(*results) == []
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_a_loop_without_a_torch_optimizer_is_never_believed(casts: Casts) -> None:
+    """Nobody says when the weights change: every forward casts."""
+    model = listening("tensorwise")
+    for step in range(4):
+        loss_of(model, noise(step)).backward()
+        for p in model.parameters():
+            p.data.sub_(p.grad, alpha=0.05)
+    assert of_weights(model, casts) == [4, 4]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_one_forward_a_step_keeps_nothing(casts: Casts) -> None:
+    """Codes of all weights are memory; recomputation makes it two forwards and is worth it."""
+    model = listening("tensorwise")
+    optimizer = sgd(model)
+    for step in range(3):
+        loss_of(model, noise(step)).backward()
+        assert getattr(door_of(model, 2, "weight"), "cached") is None  # noqa: B009
+        optimizer.step()
+    casts.clear()
+    for step in range(3):
+        checkpoint(model, noise(step), use_reentrant=False).float().square().mean().backward()
+        optimizer.step()
+    assert of_weights(model, casts)[1] == 2 + 1 + 1
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_writes_and_updates_are_noticed(casts: Casts) -> None:
+    """In place: by the version. Through .data in the middle of a step: only when `update` is called."""
+    model = listening("tensorwise")
+    optimizer = sgd(model)
+    for step in range(2):
+        for i in range(2):
+            loss_of(model, noise(2 * step + i)).backward()
+        optimizer.step()
+    casts.clear()
+    with torch.no_grad():
+        for change in ("first", "none", "in place", "data and update"):
+            if change == "in place":
+                model[2].weight.mul_(2)
+            if change == "data and update":
+                model[2].weight.data.mul_(2)
+                ottava.ScalingState(model).update()
+            with torch.enable_grad():
+                model(noise(0))
+            assert of_weights(model, casts)[1] == (0 if change == "none" else 1), change
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_there_a_strange_graph_ends_it(casts: Casts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step runs again without Python: a cast may neither be frozen in nor be kept beside its replays."""
+    model = listening("tensorwise")
+    optimizer, counts = sgd(model), []
+    for step in range(4):
+        monkeypatch.setattr(quantizer, "_capturing", lambda x, step=step: step == 2)
+        for i in range(2):
+            loss_of(model, noise(2 * step + i)).backward()
+        counts.append(of_weights(model, casts)[1])
+        optimizer.step()
+    assert counts == [2, 1, 2, 2]

@@ -15,7 +15,7 @@ from ottava import debug, nn
 from ottava.autocast import autocast
 from ottava.debug.watch import watch
 from ottava.formats import E2M1, E4M3, E5M2, E8M0
-from ottava.nn import assert_fp8, calibrate, convert, receipt
+from ottava.nn import assert_fp8, calibrate, convert, graphed_step, receipt
 from ottava.ops import gemm, quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
@@ -43,6 +43,7 @@ __all__ = [
     "debug",
     "gemm",
     "get_recipe",
+    "graphed_step",
     "nn",
     "quantize",
     "receipt",

@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
             dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
         if needs_db:
-            db = column_sums(dy).to(bias_dtype)
+            db = column_sums(dy, bias_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
         return dx, dw, db, None, None, None, None, None

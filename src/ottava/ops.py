@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,17 @@ class GemmRecord:
 Log = Callable[[GemmRecord], None]
 
 
+class Both(NamedTuple):
+    """Casts of x and of x.T."""
+
+    row: QuantizedTensor | None
+    """Of x."""
+    col: QuantizedTensor | None
+    """Of x.T."""
+    amax: Tensor | None
+    """Of the first of them, one entry a block; None: it has been staged."""
+
+
 def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> QuantizedTensor:
     """Casts a matrix to `spec`.
 
@@ -125,28 +136,46 @@ def quantize_with_amax(
 
 
 def quantize_both(
-    x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec
-) -> tuple[QuantizedTensor, QuantizedTensor] | None:
-    """(x cast to spec, x.T cast to spec_t) with their current scales, where a kernel gives both from one reading of x.
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    *,
+    scale: Tensor | None = None,
+    staged: Tensor | None = None,
+) -> Both | None:
+    """x cast to spec and x.T cast to spec_t, where a kernel gives them from one reading of x; None where none does.
 
-    None where none does, and inside torch.compile: cast them one by one. The bits are the same.
+    Then cast them one by one: the bits are the same.
+
+    Args:
+        x: (R, C); spec, spec_t: None for one that is not wanted.
+        scale: as for `quantize`, one for both.
+        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax.
     """
     if torch.compiler.is_compiling():
+        if spec is None or spec_t is None or not _reads_once(x):
+            return None
+        at_once, one_scale = _both_of(spec.key, spec_t.key)
+        if not at_once:
+            return None
+        data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
+        scale_inv_t = scale_inv.t() if one_scale else own
+        first = QuantizedTensor(data, scale_inv, spec, x.dtype)
+        return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
+    if spec is not None and spec_t is not None and scale is None and staged is None:
+        x = x.detach()
+        if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
+            here, there = native_cpu.quantize_both(x, spec, spec_t)
+            first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
+            return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+    if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
         return None
-    x = x.detach()
-    if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
-        casts = native_cpu.quantize_both(x, spec, spec_t)
-    elif all(triton_quantize.supports_quantize(x, s) is None for s in (spec, spec_t)):
-        row, col = triton_quantize.quantize_both(x, spec, spec_t)
-        assert row is not None
-        assert col is not None
-        casts = row, col
-    else:
-        return None
-    return (
-        QuantizedTensor(casts[0].data, casts[0].scale_inv, spec, x.dtype),
-        QuantizedTensor(casts[1].data, casts[1].scale_inv, spec_t, x.dtype),
+    casts = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
+    row, col = (
+        QuantizedTensor(cast.data, cast.scale_inv, wanted, x.dtype) if cast is not None and wanted is not None else None
+        for cast, wanted in zip(casts, (spec, spec_t), strict=True)
     )
+    return Both(row, col, next(cast.amax for cast in casts if cast is not None) if staged is None else None)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -268,14 +297,20 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
 
 
 def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
-    shapes = f"a {tuple(a.shape)} and b {tuple(b.shape)}"
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"gemm: got {shapes}; needs (M, K) and (N, K): both are contracted over their last dimension")
-    if bias is not None and tuple(bias.shape) != (b.shape[0],):
-        raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {shapes}; needs ({b.shape[0]},)")
+    rows, cols = a.shape, b.shape
+    if len(rows) != 2 or len(cols) != 2 or rows[1] != cols[1]:
+        raise ValueError(
+            f"gemm: got {_shapes(a, b)}; needs (M, K) and (N, K): both are contracted over their last dimension"
+        )
+    if bias is not None and tuple(bias.shape) != (cols[0],):
+        raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {_shapes(a, b)}; needs ({cols[0]},)")
     specs = [t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b)]
     if reason := refuse_pair(specs[0], specs[1]):
         raise ValueError(f"gemm: {specs[0] or 'high precision'} x {specs[1] or 'high precision'}: {reason}")
+
+
+def _shapes(a: Operand, b: Operand) -> str:
+    return f"a {tuple(a.shape)} and b {tuple(b.shape)}"
 
 
 def _casts(device: torch.device) -> tuple[QuantizeKernel, ...]:
@@ -370,6 +405,51 @@ def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
     data = _codes_like(x, parsed.format.storage_dtype, x.device)
     return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def _both_of(spec: str, spec_t: str) -> tuple[bool, bool]:
+    """Whether the kernels make both casts, and whether these have one scale for each element."""
+    cells = _spec_from_key(spec), _spec_from_key(spec_t)
+    return not any(map(triton_quantize.refuses, cells)), triton_quantize.shared(*cells)
+
+
+def _reads_once(x: Tensor) -> bool:
+    """Whether compiled code asks for x and x.T at once; on a CPU it casts as eager code does there."""
+    return x.device.type == "cuda"
+
+
+@torch.library.custom_op("ottava::quantize_both", mutates_args=())
+def _quantize_both_op(
+    x: Tensor, spec: str, spec_t: str, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty where they share their scales."""
+    row_spec, col_spec = _spec_from_key(spec), _spec_from_key(spec_t)
+    x = x.detach()
+    if any(triton_quantize.supports_quantize(x, s, scale) for s in (row_spec, col_spec)):
+        row, col = _quantize(x, row_spec, scale), _quantize(x.t(), col_spec, scale)  # a GPU without Triton: two casts
+    else:
+        both = triton_quantize.quantize_both(x, row_spec, col_spec, scale)
+        assert both[0] is not None
+        assert both[1] is not None
+        row, col = both[0], both[1]
+    own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
+    return row.data.contiguous(), row.scale_inv, row.amax, col.data.contiguous(), own
+
+
+@_quantize_both_op.register_fake
+def _(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row_spec, col_spec = _spec_from_key(spec), _spec_from_key(spec_t)
+    rows, cols = x.shape
+    grid, grid_t = row_spec.granularity.grid_shape((rows, cols)), col_spec.granularity.grid_shape((cols, rows))
+    own = (0,) if triton_quantize.shared(row_spec, col_spec) else grid_t
+    return (
+        x.new_empty((rows, cols), dtype=row_spec.format.storage_dtype),
+        x.new_empty(grid, dtype=torch.float32),
+        x.new_empty(grid, dtype=torch.float32),
+        x.new_empty((cols, rows), dtype=col_spec.format.storage_dtype),
+        x.new_empty(own, dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op("ottava::gemm", mutates_args=())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,9 @@ from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.scaling import amax, compute_scale
 
+_FRESH = MappingProxyType(
+    {"cached": None, "graph": None, "_steps": 0, "_uses": 0, "_reused": False, "_frozen_in": False}
+)
 _BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 
 
@@ -67,10 +71,13 @@ class Quantizer(nn.Module):
         A spec of None passes x through. Where x and x.T share their scales (per tensor, square blocks) one cast serves
         both; else x.T is cast from high precision.
         """
-        if rowwise and columnwise and row_spec and col_spec and not (row_spec.predicted or col_spec.predicted):
-            both = quantize_both(x, row_spec, col_spec)  # where a kernel reads x once for the two of them
-            if both is not None:
-                return both
+        cast_row, cast_col = row_spec if rowwise else None, col_spec if columnwise else None
+        both = self._cast_both(x, cast_row, cast_col, record)  # where a kernel reads x once for the two of them
+        if both is not None:
+            return (
+                x if rowwise and row_spec is None else both[0],
+                x.t() if columnwise and col_spec is None else both[1],
+            )
         row = self._cast(x, row_spec, record) if rowwise else None
         if not columnwise:
             return row, None
@@ -78,19 +85,50 @@ class Quantizer(nn.Module):
             return row, row.t()
         return row, self._cast(x.t(), col_spec, record)
 
+    def _cast_both(
+        self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None] | None:
+        """Both casts, None for one that is not wanted; None where no kernel makes them at once."""
+        spec = row_spec or col_spec
+        if spec is None:
+            return None
+        if not spec.predicted:
+            if row_spec is None or col_spec is None or col_spec.predicted:
+                return None
+            both = quantize_both(x, row_spec, col_spec)
+            return None if both is None else (both.row, both.col)
+        if row_spec is not None and col_spec is not None and row_spec != col_spec:
+            return None
+        scale = self._scale_for(spec, x.device, record)
+        both = quantize_both(x, row_spec, col_spec, scale=scale, staged=self.staged if record else None)
+        if both is None:
+            return None
+        one = both.row or both.col
+        if record and both.amax is not None and one is not None:  # no kernel has noted it
+            self._see(both.amax, one.scale_inv)
+        return both.row, both.col
+
     def _cast(self, x: Tensor, spec: QuantizationSpec | None, record: bool) -> Operand:
         if spec is None:
             return x
         if not spec.predicted:
             return quantize(x, spec)
-        if not record:
-            return quantize(x, spec, scale=self.scale if self.spec == spec else self._scale_under(spec, x.device))
-        if self.spec != spec:
-            self.prepare(spec, x.device)
-        x_q, seen = quantize_with_amax(x, spec, scale=self.scale)
-        used = x_q.scale_inv.reshape(())
-        self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
+        x_q, seen = quantize_with_amax(x, spec, scale=self._scale_for(spec, x.device, record))
+        if record:
+            self._see(seen, x_q.scale_inv)
         return x_q
+
+    def _scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
+        """What a cast multiplies with; a recorded one makes the buffers it needs."""
+        if self.spec != spec and not record:
+            return self._scale_under(spec, device)
+        if self.spec != spec:
+            self.prepare(spec, device)
+        return self.scale
+
+    def _see(self, seen: Tensor, scale_inv: Tensor) -> None:
+        used = scale_inv.reshape(())
+        self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
 
     def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
         """Stages the amax of a tensor that is not cast."""
@@ -243,17 +281,37 @@ def _resized(history: Tensor, length: int) -> Tensor:
 class WeightQuantizer(Quantizer):
     """The door of a weight, which is cast once between two changes of it: micro-batches and recomputation find it done.
 
-    A change is noticed by the tensor's version, its address, and a checksum of its bits, which also sees `.data` writes
-    and what an all-gather of a sharded weight brought. The checksum is read back, so the cache is for CPUs; elsewhere
-    every forward casts. Never inside torch.compile, with stochastic rounding or while someone watches the door.
+    On a CPU a change is noticed by the tensor's version, its address, and a checksum of its bits, which also sees
+    `.data` writes and what an all-gather of a sharded weight brought. Reading a checksum back from an accelerator would
+    make the host wait, so there a cast is kept more carefully: from one step of a torch optimizer that holds the weight
+    to the next, while version and address stay; for training forwards only (evaluation may swap in averaged weights
+    through `.data`); and only if the step before used it more than once, since codes that are kept take memory. What it
+    cannot see there is a `.data` write between two micro-batches of one step: `ScalingState.update` makes it forget.
+
+    Never inside torch.compile, with stochastic rounding or while someone watches the door; and not in a CUDA graph,
+    where a kept cast would be frozen in, but in that of `graphed_step`, which casts anew at every replay.
     """
 
     cached: tuple[Any, bool, Operand | None, Operand | None] | None
     """What the operands were made from and whether a history saw it; the operands of the weight and its transpose."""
+    graph: object | None
+    """The CUDA graph that `graphed_step` is capturing."""
+    _steps: int
+    _uses: int  # training forwards since the last step
+    _reused: bool
+    _frozen_in: bool
 
     def __init__(self) -> None:
         super().__init__()
-        self.cached = None
+        vars(self).update(_FRESH)
+
+    def stepped(self) -> None:
+        """Told after each step of an optimizer that holds this weight."""
+        if self._uses:  # two states of one model may both tell
+            self._reused, self._uses = self._uses > 1, 0
+        self._steps += 1
+        if self.cached is not None and any(o is not None and o.device.type != "cpu" for o in self.cached[2:]):
+            self.cached = None  # out of date, and memory
 
     def forward(
         self,
@@ -266,9 +324,10 @@ class WeightQuantizer(Quantizer):
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`."""
-        if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec):
+        if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec, record=record):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        key: tuple[Any, ...] = (*_identity(x), x.dtype, checksum(x), row_spec, col_spec, self.spec)
+        witness = self._steps if _on_accelerator(x) else checksum(x)
+        key: tuple[Any, ...] = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec)
         if self.spec is not None:
             key += _identity(self.scale)
         seen, row, col = False, None, None
@@ -277,7 +336,7 @@ class WeightQuantizer(Quantizer):
         if record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec)):
             row = col = None  # made in evaluation: no history has seen this weight yet
         if isinstance(row, QuantizedTensor) and row_spec == col_spec and row.spec.granularity.transposes:
-            col = row.t()
+            col = col if _on_accelerator(x) else row.t()  # an accelerator's GEMMs want the codes of x.T row by row
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
         if wants_row or wants_col:
             both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
@@ -285,14 +344,32 @@ class WeightQuantizer(Quantizer):
             self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 
-    def _cacheable(self, x: Tensor, *specs: QuantizationSpec | None) -> bool:
-        if x.device.type != "cpu" or self._forward_hooks or self._forward_pre_hooks:
+    def _cacheable(self, x: Tensor, *specs: QuantizationSpec | None, record: bool) -> bool:
+        # a hook wants to see each cast
+        if x.device.type == "meta" or self._forward_hooks or self._forward_pre_hooks:
+            return False
+        if _on_accelerator(x) and not self._reusable(x, record):
             return False
         # a high-precision operand would keep the weight itself alive
         return all(spec is not None and spec.rounding == "nearest_even" for spec in specs)
 
+    def _reusable(self, x: Tensor, record: bool) -> bool:
+        """Whether a cast made on an accelerator may be kept, or one that was kept be used."""
+        self._uses += record
+        if _capturing(x) and self.graph is None:
+            self._frozen_in = True  # somebody's own graph: its replays may change the weight, and nobody will say so
+        return record and self._reused and not self._frozen_in
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "cached": None}
+        return {**super().__getstate__(), **_FRESH}
+
+
+def _on_accelerator(x: Tensor) -> bool:
+    return x.device.type not in ("cpu", "meta")
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _identity(x: Tensor) -> tuple[int, int]:

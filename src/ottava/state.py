@@ -54,6 +54,10 @@ class DoorAmax(NamedTuple):
     """Largest finite magnitude since the boundary before, over all ranks; 0: idle."""
 
 
+Boundaries = tuple[int, tuple[Any, ...]]
+"""How many boundaries there were, and what they moved into the windows."""
+
+
 class ScalingState:
     """The predicted-scale state of one model and the moment at which it moves on; a no-op where there is none.
 
@@ -87,12 +91,12 @@ class ScalingState:
         """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
         self._wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._listening = self._optimizer_seen = False
+        self._listening = self._moves = self._optimizer_seen = False
         self._forwards = 0
         self._weight_version: tuple[int, int] | None = None
         self._members: list[weakref.ref[Any]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
-        self._unread: deque[tuple[list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
+        self._unread: deque[tuple[int, list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
         if model is not None:
             for layer in _layers(model):
                 earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
@@ -109,9 +113,11 @@ class ScalingState:
             part: "forward" (inputs and weights) or "backward" (gradients) only.
 
         Doors that saw nothing do not roll; calling it twice changes nothing the second time. With a group, every rank
-        must call it; ranks on which a layer was idle take part with zeros.
+        must call it; ranks on which a layer was idle take part with zeros. Kept casts of weights are forgotten.
         """
         doors = self.doors()
+        for door in self.weight_doors():
+            door.cached = None
         backward = {id(layer.quantizers.grad_output) for layer in self._layers()}
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
@@ -149,7 +155,7 @@ class ScalingState:
         """
         newest: dict[int, float] = {}
         while self._unread:
-            doors, lanes = self._unread.popleft()
+            _, doors, lanes = self._unread.popleft()
             for ref, value in zip(doors, lanes[0].tolist(), strict=True):
                 if value > 0 and (alive := ref()) is not None:
                     newest[id(alive)] = value
@@ -163,6 +169,33 @@ class ScalingState:
     def doors(self) -> list[Quantizer]:
         """Every door of the model in the order of its modules, stateless ones included."""
         return _doors(self._layers())
+
+    def weight_doors(self) -> list[WeightQuantizer]:
+        """Those that keep casts."""
+        return [layer.quantizers.weight for layer in self._layers()]
+
+    def last_calls(self) -> list[Any]:
+        """What each layer ran last; other objects after a forward."""
+        return [layer.last_call for layer in self._layers()]
+
+    def take_back(self, count: int) -> Boundaries:
+        """Uncounts the boundaries since there were `count`.
+
+        Python noted them while a CUDA graph was captured, which ran none of their kernels; `repeat` counts its replays.
+        """
+        entries = tuple(entry for entry in self._unread if entry[0] > count)
+        for _ in entries:
+            self._unread.pop()
+        noted, self.boundaries = self.boundaries - count, count
+        return noted, entries
+
+    def repeat(self, boundaries: Boundaries) -> None:
+        """Told of each replay of a CUDA graph that holds these boundaries: their amaxes stand where they stood."""
+        noted, entries = boundaries
+        self.boundaries += noted
+        self._unread.extend(entries)
+        for door in self.weight_doors():  # the graph may have changed the weights
+            door.cached = None
 
     def _layers(self) -> list[Any]:
         model = self._model()
@@ -201,8 +234,9 @@ class ScalingState:
                 if spec is not None and door.spec is None:
                     door.prepare(spec, layer.weight.device)
 
-    def listen(self) -> None:
-        """From now on every optimizer step is looked at."""
+    def listen(self, *, moves: bool = True) -> None:
+        """From now on every optimizer step is looked at: for the weights it changes, and, moves, as a boundary."""
+        self._moves = self._moves or moves
         if not self._listening:
             self._listening = True
             _STEPS.tell(self)
@@ -233,11 +267,16 @@ class ScalingState:
         """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
         if not self._holds_ours(optimizer):
             return
+        stepped = _stepped(optimizer)
+        for layer in self._layers():
+            if id(layer.weight) in stepped and type(layer.weight) is nn.Parameter:  # not one that FSDP gathers
+                layer.quantizers.weight.stepped()
+        if not self._moves:
+            return
         if self.moved_by_autocast and id(optimizer) not in self._excused:  # a second step means forwards since that
             self._excused.add(id(optimizer))  # nobody told us of: compiled ones
             return
         self.moved_by_autocast = False
-        stepped = _stepped(optimizer)
         self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
@@ -257,7 +296,7 @@ class ScalingState:
         if group is not None:
             dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
         lanes = lanes * lanes[3]
-        self._unread.append(([weakref.ref(door) for door in doors], lanes))
+        self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
         with torch.no_grad():
             roll_windows(doors, lanes)
 
@@ -333,20 +372,27 @@ class _Steps:
         with self._lock:
             self._states = (*(ref for ref in self._states if ref() is not None), weakref.ref(state))
 
+    def living(self) -> list[ScalingState]:
+        """The states that are told."""
+        return [state for ref in self._states if (state := ref()) is not None]
+
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Before a step."""
-        for ref in self._states:
-            if (state := ref()) is not None:
-                state.before_step(optimizer)
+        for state in self.living():
+            state.before_step(optimizer)
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """After a step."""
-        for ref in self._states:
-            if (state := ref()) is not None:
-                state.after_step(optimizer)
+        for state in self.living():
+            state.after_step(optimizer)
 
 
 _STEPS = _Steps()
+
+
+def living_states() -> list[ScalingState]:
+    """Every state of this process that optimizer steps are told to."""
+    return _STEPS.living()
 
 
 class _Pack:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ottava.bench import cpu
-from ottava.cli.bench import bench
+from ottava.cli.bench import MISSING, bench
+from ottava.nn.plan import Device
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +44,31 @@ def test_perplexity_needs_weights(tmp_path: Path) -> None:
     ran = CliRunner().invoke(bench, ["cpu", "--suite", "smollm2", "--text", str(text)])
     assert isinstance(ran.exception, ValueError)
     assert "perplexity needs the weights of --checkpoint" in str(ran.exception)
+
+
+def test_the_gpu_benchmark_writes_what_it_prints(tmp_path: Path) -> None:
+    """A table a suite, and one JSON file with where and what it was; the file feeds the planner."""
+    out = tmp_path / "out.json"
+    ran = CliRunner().invoke(bench, ["gpu", "host", "ceilings", "--smoke", "--no-rivals", "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(out.read_text())
+    assert list(report["suites"]) == ["host", "ceilings"]
+    assert {"schema_version", "device", "driver", "versions", "commit", "constants", "left_out"} <= set(report)
+    assert [line for line in ran.stdout.splitlines() if line in report["suites"]] == ["host", "ceilings"]
+    assert Device.read(out).bf16 == report["constants"]["bf16"] > 0
+
+
+def test_ceilings_are_written_for_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a name of their own, or the one given."""
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(bench, ["ceilings", "--smoke"]).exit_code == 0
+    assert Device.read(tmp_path / "ceilings.json").launch > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("words", [["gpu"], ["ceilings"]])
+def test_nothing_is_measured_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No CPU times that look like results."""
+    code = bench(words, standalone_mode=False)
+    assert code == MISSING
+    assert "no CUDA device, nothing to measure; --smoke checks" in capsys.readouterr().err

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import ottava
-from ottava.cli.doctor import MISSING, doctor
+from ottava import ops
+from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
 from ottava.kernels import native_build
 from ottava.kernels.native_build import BuildSettings, Built
 
@@ -58,7 +64,7 @@ def test_what_is_lost_is_said(capsys: pytest.CaptureFixture[str], caplog: pytest
     for name in native_build.sources():
         assert f"native    {name}: switched off by OTTAVA_NATIVE=0" in shown
     row = next(line for line in shown.splitlines() if line.startswith("tensorwise ") and "fprop" in line)
-    assert row.split()[-2] == "reference"  # the cast
+    assert row.split()[-3] == "reference"  # the cast
     assert "What is lost:" in shown
 
 
@@ -81,3 +87,73 @@ def test_a_missing_compiler_is_named(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(native_build, "from_environment", lambda: BuildSettings(compiler="no-such-compiler"))
     doctor()
     assert "compiler  none" in capsys.readouterr().out
+
+
+# --- the self-test ---------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_right_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """Casts and GEMMs of every recipe, by the kernels that run on this machine."""
+    code, values = found(capsys)
+    assert {row["check"] for row in values["recipes"]} == {"ok"}  # type: ignore[attr-defined]
+    assert code != WRONG
+
+
+@pytest.mark.parametrize(
+    "name, wrong, message",
+    [
+        ("codes", lambda q: replace(q, data=_flipped(q.data)), "1 of 16384 codes of the right operand are not the"),
+        ("scales", lambda q: replace(q, scale_inv=q.scale_inv * 2), "scales of the right operand are not the"),
+    ],
+)
+def test_a_wrong_cast_is_found(
+    name: str, wrong: Any, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One code of 16,384, in one sign; a scale."""
+    real, calls = ops.quantize, count()
+    monkeypatch.setattr(ops, "quantize", lambda x, spec: wrong(real(x, spec)) if next(calls) == 1 else real(x, spec))
+    assert doctor() == WRONG
+    shown = capsys.readouterr().out
+    assert "What is wrong:" in shown
+    assert f"tensorwise.fprop: {message}" in shown
+    assert "Do not train with these recipes here" in shown
+
+
+def test_a_wrong_product_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.8 percent is more than a rounding to BF16."""
+    real = ops.gemm
+    monkeypatch.setattr(ops, "gemm", lambda *a, **k: real(*a, **k) * 1.008)
+    assert doctor(as_json=True) == WRONG
+    rows = json.loads(capsys.readouterr().out)["recipes"]
+    assert all(row["check"].startswith("the product is off by 0.00") for row in rows)
+
+
+def _flipped(codes: Tensor) -> Tensor:
+    copy = codes.clone()
+    copy.view(torch.uint8)[3, 5] ^= 0x80
+    return copy
+
+
+# --- traps -----------------------------------------------------------------------------------------------------------
+
+
+def test_traps_are_those_of_the_machine() -> None:
+    """A good Hopper has one left, which is in the user's hands; each lack adds its own."""
+    good = Facts((9, 0), (13, 0), 91900, True, "high")
+    assert [trap.split(":")[0] for trap in traps(good)] == ["float32 inputs"]
+    for change, name, words in (
+        ({"cudnn": 91500}, "attention", "cuDNN 9.15;"),
+        ({"cudnn_attention": False}, "attention", "switched off"),
+        ({"cuda": (12, 8)}, "blocks of 128", "built for CUDA 12.8"),
+        ({"matmul_precision": "highest"}, "float32 GEMMs", "set_float32_matmul_precision('high')"),
+        ({"capability": (8, 0)}, "tensor cores", "sm_80 has none for FP8"),
+    ):
+        found = traps(replace(good, **change))  # type: ignore[arg-type]
+        assert len(found) == 2
+        assert found[1].startswith(f"{name}:")
+        assert words in found[1]
+
+
+def test_without_a_gpu_only_the_trap_of_every_machine_is_left() -> None:
+    assert len(traps(Facts(None, (0,), 0, False, "highest"))) == 1
+    assert facts().matmul_precision in ("highest", "high", "medium")

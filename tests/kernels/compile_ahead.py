@@ -25,7 +25,14 @@ from ottava.kernels.triton_quantize import amax_launch, cast_launch, predicted_l
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
-TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}
+TYPES = {
+    "given_ptr": "*fp32",
+    "staged_ptr": "*fp32",
+    "scale_inv_ptr": "*fp32",
+    "scale_inv_t_ptr": "*fp32",
+    "q_ptr": "*u8",
+    "qt_ptr": "*u8",
+}
 FLOATS = ("top", "lowest_top")
 ALIGNED = ("rows", "cols", "stride_r")  # the sizes of a model's tensors are multiples of 16
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -50,7 +57,7 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     found = {name: (triton_device.cast_kernel, cast_launch(*pair, converts)) for name, pair in pairs.items()}
     guarded = QuantizationSpec(E4M3, scaling="guarded", margin=1)
     for name, redo in (("predicted", False), ("guard", True)):
-        found[name] = (triton_device.predicted_kernel, predicted_launch(guarded, True, True, redo, converts))
+        found[name] = (triton_device.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
     found["amax"] = (triton_device.amax_kernel, amax_launch(("tensor", "rows", "cols")))
     return found
 

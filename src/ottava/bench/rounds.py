@@ -33,6 +33,36 @@ class Timing:
         }
 
 
+def samples(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], float],
+    *,
+    warm_up: int = 2,
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
+) -> dict[str, list[float]]:
+    """Runs every variant once a round, and `measure`s it in the rounds after the first `warm_up` ones.
+
+    Args:
+        around: name of a variant -> what is entered before and left after each of its runs, unmeasured.
+    Raises:
+        ValueError: fewer than 2 rounds, or nothing to time.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
+    if not variants:
+        raise ValueError("variants: got none; needs 1 or more")
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for counted in [False] * warm_up + [True] * rounds:
+        for name, run in variants.items():
+            with (around or {}).get(name, nullcontext)():
+                if counted:
+                    times[name].append(measure(run))
+                else:
+                    run()
+    return times
+
+
 def interleaved(
     variants: Mapping[str, Callable[[], object]],
     rounds: int,
@@ -53,19 +83,13 @@ def interleaved(
         >>> [timing.name for timing in interleaved({"a": lambda: 1, "b": lambda: 2}, 2)]
         ['a', 'b']
     """
-    if rounds < 2:
-        raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
-    if not variants:
-        raise ValueError("variants: got none; needs 1 or more")
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for counted in (False, False, *[True] * rounds):
-        for name, run in variants.items():
-            with (around or {}).get(name, nullcontext)():
-                start = clock()
-                run()
-                spent = clock() - start
-            if counted:
-                times[name].append(spent)
+
+    def measure(run: Callable[[], object]) -> float:
+        start = clock()
+        run()
+        return clock() - start
+
+    times = samples(variants, rounds, measure, around=around)
     first = next(iter(times.values()))
     timings = []
     for name, own in times.items():

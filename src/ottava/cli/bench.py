@@ -1,21 +1,26 @@
-"""`ottava bench`: measurements on this machine, one command a device."""
+"""`ottava bench`: measurements on this machine, one command a device, and the constants of the planner."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from ottava.bench.method import Run
 
-bench = typer.Typer(help="Measure casts, linear layers and a block on this machine, beside BF16 and torchao.")
+SCHEMA_VERSION = 1
+MISSING = 3
+
+bench = typer.Typer(help="Measure casts, layers and training on this machine, beside BF16 and other packages.")
 
 
 @bench.callback()
 def options() -> None:
-    """Measure casts, linear layers and a block on this machine, beside BF16 and torchao."""
+    """Measure casts, layers and training on this machine, beside BF16 and other packages."""
 
 
 @bench.command("cpu")
@@ -69,4 +74,74 @@ def cpu(
         said = machine() | {"keep_memory": keep_memory}
         result = {"schema_version": SCHEMA_VERSION, "machine": said, "cases": [case.to_dict() for case in cases]}
         typer.echo(json.dumps(result, allow_nan=False))
+    return 0
+
+
+@bench.command("gpu")
+def gpu(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="Of ceilings, cast, linear, host, block, seed_layer, train. [all]"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
+    rivals: Annotated[bool, typer.Option(help="Also torchao, Liger and TransformerEngine, where installed.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Also under torch.compile: minutes more.")] = True,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes, any device; times mean nothing.")] = False,
+) -> int:
+    """Time kernels, layers and training on the GPU, and check every result in the same run.
+
+    A table a suite: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16 of the
+    same mode, launches, memory of a step. The file holds them with device, driver, clocks, power, versions and commit,
+    and is written after each suite.
+
+    Exit code 1 if a contender computes wrong results, 2 for an unknown suite, 3 without a GPU.
+    """
+    from ottava.bench.gpu import SUITES
+
+    run = _run(smoke, rounds, rivals, compiled)
+    return MISSING if run is None else _measure(run, suites or list(SUITES), out)
+
+
+@bench.command("ceilings")
+def ceilings(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file for the constants.")] = Path("ceilings.json"),
+    rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes, any device; times mean nothing.")] = False,
+) -> int:
+    """Measure what this GPU can do at most, for `ottava plan --device FILE`: two minutes.
+
+    Exit code 1 if a GEMM computes wrong results, 3 without a GPU.
+    """
+    run = _run(smoke, rounds, False, False)
+    return MISSING if run is None else _measure(run, ["ceilings"], out)
+
+
+def _run(smoke: bool, rounds: int, rivals: bool, compiled: bool) -> Run | None:
+    """None without a GPU, which has been said then."""
+    import torch
+
+    from ottava.bench.method import Run
+
+    if not torch.cuda.is_available() and not smoke:
+        print("bench: no CUDA device, nothing to measure; --smoke checks this program on a CPU", file=sys.stderr)
+        return None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Run(device, smoke, 3 if smoke else rounds, rivals, compiled and not smoke)
+
+
+def _measure(run: Run, suites: list[str], out: Path | None) -> int:
+    from ottava.bench.gpu import bench as measure
+    from ottava.bench.gpu import table, where
+
+    report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **where(run), "suites": {}}
+    typer.echo(f"{report['device']}, torch {report['versions']['torch']}, commit {report['commit'] or 'unknown'}")
+    for name, reason in report["left_out"].items():
+        typer.echo(f"left out: {name}: {reason}")
+    for name, found in measure(run, suites):
+        report["suites"][name] = found
+        report |= {"constants": found["constants"]} if "constants" in found else {}
+        typer.echo(f"\n{name}\n{table(found['rows'])}")
+        if out is not None:  # after each suite: what has been measured is kept
+            out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     return 0

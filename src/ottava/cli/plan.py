@@ -22,7 +22,8 @@ def plan(
     tokens: Annotated[int, typer.Option("--tokens", help="With --model: batch x sequence on one GPU.")] = 16384,
     recipe: Annotated[str, typer.Option("--recipe", help="With --model: the recipe to predict.")] = "tensorwise",
     device: Annotated[
-        Path | None, typer.Option("--device", metavar="JSON", help="With --model: what `gpu.py ceilings` measured.")
+        Path | None,
+        typer.Option("--device", metavar="JSON", help="With --model: what `ottava bench ceilings` measured."),
     ] = None,
     history: Annotated[
         Path | None, typer.Option("--history", metavar="RUN", help="Folder of a run whose recipe predicts scales.")

@@ -38,8 +38,9 @@ def checksum(x: Tensor) -> int:
     return int(function(ctypes.c_void_p(bits.data_ptr()), ctypes.c_int64(bits.nbytes), hashes, threads))
 
 
-def column_sums(x: Tensor) -> Tensor:
-    """x (R, C) -> (C,), fp32: sums over the rows in fp32, 64 rows at a time, the same bits for any number of threads.
+def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x (R, C) -> (C,): sums over the rows in fp32, rounded once to dtype; on a CPU the same bits for any number of
+    threads, 64 rows at a time.
 
     torch's own sum where there is no library, x is not on a CPU, or its rows do not lie one after the other.
 
@@ -48,14 +49,14 @@ def column_sums(x: Tensor) -> Tensor:
         tensor([3., 3.])
     """
     if torch.compiler.is_compiling():  # the bits of eager code
-        return torch.ops.ottava.column_sums(x)  # type: ignore[no-any-return]
+        return torch.ops.ottava.column_sums(x).to(dtype)  # type: ignore[no-any-return]
     x = x.detach()
+    if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
+        return x.sum(0)
     usable = x.device.type == "cpu" and x.dtype in _TYPES and x.stride(1) == 1 and x.numel() > 0
-    if not usable:
-        return x.sum(0, dtype=torch.float32)
-    library = native_build.load("native_sums").library
+    library = native_build.load("native_sums").library if usable else None
     if library is None:
-        return x.sum(0, dtype=torch.float32)
+        return x.sum(0, dtype=torch.float32).to(dtype)
     rows, columns = x.shape
     out = torch.empty(columns, dtype=torch.float32)
     library.ottava_column_sums(
@@ -65,7 +66,7 @@ def column_sums(x: Tensor) -> Tensor:
         ctypes.c_void_p(out.data_ptr()),
         torch.get_num_threads() if x.nbytes > _SMALL else 1,
     )
-    return out
+    return out.to(dtype)
 
 
 @torch.library.custom_op("ottava::column_sums", mutates_args=())

@@ -148,6 +148,8 @@ def _sizes(a: QuantizedTensor, b: QuantizedTensor) -> tuple[int, int, int]:
 
 def _rows(scale_inv: Tensor, rows: int, padded: int) -> Tensor:
     """(rows, 1) or (1, 1) -> (padded, 1)."""
+    if rows == padded:  # torch's pad copies even so
+        return scale_inv.expand(rows, 1)
     return nn.functional.pad(scale_inv.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
 
 

@@ -280,6 +280,7 @@ def predicted_kernel(
     qt_ptr,
     scale_inv_ptr,
     amax_ptr,
+    staged_ptr,
     rows,
     cols,
     stride_r,
@@ -287,6 +288,7 @@ def predicted_kernel(
     top,
     lowest_top,
     REDO: tl.constexpr,
+    STAGES: tl.constexpr,
     GUARDED: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
@@ -306,6 +308,7 @@ def predicted_kernel(
 
     REDO: reads that amax and ends, unless there was no prediction yet (0) or, GUARDED, it put amax above MAX or below
     lowest_top; then casts with the current scale. No host sync on the way, so it can be captured in a CUDA graph.
+    STAGES: raises the door's staged entries (finite amax | 1: it was not finite | 1: the guard fired), one program.
     """
     given = tl.load(given_ptr)
     tile = tl.program_id(0)
@@ -322,6 +325,13 @@ def predicted_kernel(
         predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
         if tile == 0:
             tl.store(scale_inv_ptr, tl.where(taken, predicted_inv, scale_inv))
+            if STAGES:
+                finite = magnitude < 0x7F800000
+                fired = (given > 0) & (taken == 0) & (scale_inv != predicted_inv)
+                seen = _float(tl.where(finite, magnitude, 0))
+                tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
+                tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
+                tl.store(staged_ptr + 2, tl.maximum(tl.load(staged_ptr + 2), tl.where(fired, 1.0, 0.0)))
         factor = scale
         wanted = taken == 0
     if wanted:

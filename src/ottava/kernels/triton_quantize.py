@@ -2,7 +2,8 @@
 
     current, blocks       one pass: the codes of x and of x.T, their scales and amax
     current, tensor, row  two passes: amax, then codes; the second runs backwards, so that it begins in the L2 cache
-    delayed, guarded      one pass with the predicted scale; a second launch ends at once unless that missed
+    delayed, guarded      one pass with the predicted scale; a second launch ends at once unless that missed, and notes
+                          the amax for the next scale
 
 Bytes a bf16 element, x and x.T together: 4, 6, 4. The kernels are in `triton_device`; Triton is imported with the first
 launch. They keep no state, never wait for the device, and can be captured in a CUDA graph.
@@ -46,14 +47,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     """
     if x.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {x.device.type}"
-    if spec.format not in _FORMATS:
-        return f"{NAME}: casts to {', '.join(map(str, _FORMATS))}; got {spec.format}"
-    if spec.rounding != "nearest_even":
-        return f"{NAME}: rounds to nearest even; got {spec.rounding}"
-    if spec.scale_format == "e4m3":
-        return f"{NAME}: has no two-level scales (e4m3)"
-    if _mode(spec.granularity) is None:
-        return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    if reason := refuses(spec):
+        return reason
     if scale is not None and spec.granularity != PER_TENSOR:
         return f"{NAME}: takes a given scale for a whole tensor; got one for {spec.granularity}"
     if scale is not None and scale.device != x.device:
@@ -70,6 +65,20 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     return None
 
 
+@functools.lru_cache(maxsize=256)
+def refuses(spec: QuantizationSpec) -> str | None:
+    """Why these kernels do not cast to spec on any device; None if they do."""
+    if spec.format not in _FORMATS:
+        return f"{NAME}: casts to {', '.join(map(str, _FORMATS))}; got {spec.format}"
+    if spec.rounding != "nearest_even":
+        return f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    if spec.scale_format == "e4m3":
+        return f"{NAME}: has no two-level scales (e4m3)"
+    if _mode(spec.granularity) is None:
+        return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    return None
+
+
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
     """Casts x (R, C) to spec; arguments, results and errors as `reference.quantize`. The codes are contiguous.
 
@@ -81,7 +90,11 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 
 def quantize_both(
-    x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None = None
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None = None,
+    staged: Tensor | None = None,
 ) -> Casts:
     """Casts x (R, C) to spec and x.T (C, R) to spec_t, both from one reading of x where their settings agree.
 
@@ -89,6 +102,7 @@ def quantize_both(
         x: fp32, bf16 or fp16; any strides.
         spec, spec_t: None for one that is not wanted.
         scale: one fp32 entry on the device of x, as in `reference.quantize`.
+        staged: fp32 (3,) on the device of x, with a scale: raised to this cast's amax, as `Quantizer.staged` says.
     Returns:
         (Cast of x, Cast of x.T), both contiguous; where x and x.T share their scales, scale_inv and amax share memory.
     Raises:
@@ -98,12 +112,12 @@ def quantize_both(
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
     if column_major(x):  # x.T is the one that lies row by row
-        cast_t, cast = quantize_both(x.t(), spec_t, spec, scale)
+        cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
         return cast, cast_t
     if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
-        return quantize_both(x, spec, None, scale)[0], quantize_both(x, None, spec_t, scale)[1]
+        return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale)
+        return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale, staged)
 
 
 class _Side(NamedTuple):
@@ -116,11 +130,10 @@ class _Side(NamedTuple):
 
 
 def _current(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
-    row, col = _side(x, spec, transposed=False), _side(x, spec_t, transposed=True)
-    shared = _shared(spec, spec_t)
+    row = _side(x, spec, transposed=False)
+    col = _side(x, spec_t, transposed=True, partner=row)
+    one_scale = shared(spec, spec_t)
     device, shape = _device_code(), (*x.shape, *x.stride())
-    if row.mode == "tensor" == col.mode:
-        col = col._replace(scale_inv=row.scale_inv, amax=row.amax)
     whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
     if whole:
         launch = amax_launch(tuple(whole))
@@ -132,47 +145,69 @@ def _current(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec 
     device.cast_kernel[_grid(x, launch)](
         x, *(row.data, row.scale_inv, row.amax), *(col.data, col.scale_inv, col.amax), *shape, _top(known), **launch
     )
-    if shared:
-        col = col._replace(scale_inv=row.scale_inv.t(), amax=row.amax.t())
-    return _cast(row, spec), _cast(col, spec_t)
+    return _casts(row, col, spec, spec_t, one_scale)
 
 
-def _predicted(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor) -> Casts:
+def _predicted(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor,
+    staged: Tensor | None,
+) -> Casts:
     known = spec or spec_t
     assert known is not None
-    row, col = _side(x, spec, transposed=False), _side(x, spec_t, transposed=True)
+    row = _side(x, spec, transposed=False)
+    col = _side(x, spec_t, transposed=True, partner=row)
     one = row if spec is not None else col
-    col = col._replace(scale_inv=one.scale_inv, amax=one.amax)
+    sides, stages = (spec is not None, spec_t is not None), staged is not None
     for redo in (False, True):
-        launch = predicted_launch(known, spec is not None, spec_t is not None, redo, _converts(x.device))
+        launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
         _device_code().predicted_kernel[_grid(x, launch)](
             x,
             scale,
-            *(row.data, col.data, one.scale_inv, one.amax),
+            *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
             *(*x.shape, *x.stride()),
             *(_top(known), known.format.max * 2.0**-known.guard_bits),
             **launch,
         )
-    return _cast(row, spec), _cast(col, spec_t)
+    return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
 
 
-def _shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+@functools.lru_cache(maxsize=256)
+def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
     """Whether the codes of x.T are those of x."""
     return (
         spec is not None
         and spec_t is not None
+        and _settings(spec) == _settings(spec_t)
         and spec.granularity == spec_t.granularity == spec.granularity.transposed
     )
 
 
-def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool) -> _Side:
+def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None) -> _Side:
+    """partner: the other one, whose scale and amax it takes where both are a tensor's: one memory to set to 0."""
     if spec is None:  # not wanted: never touched
         return _Side("", x, x, x)
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     mode, _ = _mode_and_block(spec, transposed)
+    if partner is not None and partner.mode == mode == "tensor":
+        return partner._replace(data=x.new_empty(shape, dtype=torch.uint8))
     grid = spec.granularity.grid_shape(shape)
     amax = x.new_empty(grid, dtype=torch.int32) if mode == "blocks" else x.new_zeros(grid, dtype=torch.int32)
     return _Side(mode, x.new_empty(shape, dtype=torch.uint8), x.new_empty(grid, dtype=torch.float32), amax)
+
+
+def _casts(
+    row: _Side, col: _Side, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, one_scale: bool
+) -> Casts:
+    first = _cast(row, spec)
+    if first is None or spec_t is None or not one_scale:
+        return first, _cast(col, spec_t)
+    codes = col.data.view(spec_t.format.storage_dtype)
+    if row.mode == "tensor":  # one entry, which is its own transpose: every call here is time of the host
+        return first, Cast(codes, first.scale_inv, first.amax)
+    return first, Cast(codes, first.scale_inv.t(), first.amax.t())
 
 
 def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
@@ -194,6 +229,7 @@ def _settings(spec: QuantizationSpec) -> tuple[Any, ...]:
     return spec.format, spec.scale_format, spec.margin, spec.scaling, spec.guard_bits
 
 
+@functools.lru_cache(maxsize=256)
 def _top(spec: QuantizationSpec) -> float:
     return float(spec.format.max * 2.0**-spec.margin)
 
@@ -203,17 +239,22 @@ def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, 
     """The compile-time parameters with which `cast_kernel` is launched; converts: the device casts to FP8 itself."""
     known = spec or spec_t
     assert known is not None
-    shared = _shared(spec, spec_t)
-    (mode, block), (mode_t, block_t) = _mode_and_block(spec, False), _mode_and_block(None if shared else spec_t, True)
+    one_scale = shared(spec, spec_t)
+    (mode, block), (mode_t, block_t) = (
+        _mode_and_block(spec, False),
+        _mode_and_block(None if one_scale else spec_t, True),
+    )
     sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
-    constants = {**sides, "SHARED": shared, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
+    constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
     return MappingProxyType(constants)
 
 
 @functools.lru_cache(maxsize=256)
-def predicted_launch(spec: QuantizationSpec, row: bool, col: bool, redo: bool, converts: bool) -> Mapping[str, Any]:
+def predicted_launch(
+    spec: QuantizationSpec, row: bool, col: bool, redo: bool, converts: bool, stages: bool = False
+) -> Mapping[str, Any]:
     """As `cast_launch`, for `predicted_kernel`; row, col: whether the codes of x and of x.T are wanted."""
-    wanted = {"REDO": redo, "GUARDED": spec.scaling == "guarded", "ROW": row, "COL": col}
+    wanted = {"REDO": redo, "STAGES": stages, "GUARDED": spec.scaling == "guarded", "ROW": row, "COL": col}
     return MappingProxyType({**wanted, **_constants(spec, converts), **_tile(1)})
 
 
@@ -223,6 +264,7 @@ def amax_launch(modes: tuple[str, ...]) -> Mapping[str, Any]:
     return MappingProxyType({mode.upper(): mode in modes for mode in ("tensor", "rows", "cols")} | _tile(1))
 
 
+@functools.lru_cache(maxsize=256)
 def _mode_and_block(spec: QuantizationSpec | None, transposed: bool) -> tuple[str, tuple[int, int]]:
     """In the orientation of x; a block is 1 x 1 unless the mode is "blocks"."""
     if spec is None:

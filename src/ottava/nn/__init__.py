@@ -2,18 +2,21 @@
 
 from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
+from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.linear import Linear
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 
 __all__ = [
     "CalibrationReport",
     "ConversionReport",
+    "GraphedStep",
     "Linear",
     "Receipt",
     "assert_fp8",
     "calibrate",
     "convert",
     "default_filter",
+    "graphed_step",
     "keep_first_last_bf16",
     "receipt",
 ]

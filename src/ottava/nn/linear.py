@@ -142,6 +142,8 @@ class Linear(nn.Linear):
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
         if all(spec is None for _, spec in self.quantizers.predicted(recipe)):
+            if self.weight.device.type not in ("cpu", "meta"):
+                self._bound_state().listen(moves=False)  # where a kept cast of the weight is out of date
             return None
         state = self._bound_state()
         if self._unprepared(recipe):

@@ -5,7 +5,7 @@
 
 A layer whose sum comes out slower than BF16 is refused, with the reason. It is GPU time: in eager mode the host needs
 some 150 us a layer, which only a graph or torch.compile hides. Constants are those of an H200 from data sheets and
-published measurements, until `benchmarks/gpu.py ceilings` has measured yours (`Device.read`).
+published measurements, until `ottava bench ceilings` has measured yours (`Device.read`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Device:
 
     @classmethod
     def read(cls, path: Path) -> Device:
-        """The constants that `benchmarks/gpu.py ceilings` measured.
+        """The constants that `ottava bench ceilings` measured.
 
         Raises:
             ValueError: no such measurement in the file, or a constant with a name that is not known.
@@ -71,7 +71,7 @@ class Device:
         if not isinstance(constants, dict) or not constants or not set(constants) <= known:
             raise ValueError(
                 f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
-                "`python benchmarks/gpu.py ceilings`"
+                "`ottava bench ceilings`"
             )
         if "capability" in constants:
             constants["capability"] = tuple(constants["capability"])

@@ -1,0 +1,176 @@
+"""GPU suites of single kernels: `ceilings`, copies and GEMMs by themselves, and `cast`, ottava's casts.
+
+`ceilings` ends in the constants that `ottava plan --device` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.bench.method import Run, WrongResultError, check, normal, race, replayed, rotating
+from ottava.kernels import reference, triton_quantize
+from ottava.ops import explain, gemm, quantize
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import RECIPES
+
+_TINY = 64  # launches in the graph that measures one
+
+
+def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> tuple[Callable[[], Any], float, str]:
+    """(the GEMM of two casts of the recipe's fprop, its relative error, what ran)."""
+    cells = RECIPES[recipe].fprop
+    assert cells.lhs is not None
+    assert cells.rhs is not None
+    lhs, rhs = cells.lhs, cells.rhs
+
+    def pair() -> tuple[Any, Any]:
+        return quantize(normal(run, m, k), lhs), quantize(normal(run, n, k), rhs)
+
+    take = rotating(run, pair, m * k + n * k)
+    a, b = take()
+    y = gemm(a, b, out_dtype=torch.bfloat16, fast_accum=fast)
+    rows = slice(0, min(m, 256))
+    exact = a.dequantize(torch.float32)[rows].double() @ b.dequantize(torch.float32).double().t()
+    # rounding to BF16 is 2e-3; the short accumulator of `fast` keeps some 14 bits of each of K / 32 partial sums
+    error = check(f"{recipe} {m}x{n}x{k}", y[rows], exact, 3e-2 if fast else 4e-3)
+    ran = explain(a, b, out_dtype=torch.bfloat16)
+    return (lambda: gemm(*take(), out_dtype=torch.bfloat16, fast_accum=fast)), error, ran
+
+
+def ceilings(run: Run) -> dict[str, Any]:
+    """Rates of copies and GEMMs, and from them the constants of a Device."""
+    table: list[dict[str, Any]] = []
+    size = 2**16 if run.smoke else 2**28
+    source, target = (torch.empty(size, dtype=torch.uint8, device=run.device) for _ in range(2))
+    copy = race(run, {"copy": lambda: target.copy_(source)})["copy"]
+    table.append({"what": "copy", "bytes_per_second": 2 * size / copy["median"], **copy})
+    table.append(launch(run))
+    table.append(transposing_cast(run))
+    big = run.shapes((8192, 8192, 8192), (4096, 4096, 4096), (16384, 4096, 14336), (4096, 4096, 16384))
+    for m, n, k in big:
+        dense = rotating(run, partial(dense_pair, run, m, n, k), 2 * (m * k + n * k))
+        contenders: dict[str, Callable[[], Any]] = {"bf16": partial(dense_gemm, dense)}
+        facts: dict[str, Any] = {}
+        for name, recipe, fast in (
+            ("tensor_fast", "tensorwise", True),
+            ("tensor", "tensorwise", False),
+            ("row", "rowwise", False),
+            ("block", "blockwise", False),
+        ):
+            contenders[name], error, ran = gemm_call(run, recipe, m, n, k, fast=fast)
+            facts[name] = {"relative_error": error, "kernels": ran}
+        for name, times in race(run, contenders).items():
+            rate = 2 * m * n * k / times["median"]
+            table.append({"what": name, "shape": [m, n, k], "flops": rate, **times, **facts.get(name, {})})
+    return {"rows": table, "constants": constants(run, table)}
+
+
+def launch(run: Run) -> dict[str, Any]:
+    """The shortest kernel there is, in a graph of many: what each launch costs at least."""
+    one = torch.zeros(1, device=run.device)
+
+    def many() -> None:
+        for _ in range(_TINY):
+            one.add_(1)
+
+    times = race(run, {"launch": replayed(many) if run.cuda else many})["launch"]
+    return {"what": "launch", **{name: value / _TINY for name, value in times.items()}}
+
+
+def transposing_cast(run: Run) -> dict[str, Any]:
+    """x and x.T with a given scale, one reading of x: the rate of casts."""
+    ((m, k),) = run.shapes((16384, 4096))
+    spec, scale = RECIPES["delayed"].fprop.lhs, torch.ones((), device=run.device)
+    assert spec is not None
+    take = rotating(run, partial(normal, run, m, k), 2 * m * k)
+    triton = triton_quantize.supports_quantize(take(), spec, scale) is None
+    way = partial(at_once if triton else one_by_one, take, spec, spec, scale)
+    times = race(run, {"cast": way})["cast"]
+    return {"what": "cast", "shape_cast": [m, k], "bytes_per_second": 4 * m * k / times["median"], **times}
+
+
+def dense_pair(run: Run, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """(M, K), (N, K) in BF16."""
+    return normal(run, m, k), normal(run, n, k)
+
+
+def dense_gemm(take: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+    """torch's own."""
+    a, b = take()
+    return torch.mm(a, b.t())
+
+
+def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `nn.plan.Device.read` takes, from the first shape of the table, which is the largest."""
+    first = next(row["shape"] for row in table if "shape" in row)
+    rates = {row["what"]: row["flops"] for row in table if row.get("shape") == first}
+    ratios = {name: rate / rates["bf16"] for name, rate in rates.items() if name != "bf16"}
+    cuda = run.device.type == "cuda"
+    known = torch.cuda.get_device_properties(run.device) if cuda else None
+    return {
+        "name": f"{known.name} (measured)" if known else "CPU (smoke run, means nothing)",
+        "capability": [known.major, known.minor] if known else [0, 0],
+        "processors": known.multi_processor_count if known else 1,
+        "bf16": rates["bf16"],
+        "bandwidth": next(row["bytes_per_second"] for row in table if row["what"] == "copy"),
+        "transposing": next(row["bytes_per_second"] for row in table if row["what"] == "cast"),
+        "launch": next(row["median"] for row in table if row["what"] == "launch"),
+        **ratios,
+    }
+
+
+def cast(run: Run) -> dict[str, Any]:
+    """x and x.T of each recipe's input: cast one by one, and by one reading of x where there is a kernel for it."""
+    rows = []
+    for m, k in run.shapes((16384, 2048), (16384, 4096), (16384, 14336)):
+        take = rotating(run, partial(normal, run, m, k), 2 * m * k)
+        for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "guarded"):
+            first, second = RECIPES[name].fprop.lhs, RECIPES[name].wgrad.rhs
+            assert first is not None
+            assert second is not None
+            scale = torch.tensor(448 / 8.0, device=run.device) if first.predicted else None
+            contenders = {"one by one": partial(one_by_one, take, first, second, scale)}
+            reason = triton_quantize.supports_quantize(take(), first, scale)
+            if reason is None:
+                contenders["both at once"] = partial(at_once, take, first, second, scale)
+                same_codes(f"cast {name} {m}x{k}", take(), first, second, scale)
+            moved = 4 * m * k  # at least: 2 bytes read, 1 + 1 written
+            for contender, times in race(run, contenders).items():
+                rate = moved / times["median"]
+                own: dict[str, Any] = {
+                    "recipe": name,
+                    "shape": [m, k],
+                    "what": contender,
+                    "bytes_per_second": rate,
+                    "triton": reason,
+                }
+                rows.append(own | times)
+    return {"rows": rows}
+
+
+def one_by_one(
+    take: Callable[[], Tensor], spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None
+) -> None:
+    """Two casts."""
+    x = take()
+    quantize(x, spec, scale=scale)
+    quantize(x.t(), spec_t, scale=scale)
+
+
+def at_once(take: Callable[[], Tensor], spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
+    """One reading of x."""
+    triton_quantize.quantize_both(take(), spec, spec_t, scale)
+
+
+def same_codes(name: str, x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
+    """Ends the run unless the casts at once have the codes of the reference."""
+    casts = triton_quantize.quantize_both(x, spec, spec_t, scale)
+    for got, tensor, wanted in zip(casts, (x, x.t()), (spec, spec_t), strict=True):
+        truth = reference.quantize(tensor, wanted, scale).data.contiguous()
+        if got is None or not torch.equal(got.data.view(torch.uint8), truth.view(torch.uint8)):
+            raise WrongResultError(f"{name}: other codes than the reference's: wrong results have no times")

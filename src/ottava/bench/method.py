@@ -1,0 +1,184 @@
+"""How GPU suites measure: random numbers, buffers rotated beyond the L2 cache, contenders in turn, results checked.
+
+Random normal numbers, for zeros run 13% faster; CUDA events; warm-up, then medians with 10th and 90th percentiles of
+interleaved rounds; and the results of every contender compared in the same run: wrong ones have no times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.bench.rounds import samples
+
+L2_BYTES = 180 * 2**20  # three times an H200's L2 cache
+_AT_MOST = 64
+
+
+class WrongResultError(Exception):
+    """A contender computed something else; its times would mean nothing."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a suite runs.
+
+    Example:
+        >>> Run(torch.device("cpu"), smoke=True, rounds=3).shapes((4096, 4096), (8192, 8192))
+        ((64, 64),)
+    """
+
+    device: torch.device
+    """Where."""
+    smoke: bool
+    """Tiny shapes, to check the program: its times mean nothing."""
+    rounds: int
+    """Samples of each contender."""
+    rivals: bool = True
+    """Whether other packages are measured too, where they are installed."""
+    compiled: bool = True
+    """Whether contenders under torch.compile are."""
+
+    @property
+    def cuda(self) -> bool:
+        """Whether there are events, graphs and a profiler of the device."""
+        return self.device.type == "cuda"
+
+    def shapes(self, *full: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes, or one tiny one of as many sizes."""
+        return (tuple(64 for _ in full[0]),) if self.smoke else full
+
+
+def seconds(run: Run, work: Callable[[], Any]) -> float:
+    """One call, by CUDA events on a GPU."""
+    if not run.cuda:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def host_seconds(run: Run, work: Callable[[], Any]) -> float:
+    """One call until the host is free again; the device is idle when it begins."""
+    if run.cuda:
+        torch.cuda.synchronize(run.device)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def race(
+    run: Run,
+    contenders: Mapping[str, Callable[[], Any]],
+    measure: Callable[[Run, Callable[[], Any]], float] = seconds,
+) -> dict[str, dict[str, float]]:
+    """Name -> median, p10, p90 in seconds; the contenders take turns."""
+    taken = samples(contenders, run.rounds, lambda work: measure(run, work), warm_up=1 if run.smoke else 10)
+    return {name: summary(values) for name, values in taken.items()}
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile.
+
+    Example:
+        >>> summary([1.0, 2.0, 3.0])
+        {'median': 2.0, 'p10': 1.2, 'p90': 2.8}
+    """
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
+
+
+def rotating(run: Run, make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
+    """Calls give one of several equal things in turn, so that none of them waits in the L2 cache."""
+    count = 1 if run.smoke else max(2, -(-L2_BYTES // nbytes))
+    turns = itertools.cycle([make() for _ in range(min(count, _AT_MOST))])
+    return lambda: next(turns)
+
+
+def check(name: str, got: Tensor, want: Tensor, tolerance: float) -> float:
+    """The relative error in the Frobenius norm.
+
+    Raises:
+        WrongResultError: it is not below the tolerance, or not a number.
+    """
+    got, want = got.detach(), want.detach()
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    if not error < tolerance:
+        raise WrongResultError(
+            f"{name}: relative error {error:.3g} is not below {tolerance}: wrong results have no times. Run the tests "
+            "there: pytest -m gpu"
+        )
+    return error
+
+
+def normal(run: Run, *shape: int) -> Tensor:
+    """Random, BF16."""
+    return torch.randn(*shape, device=run.device, dtype=torch.bfloat16)
+
+
+def replayed(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The same work as a CUDA graph: GPU time without the host's."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def step(module: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Forward and backward of `module`, whose parameters are the owner's; gradients are made anew."""
+
+    def work() -> None:
+        x.grad = None
+        for parameter in owner.parameters():
+            parameter.grad = None
+        module(x).backward(dy)
+
+    return work
+
+
+def step_bytes(run: Run, work: Callable[[], Any]) -> int | None:
+    """Memory that one call takes at its peak beyond what is there when it begins, other contenders included.
+
+    None without a GPU.
+    """
+    if not run.cuda:
+        return None
+    work()
+    torch.cuda.synchronize(run.device)
+    before = torch.cuda.memory_allocated(run.device)
+    torch.cuda.reset_peak_memory_stats(run.device)
+    work()
+    torch.cuda.synchronize(run.device)
+    return int(torch.cuda.max_memory_allocated(run.device)) - before
+
+
+def launches(run: Run, work: Callable[[], Any]) -> int | None:
+    """Kernels, fills and copies of one call, as torch's profiler counts them; None without a GPU."""
+    if not run.cuda:
+        return None
+    work()
+    torch.cuda.synchronize(run.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize(run.device)
+    return sum(bool(event.device_type.name == "CUDA") for event in profile.events() or [])

@@ -1,0 +1,66 @@
+"""The method of the GPU suites: what is timed, what is compared, what ends a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ottava.bench import method
+from ottava.bench.method import Run, WrongResultError, check, race, rotating, step, summary
+
+CPU = Run(torch.device("cpu"), smoke=False, rounds=3)
+
+
+def test_wrong_results_have_no_times() -> None:
+    """Correctness is part of the run; NaN is not below any tolerance."""
+    right = torch.randn(8, 8)
+    assert check("same", right, right, 1e-6) == 0.0
+    for wrong in (right * 1.1, right * float("nan")):
+        with pytest.raises(WrongResultError, match=r"scaled: relative error .* wrong results have no times"):
+            check("scaled", wrong, right, 0.05)
+    assert WrongResultError.exit_code == 1
+
+
+def test_contenders_take_turns_after_warming_up() -> None:
+    """Ten rounds before the counted ones; one in a smoke run."""
+    ran: list[str] = []
+    times = race(CPU, {"a": lambda: ran.append("a"), "b": lambda: ran.append("b")})
+    assert ran == ["a", "b"] * 13
+    assert all(0 < one["p10"] <= one["median"] <= one["p90"] for one in times.values())
+
+
+def test_percentiles_are_those_of_the_samples() -> None:
+    """Between the extremes, which they never reach from outside."""
+    assert summary([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
+
+
+def test_buffers_rotate_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fill it, at least two, at most 64, and then the first again."""
+    monkeypatch.setattr(method, "L2_BYTES", 1000)
+    for nbytes, count in ((400, 3), (5000, 2), (1, 64)):
+        made: list[object] = []
+        take = rotating(CPU, lambda made=made: made.append(object()) or made[-1], nbytes)
+        turns = [take() for _ in range(count + 1)]
+        assert len(made) == count
+        assert turns == [*made, made[0]]
+
+
+def test_a_step_makes_its_gradients_anew() -> None:
+    """They do not add up from call to call."""
+    layer, x = nn.Linear(4, 2), torch.randn(3, 4, requires_grad=True)
+    work = step(layer, layer, x, torch.ones(3, 2))
+    work()
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    first = layer.weight.grad.clone(), x.grad.clone()
+    work()
+    assert torch.equal(layer.weight.grad, first[0])
+    assert torch.equal(x.grad, first[1])
+
+
+def test_what_only_a_gpu_has_is_none_without() -> None:
+    """Neither memory nor launches are made up."""
+    assert method.step_bytes(CPU, lambda: None) is None
+    assert method.launches(CPU, lambda: None) is None
+    assert method.host_seconds(CPU, lambda: None) >= 0

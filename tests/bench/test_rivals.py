@@ -1,0 +1,60 @@
+"""Who is measured, and who is left out by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ottava
+from ottava.bench.method import Run
+from ottava.bench.rivals import RECIPES, RIVALS, contenders, missing
+
+SMOKE = Run(torch.device("cpu"), smoke=True, rounds=2, compiled=False)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64, bias=False), nn.RMSNorm(64)).bfloat16()
+
+
+def test_all_contenders_have_the_same_weights_and_run() -> None:
+    """BF16 first; every recipe; torchao by its emulation here. Outputs are near, and of FP8 not equal."""
+    found = contenders(SMOKE, make)
+    names = [one.name for one in found]
+    here = [name for name in RIVALS if name.startswith("torchao") and name not in missing()]
+    assert names == ["bf16", *RECIPES, *here]
+    x = torch.randn(8, 64).bfloat16()
+    truth = found[0].forward(x)
+    for one in found[1:]:
+        y = one.forward(x)
+        assert not torch.equal(y, truth), one.name
+        assert (y - truth).norm() < 0.15 * truth.norm(), one.name
+    assert all(isinstance(one.model[0], ottava.nn.Linear) for one in found[1 : 1 + len(RECIPES)])
+
+
+def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason, and nothing fails."""
+    for package in ("torchao.float8", "liger_kernel", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, package, None)  # what a failed import looks like
+    assert set(missing()) == set(RIVALS)
+    assert [one.name for one in contenders(SMOKE, make, ("tensorwise",))] == ["bf16", "tensorwise"]
+
+
+def test_rivals_can_be_switched_off() -> None:
+    quick = Run(torch.device("cpu"), smoke=True, rounds=2, rivals=False, compiled=False)
+    assert [one.name for one in contenders(quick, make, ("rowwise",))] == ["bf16", "rowwise"]
+
+
+@pytest.mark.slow
+def test_compiled_contenders_give_what_eager_ones_give() -> None:
+    """BF16's bits may differ where Inductor fuses; the FP8 layer is one operator in both."""
+    run = Run(torch.device("cpu"), smoke=True, rounds=2, rivals=False, compiled=True)
+    found = {one.name: one for one in contenders(run, make, ("tensorwise",))}
+    assert list(found) == ["bf16", "bf16 compiled", "tensorwise", "tensorwise compiled"]
+    x = torch.randn(8, 64).bfloat16()
+    for name in ("bf16", "tensorwise"):
+        eager, compiled = found[name].forward(x), found[f"{name} compiled"].forward(x)
+        assert (eager - compiled).norm() <= 2**-7 * eager.norm()

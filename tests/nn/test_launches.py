@@ -1,0 +1,202 @@
+"""What a Linear launches on a GPU, counted here: the same Python, with Triton interpreted and torch's operators listed.
+
+An operator that only makes memory or a view launches nothing; every other one, and every Triton kernel, is one launch.
+On a GPU (-m gpu) torch's profiler counts them, and torch watches for waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ottava
+from ottava import ops, quantizer
+from ottava.kernels import native_sums, scaled_mm, triton_quantize
+
+pytest.importorskip("triton", reason="Triton has no build for this machine")
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    from kernels import triton_interpreter
+
+    triton_interpreter.install()
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+
+FREE = frozenset(
+    {"empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "view", "_unsafe_view", "t", "transpose"}
+    | {"slice", "expand", "unsqueeze", "squeeze", "as_strided", "select"}
+)
+"""Operators that move nothing."""
+BUDGET = 12
+"""Kernels of a Linear without bias, forward and backward: three casts and three GEMMs."""
+CAST = {"new_zeros": 1, "amax_kernel": 1, "cast_kernel": 1}
+PREDICTED = {"new_zeros": 1, "predicted_kernel": 2}
+LAUNCHES = {
+    "tensorwise": {**{name: 3 * n for name, n in CAST.items()}, "_scaled_mm_v2": 3},
+    "tensorwise_e4m3": {**{name: 3 * n for name, n in CAST.items()}, "_scaled_mm_v2": 3},
+    "delayed": {**{name: 3 * n for name, n in PREDICTED.items()}, "_scaled_mm_v2": 3},
+    "guarded": {**{name: 3 * n for name, n in PREDICTED.items()}, "_scaled_mm_v2": 3},
+}
+"""Everything that one step of the layer launches, by name."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.interpreting = False  # what the interpreter does in torch is inside a kernel
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not self.interpreting and name not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """A Triton kernel of that name, counted as it is launched."""
+        from ottava.kernels import triton_device
+
+        kernel, launches = getattr(triton_device, name), self
+
+        class Counted:
+            def __getitem__(self, grid: Any) -> Any:
+                def run(*args: Any, **kwargs: Any) -> None:
+                    launches.counts[name] += 1
+                    launches.interpreting = True
+                    kernel[grid](*args, **kwargs)
+                    launches.interpreting = False
+
+                return run
+
+        return Counted()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU where a CPU's would run; all that chooses, lays out and calls them is untouched."""
+    monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
+    monkeypatch.setattr(ops, "_CPU_CASTS", (triton_quantize,))
+    monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm,))
+    monkeypatch.setattr(quantizer, "_on_accelerator", lambda x: x.device.type != "meta")
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """The launches inside the block."""
+    launches = Launches()
+    monkeypatch.setattr(triton_quantize, "_device_code", lambda: launches)
+    with launches:
+        yield launches.counts
+
+
+def sample(recipe: str, bias: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
+    layer = ottava.nn.Linear(64, 32, bias=bias, recipe=recipe, dtype=torch.bfloat16)
+    return layer, torch.randn(48, 64).bfloat16().requires_grad_(), torch.randn(48, 32).bfloat16()
+
+
+def forward_backward(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """The gradient comes from outside, and gradients are made anew."""
+    x.grad = None
+    for parameter in layer.parameters():
+        parameter.grad = None
+    layer(x).backward(dy)
+
+
+@pytest.mark.parametrize("recipe", LAUNCHES)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x and x.T from one launch, the amax in the cast or its own one, no copy, no cast of a scale, no fill but one."""
+    layer, x, dy = sample(recipe)
+    forward_backward(layer, x, dy)  # the second step is like all that follow
+    with counted(monkeypatch) as counts:
+        forward_backward(layer, x, dy)
+    assert counts == LAUNCHES[recipe]
+    assert counts.total() <= BUDGET
+
+
+def test_a_bias_costs_its_sum() -> None:
+    """In forward it is the GEMM's; in backward one sum, which rounds to the bias's dtype itself. On meta: not a CPU."""
+    dy = torch.empty(48, 32, dtype=torch.bfloat16, device="meta")
+    with Launches() as launches:
+        db = native_sums.column_sums(dy, torch.bfloat16)
+    assert (db.dtype, db.shape, launches.counts) == (torch.bfloat16, (32,), {"sum": 1})
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, when it is known that there are several; also with a history."""
+    for recipe, cast in (("tensorwise", CAST), ("delayed", PREDICTED)):
+        layer, x, dy = sample(recipe)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        ottava.ScalingState(layer).listen(moves=recipe == "delayed")
+        for _ in range(2):
+            forward_backward(layer, x, dy)
+        optimizer.step()
+        for first in (True, False, False):
+            with counted(monkeypatch) as counts:
+                forward_backward(layer, x, dy)
+            less = Counter() if first else Counter(cast)
+            assert Counter(LAUNCHES[recipe]) - counts == less
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_evaluation_of_a_history_casts_once_and_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x only, no x.T."""
+    layer, x, _ = sample("delayed")
+    with torch.no_grad(), counted(monkeypatch) as counts:
+        layer(x)
+    assert counts == {"new_zeros": 2, "predicted_kernel": 4, "_scaled_mm_v2": 1}
+    assert all(door.staged.count_nonzero() == 0 for door in layer.quantizers.doors)
+
+
+# --- what only a device shows ----------------------------------------------------------------------------------------
+
+
+def on_device(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    layer = ottava.nn.Linear(256, 512, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(384, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    dy = torch.randn(384, 512, dtype=torch.bfloat16, device="cuda")
+    return layer, torch.optim.SGD(layer.parameters(), lr=0.1, foreach=True), x, dy
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [name for name in ottava.RECIPES if name != "nvfp4"])
+def test_three_training_steps_never_wait_for_the_device(recipe: str) -> None:
+    """Forward, backward, optimizer and the boundary of the scales, under torch's watch for synchronization."""
+    layer, optimizer, x, dy = on_device(recipe)
+    for _ in range(2):
+        forward_backward(layer, x, dy)
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            forward_backward(layer, x, dy)
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", LAUNCHES)
+def test_a_step_takes_twelve_kernels_on_a_device(recipe: str) -> None:
+    """As torch's profiler counts them: kernels and fills."""
+    layer, _, x, dy = on_device(recipe)
+    for _ in range(2):
+        forward_backward(layer, x, dy)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        forward_backward(layer, x, dy)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= BUDGET, kernels
