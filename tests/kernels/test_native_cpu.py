@@ -234,11 +234,12 @@ def test_dequantizing_has_the_bits_of_the_definition(granularity: str, out: torc
 
 
 @needs_library
-def test_what_is_not_a_number_stays_so_when_dequantized() -> None:
-    """NaN and infinity of E5M2, NaN of E4M3, both signs."""
-    for fmt in (E4M3, E5M2):
-        codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fmt.storage_dtype)
-        x_q = QuantizedTensor(codes, torch.full((1, 1), 0.37), QuantizationSpec(fmt), torch.float32)
+@pytest.mark.parametrize("scale_inv", [0.37, 1 + 2.0**-8, 1 + 3 * 2.0**-8], ids=["", "tie down", "tie up"])
+def test_every_code_is_dequantized(scale_inv: float) -> None:
+    """With one rounding, ties to even; NaN and infinity stay, with their sign."""
+    for fmt in SMALL:
+        codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(4, -1).view(fmt.storage_dtype)
+        x_q = QuantizedTensor(codes, torch.full((1, 1), scale_inv), QuantizationSpec(fmt), torch.float32)
         for out in (torch.float32, torch.bfloat16):
             got, expected = native_cpu.dequantize(x_q, out).float(), x_q.dequantize(out).float()
             assert torch.equal(got.isnan(), expected.isnan())
