@@ -196,3 +196,9 @@ def test_floors_and_cells_cover_what_recipes_have() -> None:
     assert set(CELLS.values()) == {(g, s) for g in ("fprop", "dgrad", "wgrad") for s in ("lhs", "rhs")}
     limits: Mapping[str, Callable[..., float]] = {floor.name: floor.limit for floor in FLOORS}
     assert (limits["sqnr_db"](ottava.E4M3), limits["sqnr_db"](ottava.E5M2)) == (25.0, 20.0)  # facts, 5.8
+
+
+def test_routers_that_nothing_casts_are_no_obstacle(tmp_path: Path) -> None:
+    gate = KEY._replace(layer="mlp.gate", source="hook")
+    table = recorded(tmp_path, {1: {gate: massive(1e5), KEY: massive(1.0)}})
+    assert {one.layer for one in predict(table)} == {"fc2"}

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ottava.debug.layer_names import only_simulated
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
@@ -89,7 +90,11 @@ class Schedule:
         ):
             if limit is None:
                 continue
-            values = [(scale * float(STATISTICS[name].finish(tally)), key) for key, tally in seen.items()]
+            values = [
+                (scale * float(STATISTICS[name].finish(tally)), key)
+                for key, tally in seen.items()
+                if reason == "nonfinite" or not only_simulated(key.layer, key.source)
+            ]
             worst = max((v for v in values if not math.isnan(v[0])), key=lambda v: v[0], default=None)
             if worst is not None and worst[0] > (limit if scale > 0 else -limit):
                 value = -worst[0] if scale < 0 else worst[0]
