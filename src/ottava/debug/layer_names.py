@@ -42,6 +42,17 @@ def layer_kind(name: str) -> str:
     return max(fits, default=(0, "linear"))[1]
 
 
+def only_simulated(name: str, source: str) -> bool:
+    """Whether a cast is one that nobody would make: of a router, simulated beside it. Every framework leaves routers in
+    high precision, for an error there changes which expert runs; their sparse gradients would alarm for nothing.
+
+    Example:
+        >>> only_simulated("layers.0.mlp.gate", "hook"), only_simulated("layers.0.mlp.gate", "door")
+        (True, False)
+    """
+    return source == "hook" and layer_kind(name) == "router"
+
+
 def _plain(name: str) -> str:
     found = _PART.search(name)
     return name if found is None else name.removesuffix(found[1] or found[0])

@@ -42,6 +42,15 @@ def test_positions_and_peers(tmp_path: Path) -> None:
     assert set(peers[~first_look]) == {10.0}
 
 
+def test_routers_are_asked_about_only_where_something_casts_them(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        for layer, source in (("a.mlp.gate", "hook"), ("b.mlp.gate", "door"), ("a.mlp.experts.up_proj.1", "hook")):
+            key = SlotKey(layer, "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", source)
+            writer.tally(1, key, Tally(n=1, n_nonzero=1, amax=1.0))
+    table = context_of(Run.open(tmp_path)).table
+    assert set(table["layer"]) == {"b.mlp.gate", "a.mlp.experts.up_proj.1"}
+
+
 def test_two_blocks_have_no_peers(tmp_path: Path) -> None:
     rows = CastRows(context_of(record(tmp_path / "run", NAMES[:2], {})))
     assert np.isnan(rows.peers(Condition.parse("amax > 0").comparisons[0].left)).all()

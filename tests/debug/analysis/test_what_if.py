@@ -223,3 +223,9 @@ def test_predicted_scales_know_the_steps_between(tmp_path: Path) -> None:
     (last,) = [p for p in predict(table.where(step=12), recipe, amaxes=table) if p.direction == "row"]
     (alone,) = [p for p in predict(table.where(step=12), recipe) if p.direction == "row"]
     assert last.overflow_pct > 0 == alone.overflow_pct
+
+
+def test_routers_that_nothing_casts_are_no_obstacle(tmp_path: Path) -> None:
+    gate = KEY._replace(layer="mlp.gate", source="hook")
+    table = recorded(tmp_path, {1: {gate: massive(1e5), KEY: massive(1.0)}})
+    assert {one.layer for one in predict(table)} == {"fc2"}

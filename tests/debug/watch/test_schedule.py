@@ -103,6 +103,9 @@ def test_triggers_of_a_look_name_the_worst_tensor() -> None:
         assert reason in [trigger.reason for trigger in found]
         assert {(trigger.layer, trigger.tensor) for trigger in found} == {("fc2", "input")}
     assert schedule.tallies({KEY: Tally()}) == []
+    router = KEY._replace(layer="mlp.gate", source="hook")  # which nothing casts
+    assert [trigger.reason for trigger in schedule.tallies({router: flushed})] == []
+    assert "nonfinite" in [trigger.reason for trigger in schedule.tallies({router: infinite})]
 
 
 def test_triggers_can_be_switched_off() -> None:

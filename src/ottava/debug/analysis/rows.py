@@ -16,7 +16,7 @@ import numpy as np
 
 from ottava.debug.analysis.conditions import Missing, Node, Values
 from ottava.debug.analysis.loss import LossCurve
-from ottava.debug.layer_names import layer_index
+from ottava.debug.layer_names import layer_index, only_simulated
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.formats import FORMATS
@@ -50,8 +50,11 @@ class Context:
 
     @cached_property
     def table(self) -> Table:
-        """Casts looked at in full: real ones, and of simulated recipes the first; the others are what-ifs."""
+        """Casts looked at in full: real ones, and of simulated recipes the first; the others are what-ifs. Routers are
+        left out where nothing casts them."""
         table = self.run.table()
+        names = zip(table["layer"], table["source"], strict=True)
+        table = table.take(np.flatnonzero([not only_simulated(*name) for name in names]))
         first = next(iter((self.run.manifest.get("settings") or {}).get("recipes") or ()), None)
         if first is None or not len(table):
             return table

@@ -23,6 +23,7 @@ import torch
 
 from ottava.debug.analysis.expected_error import Array, Expected, current_scale, expect
 from ottava.debug.history import predict_scales
+from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
@@ -299,7 +300,7 @@ def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
     other direction."""
     seen: dict[tuple[str, str], dict[str, tuple[SlotKey, Table]]] = {}
     for key, rows in table.take(np.flatnonzero(table.has_histograms())).groups():
-        if (key.tensor, key.direction) in CELLS:
+        if (key.tensor, key.direction) in CELLS and not only_simulated(key.layer, key.source):
             seen.setdefault((key.layer, key.tensor), {}).setdefault(key.direction, (key, rows))
     for directions in seen.values():
         for direction in ("row", "col"):

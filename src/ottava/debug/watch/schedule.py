@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.debug.layer_names import only_simulated
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally
@@ -98,6 +99,7 @@ class Schedule:
         """Takes in a full look; at most one trigger a reason, the worst."""
         found: list[Trigger] = []
         keys, rows = list(seen), Tallies.of(seen).rows
+        simulated = np.array([only_simulated(key.layer, key.source) for key in keys], dtype=bool)
         for name, reason, limit, scale in (
             ("overflow_pct", "clipping", self.triggers.clipping, 0.01),
             ("row_sqnr_p50_db", "row_sqnr", self.triggers.row_sqnr_db, -1.0),
@@ -106,7 +108,8 @@ class Schedule:
             if limit is None or not keys:
                 continue
             badness = scale * STATISTICS[name].finish(rows)
-            badness = np.where(np.isnan(badness), -math.inf, badness)
+            left_out = np.isnan(badness) | (simulated & (reason != "nonfinite"))
+            badness = np.where(left_out, -math.inf, badness)
             worst = int(badness.argmax())
             if badness[worst] > (limit if scale > 0 else -limit):
                 value = float(badness[worst]) * math.copysign(1, scale)
