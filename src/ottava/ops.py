@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, decoded, native_cpu, native_gemm, reference, scaled_mm, triton_quantize
+from ottava.kernels import (
+    bf16_mm,
+    decoded,
+    gemm_choice,
+    native_cpu,
+    native_gemm,
+    reference,
+    scaled_mm,
+    triton_gemm,
+    triton_quantize,
+)
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -55,11 +67,15 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
+_LOGGER = logging.getLogger(__name__)
+_WRONG = 2.0**-5  # relative error, in norm
+
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 # On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
-_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, reference)
+# Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
+_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +198,7 @@ def gemm(
             return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
                 a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
             )
-        kernel, refusals = _choose(a, b, out_dtype, bias, backend)
+        kernel, refusals = _choose(a, b, out_dtype, bias, fast_accum, backend)
         with _no_autocast(a.device):
             y = kernel.gemm(a, b, out_dtype, bias, fast_accum)
         if log is not None:
@@ -197,8 +213,17 @@ def gemm(
     return y
 
 
-def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> str:
+def explain(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> str:
     """Which kernel `gemm` would run on these operands, and why not the others, one a line.
+
+    On a GPU a last line tells what `tune_gemm` measured for this call, which is what the order follows then.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -210,15 +235,70 @@ def explain(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, b
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
-    chosen, _ = _choose(a, b, out_dtype, bias, None)
+    chosen, _ = _choose(a, b, out_dtype, bias, fast_accum, None)
+    choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
+    measured = choice is not None and choice.kernel == chosen.NAME
+    why_first = "was measured to be the fastest" if measured else f"comes first on {a.device.type}"
     lines = []
     for kernel in _kernels(a.device):
         reason = kernel.supports_gemm(a, b, out_dtype, bias)
         if kernel is chosen:
             lines.append(f"{kernel.NAME}: runs")
         else:
-            lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} comes first on {a.device.type}")
+            lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} {why_first}")
+    if choice is not None or a.device.type == "cuda":
+        lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
     return "\n".join(lines)
+
+
+def tune_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    timer: gemm_choice.Timer | None = None,
+    store: gemm_choice.Store | None = None,
+) -> gemm_choice.Choice:
+    """Times every kernel, and every configuration of one, that takes this call here, and keeps what it found on disk.
+
+    From then on `gemm` runs the fastest for calls of these formats, sizes and dtypes. Ways whose result is off are out.
+
+    Args:
+        a, b, out_dtype, bias, fast_accum: as for `gemm`; finite numbers; zeros run faster than others.
+        timer: seconds of one call; None: by CUDA events, each call with a cold L2 cache.
+        store: where it is kept; None: the device's own, in the cache folder.
+    Raises:
+        ValueError: the operands, as `gemm`; or no timer, and they are not on a CUDA device.
+        RuntimeError: not one way works.
+    Edge cases: it waits for the device; not for use inside a CUDA graph or torch.compile.
+    """
+    _check(a, b, bias)
+    if timer is None and a.device.type != "cuda":
+        raise ValueError(f"tune_gemm: got operands on {a.device.type}; times are taken on cuda: move them there")
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for kernel in _kernels(a.device):
+        if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
+            continue
+        if kernel is not triton_gemm:
+            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
+            continue
+        for config in triton_gemm.configs(a, b, out_dtype, fast_accum):
+            ways[triton_gemm.way(config)] = partial(triton_gemm.run, a, b, out_dtype, bias, config)
+    truth = reference.gemm(a, b, torch.float32, bias)
+    choice = gemm_choice.measure(ways, partial(_judge, truth), timer or gemm_choice.device_timer(a.device))
+    call = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
+    store = gemm_choice.store(a.device) if store is None else store
+    if note := store.keep(call, choice):
+        _LOGGER.warning("tune_gemm: %s", note)
+    return choice
+
+
+def _judge(truth: Tensor, y: Tensor) -> str:
+    """Wrong kernels are off by whole terms; short accumulators and 16-bit outputs by far less than this."""
+    error = float(torch.linalg.vector_norm(y.float() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-30))
+    return "" if error < _WRONG else f"wrong results: relative error {error:.3g}"
 
 
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
@@ -258,7 +338,12 @@ def _kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 
 
 def _choose(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, backend: str | None
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+    backend: str | None,
 ) -> tuple[GemmKernel, tuple[str, ...]]:
     kernels = _kernels(a.device)
     if backend is not None:
@@ -268,6 +353,9 @@ def _choose(
         if reason := named[0].supports_gemm(a, b, out_dtype, bias):
             raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
         return named[0], ()
+    if (choice := gemm_choice.known(a, b, out_dtype, bias, fast_accum)) is not None:
+        fastest = choice.kernel
+        kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
     refusals: list[str] = []
     for kernel in kernels:
         reason = kernel.supports_gemm(a, b, out_dtype, bias)
