@@ -106,6 +106,39 @@ def test_the_interval_changes_no_exact_sum(promote: int) -> None:
     assert torch.equal(y, reference.gemm(a, b, torch.float32, None))
 
 
+def shortened(sums: Tensor) -> Tensor:
+    """The upper 14 bits of each number: what a tensor core of Hopper keeps."""
+    return (sums.contiguous().view(torch.int32) & ~0x3FF).view(torch.float32)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter stands in for a short accumulator")
+@pytest.mark.parametrize("promote", [0, 128, 256, 512])
+def test_sums_are_short_for_one_interval_only(promote: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a dot that forgets all but 14 bits after each step, y is what promotions every so often make of it."""
+    from triton.runtime import interpreter
+
+    exact_dot = interpreter.InterpreterBuilder.create_dot
+
+    def short_dot(*arguments: object) -> object:
+        sums = exact_dot(*arguments)
+        return interpreter.TensorHandle(shortened(torch.from_numpy(sums.data)).numpy(), sums.dtype)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", short_dot)
+    a, b = cast(64, 1408, PER_TENSOR), cast(32, 1408, PER_TENSOR)
+    lhs, rhs = a.data.float(), b.data.float()
+    total, partial = torch.zeros(64, 32), torch.zeros(64, 32)
+    for start in range(0, 1408, 128):
+        product = lhs[:, start : start + 128] @ rhs[:, start : start + 128].t()
+        partial = shortened(product + partial)
+        if promote and (start + 128) % promote == 0:
+            total, partial = total + partial, torch.zeros(64, 32)
+    truth = (total + partial) * a.scale_inv * b.scale_inv
+    y = triton(a, b, torch.float32, None, Config(64, 128, 3, 4, promote))
+    assert torch.allclose(y, truth, rtol=1e-3, atol=0.02)
+    off = (y - truth).abs() > 1e-5 * truth.abs()
+    assert off.float().mean() < 0.05  # a sum in another order falls to the other side of a cut now and then
+
+
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("sides", (SIDES | MIXED).values(), ids=SIDES | MIXED)
 def test_random_operands_are_within_the_bound(sides: Sides, with_bias: bool, float64_gemm: Float64Gemm) -> None:

@@ -334,3 +334,49 @@ def predicted_kernel(
             _store(q_ptr, codes, r, c, rows, cols)
         if COL:
             _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+
+
+@triton.jit
+def roll_kernel(
+    lanes_ptr,
+    index_ptr,
+    history_ptr,
+    scale_ptr,
+    nonfinite_ptr,
+    guard_ptr,
+    staged_ptr,
+    doors,
+    length,
+    top,
+    NEWEST: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A step boundary for all tensors of one spec, one program each: windows take an amax in, scales follow.
+
+    lanes (4, doors): amax, non-finite, guard, due; index: the column of each tensor. NEWEST: scale for the last amax,
+    not for the largest. WINDOW: a power of two that holds a window.
+    """
+    tensor = tl.program_id(0)
+    lane = lanes_ptr + tl.load(index_ptr + tensor)
+    last = tl.load(lane)
+    touched = last > 0
+    j = tl.arange(0, WINDOW)
+    window_ptr = history_ptr + tensor.to(tl.int64) * length + j
+    inside = j < length
+    here = tl.load(window_ptr, mask=inside, other=0.0)
+    before = tl.load(window_ptr - 1, mask=inside & (j > 0), other=0.0)
+    tl.debug_barrier()  # every thread has read before one writes to where its neighbour reads
+    window = tl.where(touched, tl.where(j == 0, last, before), here)
+    tl.store(window_ptr, window, mask=inside)
+    magnitude = tl.max(tl.where((j == 0) | (not NEWEST), _bits(window), 0), axis=0)
+    scale, _ = _scale_of(magnitude, top, SCALE_FORMAT, 0, 0)
+    usable = touched & (magnitude > 0) & (magnitude < 0x7F800000)
+    tl.store(scale_ptr + tensor, tl.where(usable, scale, tl.load(scale_ptr + tensor)))
+    nonfinite = tl.load(nonfinite_ptr + tensor) + tl.load(lane + doors).to(tl.int64)
+    guard = tl.load(guard_ptr + tensor) + tl.load(lane + 2 * doors).to(tl.int64)
+    tl.store(nonfinite_ptr + tensor, nonfinite)
+    tl.store(guard_ptr + tensor, guard)
+    c = tl.arange(0, 4)
+    staged = tl.load(staged_ptr + tensor * 3 + c, mask=c < 3, other=0.0)
+    tl.store(staged_ptr + tensor * 3 + c, staged * (1.0 - tl.load(lane + 3 * doors)), mask=c < 3)
