@@ -50,7 +50,7 @@ def test_memory_is_moved_16_bytes_at_a_time(capability: int, cache: Path) -> Non
         assert facts["loads16"] > 0, name
         assert facts["loads"] == 0, name
         assert facts["byte_stores"] == 0, name
-        if name != "amax":
+        if name != "amax" and not name.startswith("statistics"):
             assert facts["stores16"] > 0, name
 
 
@@ -66,14 +66,20 @@ def test_conversions_are_the_hardwares_where_it_has_them(cache: Path) -> None:
     """Two numbers an instruction from sm_89 on; sm_80 has none and rounds by integers."""
     for capability in ARCHITECTURES:
         for name, facts in compiled(capability, cache).items():
-            wanted = capability >= 89 and name not in ("amax", "roll")
+            casts = not name.startswith(("amax", "roll", "statistics"))
+            wanted = capability >= 89 and casts
             assert (facts["conversions"] > 0) == wanted, (capability, name)
 
 
 def test_one_amax_a_program_is_atomic(cache: Path) -> None:
     """Blocks need none; the predicted cast takes the amax in the same pass; amax takes it of tensor, rows, columns."""
     atomics = {name: facts["atomics"] > 0 for name, facts in compiled(90, cache).items()}
-    assert {name for name, some in atomics.items() if some} == {"predicted", "amax"}
+    assert {name for name, some in atomics.items() if some} == {"predicted", "amax", "statistics", "statistics 1x128"}
+
+
+def test_statistics_round_the_error_as_a_cpu_does(cache: Path) -> None:
+    """x - code * scale_inv is a product and a difference, each rounded: nothing is fused."""
+    assert all(compiled(capability, cache)["statistics"]["fused"] == 0 for capability in ARCHITECTURES)
 
 
 def test_a_window_is_read_before_it_is_written(cache: Path) -> None:
