@@ -175,9 +175,9 @@ def test_the_log_says_what_ran(pair: Pair) -> None:
     assert records[0].kernel == first.removesuffix(": runs")
     assert len(records[0].refusals) == [kernel.NAME for kernel in ops._CPU_KERNELS].index(records[0].kernel)
     anew = replace(records[0], kernel="", refusals=())
-    assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", ())
-    assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", ())
-    assert records[2] == GemmRecord("float32", "float32", 2, 4, 3, "torch.mm float32", False, False, "", ())
+    assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", (), "bfloat16")
+    assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", (), "bfloat16")
+    assert records[2] == GemmRecord("float32", "float32", 2, 4, 3, "torch.mm float32", False, False, "", (), "float32")
 
 
 def test_a_backend_asked_for_runs() -> None:

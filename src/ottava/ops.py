@@ -102,6 +102,8 @@ class GemmRecord:
     """What was zero-padded, "" if nothing."""
     refusals: tuple[str, ...]
     """Why faster kernels did not run."""
+    out_dtype: str
+    """Of the result: "bfloat16" and the like."""
 
 
 Log = Callable[[GemmRecord], None]
@@ -202,14 +204,14 @@ def gemm(
         with _no_autocast(a.device):
             y = kernel.gemm(a, b, out_dtype, bias, fast_accum)
         if log is not None:
-            log(_record(asked_for, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals))
+            log(_record(asked_for, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals, out_dtype))
         return y
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)  # _check refused mixed pairs
     with _no_autocast(a.device):
         y = _dense(a, b, bias).to(out_dtype)
     if log is not None and not torch.compiler.is_compiling():
-        log(_record(asked_for, f"torch.mm {_short(a.dtype)}", False, "", ()))
+        log(_record(asked_for, f"torch.mm {_short(a.dtype)}", False, "", (), out_dtype))
     return y
 
 
@@ -277,6 +279,32 @@ def tune_gemm(
     _check(a, b, bias)
     if timer is None and a.device.type != "cuda":
         raise ValueError(f"tune_gemm: got operands on {a.device.type}; times are taken on cuda: move them there")
+    ways = gemm_ways(a, b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+    truth = reference.gemm(a, b, torch.float32, bias)
+    choice = gemm_choice.measure(ways, partial(_judge, truth), timer or gemm_choice.device_timer(a.device))
+    call = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
+    store = gemm_choice.store(a.device) if store is None else store
+    if note := store.keep(call, choice):
+        _LOGGER.warning("tune_gemm: %s", note)
+    return choice
+
+
+def gemm_ways(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> dict[str, Callable[[], Tensor]]:
+    """Every kernel, and every configuration of one, that takes this call here -> the call; not the reference.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
+        >>> gemm_ways(a, a, out_dtype=torch.bfloat16)["scaled_mm"]()[0, :2]
+        tensor([16., 16.], dtype=torch.bfloat16)
+    """
     ways: dict[str, Callable[[], Tensor]] = {}
     for kernel in _kernels(a.device):
         if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
@@ -286,13 +314,7 @@ def tune_gemm(
             continue
         for config in triton_gemm.configs(a, b, out_dtype, fast_accum):
             ways[triton_gemm.way(config)] = partial(triton_gemm.run, a, b, out_dtype, bias, config)
-    truth = reference.gemm(a, b, torch.float32, bias)
-    choice = gemm_choice.measure(ways, partial(_judge, truth), timer or gemm_choice.device_timer(a.device))
-    call = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
-    store = gemm_choice.store(a.device) if store is None else store
-    if note := store.keep(call, choice):
-        _LOGGER.warning("tune_gemm: %s", note)
-    return choice
+    return ways
 
 
 def _judge(truth: Tensor, y: Tensor) -> str:
@@ -374,12 +396,18 @@ def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _record(
-    operands: tuple[Operand, Operand], kernel: str, native: bool, padding: str, refusals: tuple[str, ...]
+    operands: tuple[Operand, Operand],
+    kernel: str,
+    native: bool,
+    padding: str,
+    refusals: tuple[str, ...],
+    out_dtype: torch.dtype,
 ) -> GemmRecord:
     a, b = operands
     lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in operands)
     quantized = isinstance(a, QuantizedTensor)
-    return GemmRecord(lhs, rhs, a.shape[0], b.shape[0], a.shape[1], kernel, quantized, native, padding, refusals)
+    sizes, out = (a.shape[0], b.shape[0], a.shape[1]), _short(out_dtype)
+    return GemmRecord(lhs, rhs, *sizes, kernel, quantized, native, padding, refusals, out)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
 from ottava.nn.linear import Linear
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
+from ottava.nn.tune import tune
 
 __all__ = [
     "CalibrationReport",
@@ -16,4 +17,5 @@ __all__ = [
     "default_filter",
     "keep_first_last_bf16",
     "receipt",
+    "tune",
 ]
