@@ -436,7 +436,11 @@ def statistics_kernel(
     Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
     """
     tile = tl.program_id(0) * every + (tl.load(phase_ptr) % every).to(tl.int32)
-    if (tl.load(on_ptr) != 0) & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
+    on = tl.load(on_ptr) != 0
+    if on & (tl.program_id(0) == 0):
+        tl.atomic_add(slot_ptr + 16, rows.to(tl.float64) * cols)
+        tl.atomic_add(slot_ptr + 17, 1.0)
+    if on & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
         r, c, _, _ = _place(tile, rows, cols, TR, TC)
         inside = (r[:, None] < rows) & (c[None, :] < cols)
         x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)

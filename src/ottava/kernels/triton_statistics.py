@@ -28,7 +28,7 @@ NAME = "triton"
 
 NUMBERS = (
     *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
-    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin"),
+    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
 )
 """What a slot holds first, under the names and with the meaning of the debugger's tally."""
 EXPONENT_BINS = 1024
