@@ -1,6 +1,7 @@
-"""Speed on a GPU, in one command: `python benchmarks/gpu.py [ceilings|cast|linear|seed_layer ...] [--json OUT]`.
+"""Speed on a GPU, in one command: `python benchmarks/gpu.py [ceilings|gemm|cast|linear|seed_layer ...] [--json OUT]`.
 
     ceilings    copy, BF16 and FP8 GEMMs by themselves: the constants of `ottava plan --device OUT`
+    gemm        every way to run a GEMM: torch's, Triton's under each promotion interval; what wins is kept for this device
     cast        ottava's casts of x and x.T, in bytes a second
     linear      forward and backward of a Linear: BF16 against each recipe, eager and as a graph, and the prediction
     seed_layer  a transformer layer with the shapes of TransformerEngine issue #1119, with AdamW
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava import ops
 from ottava.kernels import decoded, reference, scaled_mm, triton_quantize
 from ottava.nn.plan import Device, plan_layer
 from ottava.ops import explain
@@ -168,6 +170,32 @@ def ceilings(run: Run) -> dict[str, Any]:
             rate = 2 * m * n * k / times["median"]
             table.append({"what": name, "shape": [m, n, k], "flops": rate, **times, **facts.get(name, {})})
     return {"rows": table, "constants": constants(run, table)}
+
+
+def gemm(run: Run) -> dict[str, Any]:
+    """Each kernel and configuration by itself, on one pair of operands a shape, and what `tune_gemm` makes of them."""
+    rows = []
+    for m, n, k in run.shapes((16384, 14336, 4096), (16384, 4096, 14336), (4096, 14336, 16384), (4096, 4096, 4096)):
+        for name, cell in (
+            ("tensorwise", "fprop"),
+            ("rowwise", "fprop"),
+            ("blockwise", "fprop"),
+            ("blockwise", "wgrad"),
+        ):
+            sides = getattr(RECIPES[name], cell)
+            a, b = ottava.quantize(normal(run, m, k), sides.lhs), ottava.quantize(normal(run, n, k), sides.rhs)
+            exact = reference.gemm(a, b, torch.float32, None)
+            for fast in (False, True):
+                call: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": fast}
+                ways = ops.gemm_ways(a, b, **call)
+                errors = {way: check(f"{way} {m}x{n}x{k}", work(), exact, 0.03) for way, work in ways.items()}
+                own = {"recipe": f"{name}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
+                for way, times in race(run, ways).items():
+                    rate = 2 * m * n * k / times["median"]
+                    rows.append(own | {"what": way, "flops": rate, "relative_error": errors[way], **times})
+                if run.device.type == "cuda":
+                    ops.tune_gemm(a, b, **call)
+    return {"rows": rows}
 
 
 def flip(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -337,7 +365,7 @@ def seed_layer(run: Run) -> dict[str, Any]:
     return {"rows": rows}
 
 
-SUITES = {"ceilings": ceilings, "cast": cast, "linear": linear, "seed_layer": seed_layer}
+SUITES = {"ceilings": ceilings, "gemm": gemm, "cast": cast, "linear": linear, "seed_layer": seed_layer}
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
