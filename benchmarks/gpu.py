@@ -1,7 +1,7 @@
 """Speed on a GPU, in one command: `python benchmarks/gpu.py [ceilings|gemm|cast|linear|seed_layer ...] [--json OUT]`.
 
     ceilings    copy, BF16 and FP8 GEMMs by themselves: the constants of `ottava plan --device OUT`
-    gemm        every way to run a GEMM: torch's, Triton's under each promotion interval; what wins is kept for this device
+    gemm        every way to run a GEMM, Triton's under each promotion interval too; what wins is kept for this device
     cast        ottava's casts of x and x.T, in bytes a second
     linear      forward and backward of a Linear: BF16 against each recipe, eager and as a graph, and the prediction
     seed_layer  a transformer layer with the shapes of TransformerEngine issue #1119, with AdamW
