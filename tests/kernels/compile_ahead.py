@@ -104,7 +104,7 @@ def facts(binary: Any) -> dict[str, Any]:
 
 def main(capability: int) -> None:
     """Prints the facts of all launches."""
-    every = launches(converts=capability >= 89)
+    every = launches(converts=capability >= 90)
     some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll")
     chosen = every if capability == 90 else {name: every[name] for name in some}
     print(json.dumps({name: facts(compiled(*launch, capability)) for name, launch in chosen.items()}))

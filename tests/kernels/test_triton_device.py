@@ -63,11 +63,11 @@ def test_arithmetic_is_exact(capability: int, cache: Path) -> None:
 
 
 def test_conversions_are_the_hardwares_where_it_has_them(cache: Path) -> None:
-    """Two numbers an instruction from sm_89 on; sm_80 has none and rounds by integers."""
+    """Two numbers an instruction from sm_90 on; before, integers round: sm_89's way is another in each Triton."""
     for capability in ARCHITECTURES:
         for name, facts in compiled(capability, cache).items():
             casts = not name.startswith(("amax", "roll", "statistics"))
-            wanted = capability >= 89 and casts
+            wanted = capability >= 90 and casts
             assert (facts["conversions"] > 0) == wanted, (capability, name)
 
 
