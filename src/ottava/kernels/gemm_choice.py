@@ -117,7 +117,7 @@ def known(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Choice | None:
     """What was measured for a call on its device; None: nothing, and on devices that nothing is measured on."""
-    if a.device.type != "cuda" or not torch.cuda.is_available():
+    if a.device.type != "cuda":
         return None
     choices = store(a.device)
     return choices.known(call_name(a, b, out_dtype, bias, fast_accum)) if len(choices) else None
@@ -126,6 +126,8 @@ def known(
 @functools.cache
 def store(device: torch.device) -> Store:
     """The choices of a CUDA device, kept in the cache folder of `native_build`; read once a process."""
+    if not torch.cuda.is_available():  # a fake tensor's device
+        return Store(None, str(device))
     folder, note = native_build.usable_cache(native_build.from_environment().cache)
     if note:
         _LOGGER.info("GEMM choices: %s", note)

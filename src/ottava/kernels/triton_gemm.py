@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import gemm_choice
+from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizedTensor
 
 NAME = "triton_gemm"
@@ -89,7 +89,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: an empty operand"
     if a.device.type != "cuda":
         return f"{NAME}: runs on cuda; got {a.device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(a.device)
     if capability[0] != _HOPPER:

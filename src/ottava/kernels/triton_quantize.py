@@ -62,7 +62,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: an empty tensor"
     if type(x) not in (Tensor, nn.Parameter):
         return f"{NAME}: takes plain tensors; got {type(x).__name__}"
-    if not _has_triton():
+    if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(x.device)
     if capability < _AMPERE:
@@ -270,7 +270,8 @@ def _converts(device: torch.device) -> bool:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether kernels can be launched: found once a process, not imported."""
     return importlib.util.find_spec("triton") is not None
 
 

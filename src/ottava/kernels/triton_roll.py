@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizationSpec
 
 NAME = "triton"
@@ -40,7 +40,7 @@ def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str
         return f"{NAME}: takes windows of up to {_LONGEST} steps; got {history.shape[1]}"
     if lanes.device != history.device:
         return f"{NAME}: the amaxes are on {lanes.device} and the windows on {history.device}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(history.device)
     if capability < _AMPERE:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "triton"
@@ -54,7 +54,7 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
         return f"{NAME}: decodes {', '.join(map(str, _FORMATS))}; got {x_q.spec.format}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(x.device)
     if capability < _AMPERE:
