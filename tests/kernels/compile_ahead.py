@@ -34,6 +34,7 @@ TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
 TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
 FLOATS = ("top", "lowest_top", "clip", "normal")
 ALIGNED = ("rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
+SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -60,6 +61,7 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     found["amax"] = (triton_device.amax_kernel, amax_launch(("tensor", "rows", "cols")))
     found["statistics"] = (triton_device.statistics_kernel, statistics_launch(tensor))
     found["statistics 1x128"] = (triton_device.statistics_kernel, statistics_launch(block))
+    found["one element"] = (triton_device.statistics_kernel, {**statistics_launch(tensor), **dict.fromkeys(SIZES, 1)})
     found["roll"] = (triton_device.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 
@@ -75,6 +77,7 @@ def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: st
         kind = x_type if name == "x_ptr" else TYPES.get(name, kind)
         signature[name] = "constexpr" if name in constants else kind
     aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name in ALIGNED]
+    aligned = [i for i in aligned if signature[kernel.arg_names[i]] != "constexpr"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -438,7 +438,7 @@ def statistics_kernel(
     tile = tl.program_id(0) * every + (tl.load(phase_ptr) % every).to(tl.int32)
     on = tl.load(on_ptr) != 0
     if on & (tl.program_id(0) == 0):
-        tl.atomic_add(slot_ptr + 16, rows.to(tl.float64) * cols)
+        tl.atomic_add(slot_ptr + 16, tl.full((), 1.0, tl.float64) * rows * cols)  # a size of 1 is a constant to Triton
         tl.atomic_add(slot_ptr + 17, 1.0)
     if on & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
         r, c, _, _ = _place(tile, rows, cols, TR, TC)
