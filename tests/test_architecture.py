@@ -29,6 +29,7 @@ FLOORS = (
     ("scaling",),
     ("quantized_tensor",),
     ("recipe", "kernels"),
+    ("casts",),
     ("ops", "autocast"),
     ("quantizer",),
     ("state", "functional", "debug"),
@@ -46,7 +47,7 @@ MUTABLE_ON_PURPOSE = {
     "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
-DEVICE_CODE = ("ottava.kernels.triton_device",)
+DEVICE_CODE = ("ottava.kernels.triton_device", "ottava.kernels.triton_gemm_device")
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
 
 PURE_CALLS = frozenset(

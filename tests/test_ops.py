@@ -1,4 +1,4 @@
-"""The two operations: who runs, what is refused and logged, and that nothing around them changes a bit."""
+"""GEMMs: who runs, what is refused and logged, and that nothing around them changes a bit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ottava import ops
+from ottava.casts import quantize
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.kernels import reference, scaled_mm
-from ottava.ops import GemmRecord, explain, gemm, quantize, quantize_both, quantize_with_amax
+from ottava.ops import GemmRecord, explain, gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
@@ -39,81 +39,6 @@ def operands(pair: Pair, m: int = 5, n: int = 7, k: int = 300) -> tuple[Quantize
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
-
-
-def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
-    """On a CPU: the same codes and scales; and the amax that the cast saw."""
-    x = torch.randn(130, 300).to(dtype)
-    x_q, seen = quantize_with_amax(x, spec)
-    truth = reference.quantize(x, spec)
-    assert torch.equal(raw(x_q), truth.data.view(torch.uint8))
-    assert torch.equal(x_q.scale_inv, truth.scale_inv)
-    assert torch.equal(seen, truth.amax)
-    assert (x_q.dtype, x_q.spec) == (dtype, spec)
-
-
-def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> None:
-    """quantize(x.T) has the codes of x.T.contiguous(), and so has every other view."""
-    x = (torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))).to(dtype)
-    for view in (x.t(), x[::3, 1::2], x[:1].expand(6, -1), x.unsqueeze(0).squeeze(0)):
-        x_q, copy_q = quantize(view, spec), quantize(view.contiguous(), spec)
-        assert torch.equal(raw(x_q), raw(copy_q))
-        assert torch.equal(x_q.scale_inv, copy_q.scale_inv)
-
-
-def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
-    """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs; elsewhere there is no .t()."""
-    x = torch.randn(130, 300)
-    if not spec.granularity.transposes:
-        with pytest.raises(ValueError, match=r"quantize x\.T itself"):
-            quantize(x, spec).t()
-        return
-    both, anew = quantize(x, spec).t(), quantize(x.t(), spec)
-    assert torch.equal(raw(both), raw(anew))
-    assert torch.equal(both.scale_inv, anew.scale_inv)
-
-
-def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
-    """Gradients are the business of `functional`; a cast of a Parameter records nothing."""
-    x_q, seen = quantize_with_amax(torch.randn(8, 128, requires_grad=True), spec)
-    assert not any(t.requires_grad for t in (x_q.data, x_q.scale_inv, seen, x_q.dequantize()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    """Said with the remedy."""
-    with pytest.raises(TypeError, match=f"quantize: got {dtype}; needs float32, bfloat16 or float16"):
-        quantize(torch.zeros(2, 2).to(dtype), E4)
-
-
-def test_both_casts_at_once_are_left_to_those_who_can() -> None:
-    """Where one cast serves both, and where a scale belongs to a whole row of x and of x.T: the doors see to it."""
-    row = QuantizationSpec(E4M3, PER_ROW)
-    assert quantize_both(torch.randn(4, 8), E4, E4) is None
-    assert quantize_both(torch.randn(4, 8), row, row) is None
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
-    """What compiled code runs: two casts where no kernel makes both; its fake agrees, nothing aliases."""
-    cells, x = get_recipe(recipe), torch.randn(24, 40).bfloat16()
-    for spec, spec_t in ((cells.fprop.lhs, cells.wgrad.rhs), (cells.fprop.rhs, cells.dgrad.rhs)):
-        assert spec is not None
-        assert spec_t is not None
-        arguments = x, spec.key, spec_t.key, None
-        torch.library.opcheck(torch.ops.ottava.quantize_both.default, arguments)
-        data, scale_inv, amax, data_t, scale_inv_t = torch.ops.ottava.quantize_both(*arguments)
-        (row, seen), col = quantize_with_amax(x, spec), quantize(x.t(), spec_t)
-        if scale_inv_t.numel() == 0:  # shared
-            scale_inv_t = scale_inv.t()
-        codes = ((data, row.data), (data_t, col.data))
-        assert all(torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in codes)
-        assert torch.equal(scale_inv, row.scale_inv)
-        assert torch.equal(scale_inv_t, col.scale_inv)
-        assert torch.equal(amax, seen)
-
-
-# --- gemm ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_pair_of_every_recipe_multiplies(
@@ -198,9 +123,9 @@ def test_the_log_says_what_ran(pair: Pair) -> None:
     assert records[0].kernel == first.removesuffix(": runs")
     assert len(records[0].refusals) == [kernel.NAME for kernel in ops._CPU_KERNELS].index(records[0].kernel)
     anew = replace(records[0], kernel="", refusals=())
-    assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", ())
-    assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", ())
-    assert records[2] == GemmRecord("float32", "float32", 2, 4, 3, "torch.mm float32", False, False, "", ())
+    assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", (), "bfloat16")
+    assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", (), "bfloat16")
+    assert records[2] == GemmRecord("float32", "float32", 2, 4, 3, "torch.mm float32", False, False, "", (), "float32")
 
 
 def test_a_backend_asked_for_runs() -> None:
@@ -300,28 +225,6 @@ def test_two_high_precisions_are_refused() -> None:
 
 
 # --- inside torch.compile --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("view", ["contiguous", "transposed", "strided", "one row", "one column", "empty"])
-def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> None:
-    """torch.library.opcheck: schema, fake kernel (shapes, dtypes, strides), autograd registration, AOT dispatch."""
-    x = torch.randn(40, 130)
-    x = {
-        "contiguous": x,
-        "transposed": x.t(),
-        "strided": x[::2, 1::3],
-        "one row": x[:1].t(),
-        "one column": x[:, :1],
-        "empty": x[:0],
-    }[view]
-    spec = replace(pair[0], rounding="nearest_even")  # opcheck runs it twice and compares
-    torch.library.opcheck(torch.ops.ottava.quantize.default, (x, spec.key, None))
-
-
-def test_the_quantize_operator_takes_a_scale() -> None:
-    """Delayed scaling inside a compiled graph."""
-    spec = QuantizationSpec(E4M3, scaling="delayed")
-    torch.library.opcheck(torch.ops.ottava.quantize.default, (torch.randn(4, 30), spec.key, torch.tensor(2.0)))
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ottava.casts import quantize
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
-from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 

@@ -13,10 +13,11 @@ from importlib.metadata import version
 
 from ottava import debug, nn
 from ottava.autocast import autocast
+from ottava.casts import quantize
 from ottava.debug.watch import watch
 from ottava.formats import E2M1, E4M3, E5M2, E8M0
 from ottava.nn import assert_fp8, calibrate, convert, graphed_step, receipt
-from ottava.ops import gemm, quantize
+from ottava.ops import gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import Granularity

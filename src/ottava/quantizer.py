@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ottava.casts import quantize, quantize_both, quantize_with_amax
 from ottava.kernels.native_sums import checksum
-from ottava.ops import quantize, quantize_both, quantize_with_amax
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.scaling import amax, compute_scale

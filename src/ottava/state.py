@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ottava.autocast import Part
+from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.recipe import Recipe
@@ -442,6 +443,10 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         pack = members[0].pack
         if not isinstance(pack, _Pack) or not pack.holds(members, columns):
             pack = _Pack(members, columns)
+        if triton_roll.supports_roll(spec, pack.history, lanes) is None:
+            counts = pack.nonfinite_count, pack.guard_count
+            triton_roll.roll(spec, lanes, pack.index, pack.history, pack.scale, *counts, pack.staged)
+            continue
         last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
         touched = last > 0
         rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)

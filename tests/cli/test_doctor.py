@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava import ops
+from ottava import casts, ops
 from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
 from ottava.kernels import native_build
 from ottava.kernels.native_build import BuildSettings, Built
@@ -110,8 +110,8 @@ def test_a_wrong_cast_is_found(
     name: str, wrong: Any, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One code of 16,384, in one sign; a scale."""
-    real, calls = ops.quantize, count()
-    monkeypatch.setattr(ops, "quantize", lambda x, spec: wrong(real(x, spec)) if next(calls) == 1 else real(x, spec))
+    real, calls = casts.quantize, count()
+    monkeypatch.setattr(casts, "quantize", lambda x, spec: wrong(real(x, spec)) if next(calls) == 1 else real(x, spec))
     assert doctor() == WRONG
     shown = capsys.readouterr().out
     assert "What is wrong:" in shown

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,18 @@ from triton.compiler import ASTSource
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import triton_device
 from ottava.kernels.triton_quantize import amax_launch, cast_launch, predicted_launch
+from ottava.kernels.triton_roll import roll_launch
+from ottava.kernels.triton_statistics import statistics_launch
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
-TYPES = {
-    "given_ptr": "*fp32",
-    "staged_ptr": "*fp32",
-    "scale_inv_ptr": "*fp32",
-    "scale_inv_t_ptr": "*fp32",
-    "q_ptr": "*u8",
-    "qt_ptr": "*u8",
-}
-FLOATS = ("top", "lowest_top")
-ALIGNED = ("rows", "cols", "stride_r")  # the sizes of a model's tensors are multiples of 16
+TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}
+TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
+TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
+TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
+FLOATS = ("top", "lowest_top", "clip", "normal")
+ALIGNED = ("rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
+SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -59,19 +59,25 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     for name, redo in (("predicted", False), ("guard", True)):
         found[name] = (triton_device.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
     found["amax"] = (triton_device.amax_kernel, amax_launch(("tensor", "rows", "cols")))
+    found["statistics"] = (triton_device.statistics_kernel, statistics_launch(tensor))
+    found["statistics 1x128"] = (triton_device.statistics_kernel, statistics_launch(block))
+    found["one element"] = (triton_device.statistics_kernel, {**statistics_launch(tensor), **dict.fromkeys(SIZES, 1)})
+    found["roll"] = (triton_device.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 
 
 def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: str = "*bf16") -> Any:
     """The kernel for x in bf16 whose rows lie one after the other, sizes and addresses multiples of 16."""
-    options = {"num_warps": launch["num_warps"]}
-    constants = {name: value for name, value in launch.items() if name != "num_warps"} | {"stride_c": 1}
+    options = {name: value for name, value in launch.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in launch.items() if name in kernel.arg_names}
+    constants |= {name: 1 for name in ("stride_c", "q_stride_c") if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
         kind = "*i32" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
         kind = x_type if name == "x_ptr" else TYPES.get(name, kind)
         signature[name] = "constexpr" if name in constants else kind
     aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name in ALIGNED]
+    aligned = [i for i in aligned if signature[kernel.arg_names[i]] != "constexpr"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -92,6 +98,8 @@ def facts(binary: Any) -> dict[str, Any]:
         "conversions": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
         "flushes": ".ftz" in ptx,
         "approximate": len(re.findall(r"div\.(?:full|approx)|rcp\.approx", ptx)),
+        "barriers": len(re.findall(r"bar\.sync|barrier\.sync", ptx)),
+        "fused": len(re.findall(r"fma\.rn\.f32", ptx)),
         "atomics": len(re.findall(r"\b(?:atom|red)\.[\w.]*max", ptx)),
         "shared": binary.metadata.shared,
     }
@@ -99,8 +107,9 @@ def facts(binary: Any) -> dict[str, Any]:
 
 def main(capability: int) -> None:
     """Prints the facts of all launches."""
-    every = launches(converts=capability >= 89)
-    chosen = every if capability == 90 else {name: every[name] for name in ("tensor", "1x128", "1x32", "guard")}
+    every = launches(converts=capability >= 90)
+    some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll")
+    chosen = every if capability == 90 else {name: every[name] for name in some}
     print(json.dumps({name: facts(compiled(*launch, capability)) for name, launch in chosen.items()}))
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ottava.casts import quantize
 from ottava.formats import BF16, FP16
 from ottava.kernels import decoded, reference
-from ottava.ops import _ACCELERATOR_KERNELS, quantize
+from ottava.ops import _ACCELERATOR_KERNELS
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -74,7 +75,8 @@ def test_it_needs_bf16_tensor_cores(
             sides.append(QuantizedTensor(codes, torch.empty(grid, device="cuda"), spec, torch.bfloat16))
         reason = decoded.supports_gemm(sides[0], sides[1], torch.bfloat16, None)
     assert (reason is None) is taken
-    assert [kernel.NAME for kernel in _ACCELERATOR_KERNELS] == ["scaled_mm", "decoded_bf16", "reference"]
+    names = [kernel.NAME for kernel in _ACCELERATOR_KERNELS]
+    assert names == ["scaled_mm", "decoded_bf16", "triton_gemm", "reference"]
 
 
 @pytest.mark.gpu

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layout_samples import LAYOUTS, tiles
-from ottava import ops
+from ottava import casts
+from ottava.casts import explain_quantize, quantize, quantize_with_amax
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ottava.kernels import native_build, native_cpu, reference
 from ottava.kernels.native_build import Built
-from ottava.ops import explain_quantize, quantize, quantize_with_amax
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
@@ -228,7 +228,7 @@ def test_dequantizing_has_the_bits_of_the_definition(granularity: str, out: torc
             turned = replace(x_q, data=x_q.data.t().contiguous().t())
             part = replace(x_q, data=x_q.data.view(torch.uint8).repeat(1, 2)[:, :cols].view(x_q.data.dtype))
             for operand in (x_q, turned, part):
-                got, expected = ops.dequantize(operand, out), operand.dequantize(out)
+                got, expected = casts.dequantize(operand, out), operand.dequantize(out)
                 assert torch.equal(without_nan(got.float()), without_nan(expected.float()))
                 assert torch.equal(got.float().signbit(), expected.float().signbit())
 

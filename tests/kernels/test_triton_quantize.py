@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
 from layout_samples import tiles
-from ottava import ops
+from ottava import casts as dispatch
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from ottava.kernels import reference, triton_quantize
 from ottava.quantized_tensor import QuantizationSpec
@@ -108,6 +108,15 @@ def test_every_bf16_number_is_encoded_alike(fmt: Format, converts: bool, monkeyp
     assert agrees(x, QuantizationSpec(fmt, scaling="delayed"), torch.ones(()))
 
 
+@pytest.mark.parametrize("capability, converts", [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_the_devices_conversion_is_used_where_every_triton_rounds_once(
+    capability: tuple[int, int], converts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.6 converts on sm_89 through truncated FP16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert triton_quantize._converts(torch.device("cuda", 0)) is (converts and torch.version.hip is None)
+
+
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=str)
 def test_ties_and_their_neighbours_go_the_same_way(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 numbers half way between two codes, and an ulp to either side, by integers."""
@@ -196,7 +205,7 @@ def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
         answer = None if on_triton else "not wanted in this pass"
         monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_, answer=answer: answer)
         if on_triton:
-            monkeypatch.setattr(ops, "_CPU_CASTS", (triton_quantize,))
+            monkeypatch.setattr(dispatch, "_CPU_CASTS", (triton_quantize,))
         original = triton_quantize.quantize_both
         monkeypatch.setattr(triton_quantize, "quantize_both", lambda *a, o=original: casts.append(a) or o(*a))
         for _ in range(2):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import ops
+from ottava import casts
 from ottava.kernels import triton_quantize
 from ottava.recipe import Recipe
 
@@ -242,7 +242,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed", "guarded"])
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
-    monkeypatch.setattr(ops, "_reads_once", lambda x: True)
+    monkeypatch.setattr(casts, "_reads_once", lambda x: True)
     called: list[str] = []
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *a: called.append("both") or "not on a CPU")
     eager, model = network(recipe), network(recipe)

@@ -161,7 +161,8 @@ def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) 
             model(x).sum().backward()
         note = (
             "scaled_mm: takes scales per tensor and per row, and 1x128 with 1x128 or 128x128; got 1x32 and 1x32; "
-            "decoded_bf16: runs on cuda; got cpu"
+            "decoded_bf16: runs on cuda; got cpu; "
+            "triton_gemm: takes scales per tensor, per row, 1x128 and 128x128; got 1x32"
         )
         assert rows(model, "note")["0.fprop"] == note
         with pytest.raises(AssertionError, match="on FP8 hardware") as failure:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
+from ottava.casts import quantize
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.nn.convert import convert
-from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import WeightQuantizer
 from ottava.scaling import BLOCK_1X32

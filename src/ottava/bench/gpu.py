@@ -1,6 +1,7 @@
 """`ottava bench gpu`: speed on a GPU, correctness in the same run, beside BF16 and the rivals that are installed.
 
 ceilings    copy, launch, BF16 and FP8 GEMMs by themselves: the constants of `ottava plan --device`
+gemm        every way to run a GEMM, Triton's under each promotion interval too; what wins is kept for this device
 cast        ottava's casts of x and x.T, in bytes a second
 linear      forward and backward of a Linear, eager, compiled and as a graph, and the prediction
 host        the host's time for a Linear, and its launches
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ottava.bench.gpu_kernels import cast, ceilings
+from ottava.bench.gpu_kernels import cast, ceilings, gemms
 from ottava.bench.gpu_models import block, host, linear, seed_layer, train
 from ottava.bench.method import Run
 from ottava.bench.rivals import missing
@@ -32,6 +33,7 @@ from ottava.nn.plan import Device
 SUITES: Mapping[str, Callable[[Run], dict[str, Any]]] = MappingProxyType(
     {
         "ceilings": ceilings,
+        "gemm": gemms,
         "cast": cast,
         "linear": linear,
         "host": host,

@@ -1,4 +1,5 @@
-"""GPU suites of single kernels: `ceilings`, copies and GEMMs by themselves, and `cast`, ottava's casts.
+"""GPU suites of single kernels: `ceilings`, copies and GEMMs by themselves, `gemm`, every way to run one, and `cast`,
+ottava's casts.
 
 `ceilings` ends in the constants that `ottava plan --device` reads.
 """
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ottava.bench.method import Run, WrongResultError, check, normal, race, replayed, rotating
+from ottava.casts import quantize
 from ottava.kernels import reference, triton_quantize
-from ottava.ops import explain, gemm, quantize
+from ottava.ops import explain, gemm, gemm_ways, tune_gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
@@ -68,6 +70,28 @@ def ceilings(run: Run) -> dict[str, Any]:
             rate = 2 * m * n * k / times["median"]
             table.append({"what": name, "shape": [m, n, k], "flops": rate, **times, **facts.get(name, {})})
     return {"rows": table, "constants": constants(run, table)}
+
+
+def gemms(run: Run) -> dict[str, Any]:
+    """Each kernel and configuration by itself, on one pair of operands a shape, and what `tune_gemm` makes of them."""
+    rows: list[dict[str, Any]] = []
+    cells = (("tensorwise", "fprop"), ("rowwise", "fprop"), ("blockwise", "fprop"), ("blockwise", "wgrad"))
+    for m, n, k in run.shapes((16384, 14336, 4096), (16384, 4096, 14336), (4096, 14336, 16384), (4096, 4096, 4096)):
+        for recipe, cell in cells:
+            sides = getattr(RECIPES[recipe], cell)
+            a, b = quantize(normal(run, m, k), sides.lhs), quantize(normal(run, n, k), sides.rhs)
+            exact = reference.gemm(a, b, torch.float32, None)
+            for fast in (False, True):
+                call: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": fast}
+                ways = gemm_ways(a, b, **call)
+                errors = {way: check(f"{way} {m}x{n}x{k}", work(), exact, 0.03) for way, work in ways.items()}
+                own = {"recipe": f"{recipe}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
+                for way, times in race(run, ways).items():
+                    rate = 2 * m * n * k / times["median"]
+                    rows.append(own | {"what": way, "flops": rate, "relative_error": errors[way], **times})
+                if run.device.type == "cuda":
+                    tune_gemm(a, b, **call)
+    return {"rows": rows}
 
 
 def launch(run: Run) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def cpu(
 def gpu(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="Of ceilings, cast, linear, host, block, seed_layer, train. [all]"),
+        typer.Argument(help="Of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
     ] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,

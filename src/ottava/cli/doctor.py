@@ -142,7 +142,8 @@ def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
     """One row a quantized GEMM: the kernels of a matrix that fits all of them, and whether they compute it."""
     import torch
 
-    from ottava.ops import explain, explain_quantize, quantize
+    from ottava.casts import explain_quantize, quantize
+    from ottava.ops import explain
 
     numbers = torch.Generator().manual_seed(0)
     x, w = (torch.randn(SIZE, SIZE, generator=numbers).to(device, torch.bfloat16) for _ in range(2))

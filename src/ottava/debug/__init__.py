@@ -10,6 +10,7 @@ from ottava.debug.remedy.bisect import bisect
 from ottava.debug.remedy.fallback import Fallback, by_fork, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.run.reader import Run
+from ottava.debug.slots import Slots
 from ottava.debug.state_file import read_scaling_state
 from ottava.debug.statistics import STATISTICS, Statistic
 from ottava.debug.watch.config import WatchConfig
@@ -20,6 +21,7 @@ __all__ = [
     "Fallback",
     "Observation",
     "Run",
+    "Slots",
     "SpikeGuard",
     "Statistic",
     "WatchConfig",

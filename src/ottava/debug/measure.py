@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.casts import quantize
 from ottava.debug.tally import (
     EXPONENT_BINS,
     EXTREME_FIELDS,
@@ -32,7 +33,6 @@ from ottava.debug.tally import (
 from ottava.formats import Format
 from ottava.kernels import native_measure
 from ottava.kernels.native_measure import Look
-from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major, compute_scale

@@ -6,12 +6,13 @@ training step is bit-identical with and without. Off means not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.measure import measure
 from ottava.debug.statistics import STATISTICS
@@ -21,6 +22,8 @@ from ottava.quantizer import LinearQuantizers
 
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
+Take = Callable[[Key, Tensor, QuantizedTensor], None]
+"""What is done with one cast: its place, the tensor, what became of it."""
 
 
 class Observation:
@@ -63,13 +66,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
     """
     seen = Observation()
-    handles = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LinearQuantizers):
-            continue
-        layer = name.removesuffix("quantizers").removesuffix(".")
-        for tensor, door in module.named_children():
-            handles.append(door.register_forward_hook(_Watcher(seen, layer, tensor), with_kwargs=True))
+    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure(x, x_q)))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield seen
@@ -78,20 +75,32 @@ def observe(model: nn.Module) -> Iterator[Observation]:
             handle.remove()
 
 
+def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
+    """Hands every cast at the doors of a model to `take`, until the handles are removed."""
+    handles = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearQuantizers):
+            continue
+        layer = name.removesuffix("quantizers").removesuffix(".")
+        for tensor, door in module.named_children():
+            handles.append(door.register_forward_hook(_Watcher(take, layer, tensor), with_kwargs=True))
+    return handles
+
+
 class _Watcher:
     """The hook of one door."""
 
-    def __init__(self, seen: Observation, layer: str, tensor: str) -> None:
-        self.seen, self.layer, self.tensor = seen, layer, tensor
+    def __init__(self, take: Take, layer: str, tensor: str) -> None:
+        self.take, self.layer, self.tensor = take, layer, tensor
 
     def __call__(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x: Tensor = args[0]
         row, col = output
         if isinstance(row, QuantizedTensor):
-            self.seen.add((self.layer, self.tensor, "row", row.spec), measure(x, row))
+            self.take((self.layer, self.tensor, "row", row.spec), x, row)
         shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
         if isinstance(col, QuantizedTensor) and not shared:
-            self.seen.add((self.layer, self.tensor, "col", col.spec), measure(x.t(), col))
+            self.take((self.layer, self.tensor, "col", col.spec), x.t(), col)
 
 
 def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:

@@ -185,7 +185,7 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
         return Built(None, compiler)
     compiler += (f"-D{variant}",) if variant else ()
     key = _key(source, compiler)
-    cache, note = _usable_cache(settings.cache)
+    cache, note = usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
         return cached
     try:  # beside its place in the cache: a rename does not cross file systems
@@ -259,7 +259,7 @@ def _cpu() -> str:
     return "\n".join(line for line in lines if line.partition(":")[0].strip() in wanted)
 
 
-def _usable_cache(cache: Path | None) -> tuple[Path | None, str]:
+def usable_cache(cache: Path | None) -> tuple[Path | None, str]:
     """The folder if it can hold libraries of ours, and what is wrong with it otherwise."""
     if cache is None:
         return None, "no cache folder: compiled anew in every process; set OTTAVA_CACHE"

@@ -5,6 +5,7 @@ from ottava.nn.convert import ConversionReport, convert, default_filter, keep_fi
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.linear import Linear
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
+from ottava.nn.tune import tune
 
 __all__ = [
     "CalibrationReport",
@@ -19,4 +20,5 @@ __all__ = [
     "graphed_step",
     "keep_first_last_bf16",
     "receipt",
+    "tune",
 ]

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.casts import quantize
 from ottava.debug.importers.collected import Collected, slot, spec_of
 from ottava.debug.importers.te_log import TENSORS
 from ottava.debug.layer_names import KINDS
 from ottava.debug.measure import measure
 from ottava.debug.safe_pickle import RefusedError, StandIn, load_torch
 from ottava.formats import E4M3, E5M2, E8M0, Format
-from ottava.ops import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, Granularity

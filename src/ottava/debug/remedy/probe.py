@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.casts import quantize
 from ottava.debug.measure import measure
 from ottava.debug.remedy.replay import door_hooks
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.watch.dumps import GemmDump
-from ottava.ops import GemmRecord, gemm, quantize
+from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe
 

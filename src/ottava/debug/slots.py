@@ -1,0 +1,88 @@
+"""Statistics of every cast of a model, gathered on the GPU: no step waits for the host, and CUDA graphs capture it.
+
+`observe` reads numbers back at every cast. Here each door has slots on the device, to which a small kernel adds what
+the cast did to a sample of the tensor (`kernels.triton_statistics`); they are read when somebody asks.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from ottava.debug.observer import Key, watch_doors
+from ottava.debug.tally import Tally
+from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
+from ottava.quantized_tensor import QuantizedTensor
+
+
+class Slots:
+    """What the doors of a model did, summed on the GPU until it is read.
+
+    Args:
+        model: its ottava layers are watched, until `remove` or the end of a `with`.
+        every: one tile of 16 x 128 elements in so many is looked at.
+
+    A tally of these has no histograms but that of the exponents, and nothing about rows, blocks and scales: those need
+    more than a tile. Slots are made at the first cast of each door, so a CUDA graph is captured after a warm-up, as
+    torch asks for anyway; phase and switch are read at each replay. Compiled code calls no hooks.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> with Slots(model, every=8) as slots:
+        ...     y = model(torch.ones(4, 64, dtype=torch.bfloat16))
+        ...     slots.advance()
+        >>> slots.tallies(), set(slots.refused.values())          # on a GPU: (layer, tensor, direction, spec) -> Tally
+        ({}, {'triton: runs on cuda; got cpu'})
+    """
+
+    def __init__(self, model: nn.Module, *, every: int = 64) -> None:
+        if every < 1:
+            raise ValueError(f"Slots: every is {every}; needs 1 (each tile) or more")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.every = every
+        self.refused: dict[Key, str] = {}
+        """Casts that no kernel here looks at, with the reason."""
+        self._slots: dict[Key, Tensor] = {}
+        self._phase = torch.zeros((), dtype=torch.int64, device=device)
+        self._on = torch.ones((), dtype=torch.int32, device=device)
+        self._handles = watch_doors(model, self._take)
+
+    def advance(self) -> None:
+        """Other tiles from now on: once a step, inside a graph or outside."""
+        self._phase.add_(1)
+
+    def switch(self, on: bool) -> None:
+        """Off leaves a launch that ends at once, also in graphs that were captured before."""
+        self._on.fill_(int(on))
+
+    def clear(self) -> None:
+        """Forgets what was seen, in place."""
+        for slot in self._slots.values():
+            slot.copy_(new_slot(slot.device))
+
+    def tallies(self) -> dict[Key, Tally]:
+        """What was seen since the last `clear`. Waits for the device."""
+        return {key: Tally(**read_slot(slot)) for key, slot in self._slots.items()}
+
+    def remove(self) -> None:
+        """No more; what was seen stays."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _take(self, key: Key, x: Tensor, x_q: QuantizedTensor) -> None:
+        if reason := supports_statistics(x, x_q):
+            self.refused[key] = reason
+            return
+        if key not in self._slots:
+            self._slots[key] = new_slot(x.device)
+        fill_slot(self._slots[key], x, x_q, every=self.every, phase=self._phase, on=self._on)

@@ -1,0 +1,218 @@
+"""Which of several ways to run a GEMM is the fastest on this device: measured when asked to, kept on disk.
+
+Nothing is measured on its own: a job must not pause in its first steps, nor differ from run to run. What was measured
+is read once a process. A file belongs to one call (formats, scales, M, N, K, output, bias, accumulation) on one kind of
+device under certain versions of torch, CUDA, Triton and the kernel; its name is a hash of all that, and it holds a
+checksum. It is written beside and renamed: racing processes do no harm, and a damaged file is as good as none. Where
+the cache cannot be written, what was measured holds for the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.kernels import native_build
+from ottava.quantized_tensor import QuantizedTensor
+
+_LOGGER = logging.getLogger(__name__)
+_SOURCES = ("triton_gemm.py", "triton_gemm_device.py")
+_ROUNDS = 9
+_WARM_UP = 2
+_FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of an H200
+
+Timer = Callable[[Callable[[], Tensor]], float]
+"""One call -> its seconds."""
+Judge = Callable[[Tensor], str]
+"""A result -> what is wrong with it, "" if nothing."""
+
+
+class Choice(NamedTuple):
+    """What was measured for one call."""
+
+    milliseconds: Mapping[str, float]
+    """Way (a kernel's name, and a configuration where it has several) -> median, the fastest first."""
+    failed: Mapping[str, str]
+    """Way -> why it is none: an error, or a wrong result."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the fastest kernel."""
+        return next(iter(self.milliseconds)).split()[0]
+
+    def __str__(self) -> str:
+        times = [f"{way} {value:.4g} ms" for way, value in self.milliseconds.items()]
+        return "; ".join([*times, *(f"{way}: {why}" for way, why in self.failed.items())])
+
+
+class Store:
+    """The choices of one kind of device: what its files say, and what was measured since.
+
+    Args:
+        folder: of the files; None: nothing is kept beyond the process.
+        device: what results depend on besides the call; see `device_name`.
+    """
+
+    def __init__(self, folder: Path | None, device: str) -> None:
+        self._folder, self._device = folder, device
+        self._choices: dict[str, Choice] = {}
+        for path in sorted(folder.glob(f"gemm-{_hash(device)}-*.json")) if folder is not None else ():
+            if (read := _read(path)) is not None:
+                self._choices[read[0]] = read[1]
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def known(self, call: str) -> Choice | None:
+        """What was measured for a call; None: nothing yet."""
+        return self._choices.get(call)
+
+    def keep(self, call: str, choice: Choice) -> str:
+        """Keeps a choice, for later processes too; says why not, "" if all is well."""
+        self._choices[call] = choice
+        if self._folder is None:
+            return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
+        body = json.dumps({"call": call, "device": self._device, **choice._asdict()})
+        try:
+            handle, name = tempfile.mkstemp(prefix=".gemm-", dir=self._folder)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"sha256": _hash(body), "body": body}, file)
+            os.replace(name, self._folder / f"gemm-{_hash(self._device)}-{_hash(call)}.json")
+        except OSError as error:
+            return f"{self._folder} cannot be written ({error.strerror}): the measurement holds for this process"
+        return ""
+
+
+def call_name(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> str:
+    """All of a call that decides how long it takes, in words.
+
+    Example:
+        >>> import ottava
+        >>> x_q = ottava.quantize(torch.ones(2, 4), ottava.QuantizationSpec(ottava.E4M3))
+        >>> call_name(x_q, x_q, torch.bfloat16, None, False)
+        'E4M3[tensor] x E4M3[tensor] 2x2x4 bfloat16'
+    """
+    sides = [f"{x.spec.format}[{x.spec.granularity}]" for x in (a, b)]
+    sizes = f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]}"
+    extras = (f" bias {_short(bias.dtype)}" if bias is not None else "") + (" fast" if fast_accum else "")
+    return f"{sides[0]} x {sides[1]} {sizes} {_short(out_dtype)}{extras}"
+
+
+def known(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Choice | None:
+    """What was measured for a call on its device; None: nothing, and on devices that nothing is measured on."""
+    if a.device.type != "cuda":
+        return None
+    choices = store(a.device)
+    return choices.known(call_name(a, b, out_dtype, bias, fast_accum)) if len(choices) else None
+
+
+@functools.cache
+def store(device: torch.device) -> Store:
+    """The choices of a CUDA device, kept in the cache folder of `native_build`; read once a process."""
+    if not torch.cuda.is_available():  # a fake tensor's device
+        return Store(None, str(device))
+    folder, note = native_build.usable_cache(native_build.from_environment().cache)
+    if note:
+        _LOGGER.info("GEMM choices: %s", note)
+    return Store(folder, device_name(device))
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of device and the versions on which a choice depends."""
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    parts = [torch.cuda.get_device_name(device), capability, torch.__version__, str(torch.version.cuda)]
+    try:
+        parts.append(version("triton"))
+    except PackageNotFoundError:
+        parts.append("no triton")
+    sources = "\0".join(Path(__file__).with_name(name).read_text("utf-8") for name in _SOURCES)
+    return ", ".join([*parts, f"kernel {_hash(sources)}"])
+
+
+def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer) -> Choice:
+    """Runs every way, in turns, and takes medians; one that fails or gives wrong numbers is none.
+
+    Raises:
+        RuntimeError: not one way worked.
+
+    Example:
+        >>> clock = iter([2.0, 1.0] * 9)
+        >>> ways = {"slow": lambda: torch.ones(1), "quick": lambda: torch.ones(1)}
+        >>> next(iter(measure(ways, lambda y: "", lambda run: next(clock)).milliseconds))
+        'quick'
+    """
+    failed: dict[str, str] = {}
+    for name, run in ways.items():
+        try:
+            y = run()
+            wrong = judge(y)
+            for _ in range(_WARM_UP):
+                run()
+        except Exception as error:  # too little shared memory, a compiler's bug: whatever it is, it is no way to run
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if wrong:
+            failed[name] = wrong
+    samples: dict[str, list[float]] = {name: [] for name in ways if name not in failed}
+    if not samples:
+        raise RuntimeError(f"no way to run this GEMM works: {Choice({}, failed)}")
+    for _ in range(_ROUNDS):
+        for name, times in samples.items():
+            times.append(timer(ways[name]) * 1e3)
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    return Choice(dict(sorted(medians.items(), key=lambda item: item[1])), failed)
+
+
+def device_timer(device: torch.device) -> Timer:
+    """By CUDA events, with the L2 cache emptied before each call."""
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(run: Callable[[], Tensor]) -> float:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        before.record()
+        run()
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
+
+    return seconds
+
+
+def _read(path: Path) -> tuple[str, Choice] | None:
+    """(call, choice); None for a file that is not whole, or not one of ours."""
+    try:
+        outer = json.loads(path.read_text("utf-8"))
+        if outer["sha256"] != _hash(outer["body"]):
+            return None
+        body: dict[str, Any] = json.loads(outer["body"])
+        times = {str(way): float(value) for way, value in body["milliseconds"].items()}
+        if not times or not all(math.isfinite(value) for value in times.values()):
+            return None
+        return str(body["call"]), Choice(times, dict(body["failed"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,126 @@
+"""What a cast did to its tensor, added to a slot on the GPU: for runs that must not wait for the device.
+
+Some tiles of a tensor are looked at each time: one in `every`, beginning with another one whenever the phase, a number
+on the device, has changed; and none while a flag on the device is 0. So what a CUDA graph has captured goes on rotating
+and can be switched on and off. A launch of its own beside the cast, and no part of it: the casts keep their registers
+and their speed, it takes what any of them made, and it reads 1 / every of it.
+
+Counts are exact; sums are taken in fp64, tiles in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.triton_quantize import has_triton
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+
+NAME = "triton"
+
+NUMBERS = (
+    *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
+    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
+)
+"""What a slot holds first, under the names and with the meaning of the debugger's tally."""
+EXPONENT_BINS = 1024
+"""Then the histogram `exponents`: a quarter octave each, bits 30 to 21 of |x| in fp32."""
+
+_FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
+_AMPERE = (8, 0)
+_TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion": False})  # x - q rounds q, as it is
+
+
+def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
+    """Why this kernel does not look at this cast; None if it does.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.ones(2, 2)
+        >>> supports_statistics(x, ottava.quantize(x, ottava.QuantizationSpec(E4M3)))
+        'triton: runs on cuda; got cpu'
+    """
+    if x.device.type != "cuda":
+        return f"{NAME}: runs on cuda; got {x.device.type}"
+    if x_q.spec.format not in _FORMATS:
+        return f"{NAME}: decodes {', '.join(map(str, _FORMATS))}; got {x_q.spec.format}"
+    if x.numel() == 0:
+        return f"{NAME}: an empty tensor"
+    if not has_triton():
+        return f"{NAME}: Triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < _AMPERE:
+        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+def new_slot(device: torch.device | str) -> Tensor:
+    """fp64 (len(NUMBERS) + EXPONENT_BINS,): of nothing yet."""
+    slot = torch.zeros(len(NUMBERS) + EXPONENT_BINS, dtype=torch.float64, device=device)
+    slot[NUMBERS.index("amin")].fill_(math.inf)
+    return slot
+
+
+def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phase: Tensor, on: Tensor) -> None:
+    """Adds what the cast of x (R, C) to x_q did to some tiles of 16 x 128 elements.
+
+    Args:
+        slot: from `new_slot`; changed in place.
+        every: one tile in so many.
+        phase: int64 (), on the device: tiles are looked at whose number, along rows, is phase modulo every.
+        on: int32 (), on the device: 0 for nothing at all.
+    Raises:
+        ValueError: every is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
+    spec = x_q.spec
+    launch = statistics_launch(spec)
+    tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
+    scale_rows, scale_cols = x_q.scale_inv.stride()
+    blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
+    step = math.ldexp(spec.format.eps, spec.format.emax)  # half of it beyond the largest number still rounds to that
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        importlib.import_module("ottava.kernels.triton_device").statistics_kernel[(-(-tiles // every),)](
+            *(x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on),
+            *(*x.shape, *x.stride(), *x_q.data.stride(), *blocks),
+            *(every, float(spec.format.max + step / 2), 2.0**spec.format.emin),
+            **launch,
+        )
+
+
+def read_slot(slot: Tensor) -> dict[str, Any]:
+    """Field of a tally -> a number, or the histogram as a numpy array. Waits for the device.
+
+    Example:
+        >>> read_slot(new_slot("cpu"))["amin"]
+        inf
+    """
+    values = slot.cpu()
+    return dict(zip(NUMBERS, values.tolist(), strict=False)) | {"exponents": values[len(NUMBERS) :].numpy()}
+
+
+@functools.lru_cache(maxsize=256)
+def statistics_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
+    """The compile-time parameters with which `statistics_kernel` is launched."""
+    fmt, granularity = spec.format, spec.granularity
+    step = math.ldexp(fmt.eps, fmt.emax)
+    constants = {
+        "BR": granularity.rows or 1,
+        "BC": granularity.cols or 1,
+        "MANTISSA": fmt.mantissa_bits,
+        "BIAS": fmt.bias,
+        "SIGN": fmt.bits - 1,
+        "TIES_CLIP": fmt.max / step % 2 != 0,  # a tie goes to the even one of its neighbours
+        "BINS": EXPONENT_BINS,
+        "NUMBERS": len(NUMBERS),
+    }
+    return MappingProxyType({**constants, **_TILE})

@@ -1,0 +1,68 @@
+"""Measures the GEMMs that a model runs, on this device: from then on each runs the fastest kernel there is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ottava.casts import quantize
+from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
+from ottava.nn.linear import Linear
+from ottava.ops import tune_gemm
+
+
+def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = None) -> dict[str, Choice]:
+    """Times every way to run each quantized GEMM of the model's last forward and backward; results are kept on disk.
+
+    Args:
+        model: converted, and run once, forward and backward, at the sizes it will train with.
+        timer, store: as for `ops.tune_gemm`.
+    Returns:
+        call -> what was measured; each distinct call once. str() of it is one line.
+    Raises:
+        ValueError: no layer has run a quantized GEMM; or the model is not on a CUDA device, and there is no timer.
+    Edge cases: calls inside torch.compile are not seen; run the model once without it. Operands are random numbers of
+        the same formats and sizes. It takes the time of some hundred GEMMs a call and waits for the device.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise")
+        >>> model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> ottava.nn.tune(model)                                                    # on a GPU it would measure
+        Traceback (most recent call last):
+        ValueError: tune_gemm: got operands on cpu; times are taken on cuda: move them there
+    """
+    found: dict[str, Choice] = {}
+    for layer in (module for module in model.modules() if isinstance(module, Linear)):
+        if layer.last_call is None:
+            continue
+        for gemm, record in layer.last_call.records.items():
+            cells = getattr(layer.last_call.recipe, gemm)
+            if not cells.quantized or cells.compute != "native":
+                continue
+            dtype, numbers = getattr(torch, record.out_dtype), _numbers(layer.weight.device)
+            a, b = (
+                quantize(numbers(rows, record.k, dtype=torch.bfloat16), spec)
+                for rows, spec in ((record.m, cells.lhs), (record.n, cells.rhs))
+            )
+            bias = numbers(record.n, dtype=dtype) if gemm == "fprop" and layer.bias is not None else None
+            name = call_name(a, b, dtype, bias, cells.fast_accum)
+            if name not in found:
+                found[name] = tune_gemm(
+                    a, b, out_dtype=dtype, bias=bias, fast_accum=cells.fast_accum, timer=timer, store=store
+                )
+    if not found:
+        raise ValueError(
+            "tune: no layer has run a quantized GEMM; convert the model and run a forward and a backward first, "
+            "without torch.compile"
+        )
+    return found
+
+
+def _numbers(device: torch.device) -> Callable[..., Tensor]:
+    """Normal ones, from a generator of its own: tuning leaves no trace in a run's random numbers."""
+    return partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
