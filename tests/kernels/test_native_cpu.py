@@ -134,7 +134,7 @@ def test_instruction_sets_change_no_bit(
     """Three older builds against the reference; the default build is what all other tests run."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     source, made = Path(native_cpu.__file__).with_name("native_quantize.cpp"), tmp_path / "made.so"
-    variant = [f"-D{name}" for name in [native_cpu._VARIANTS[dtype]] if name]
+    variant = [f"-D{name}" for name in [native_cpu.VARIANTS[dtype]] if name]
     command = [compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)]
     subprocess.run(command, check=True, timeout=300)
     library = ctypes.CDLL(str(made))

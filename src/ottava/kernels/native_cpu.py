@@ -26,9 +26,10 @@ from ottava.scaling import Granularity, column_major
 
 NAME = "native_cpu"
 
-_VARIANTS = MappingProxyType(  # bf16 is what the file is compiled for unless told otherwise
+VARIANTS = MappingProxyType(
     {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
 )
+"""What a file is compiled with for tensors of a dtype."""
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
@@ -57,7 +58,7 @@ class _Side(ctypes.Structure):
 
 def built(dtype: torch.dtype = torch.bfloat16) -> Built:
     """The library that casts from a dtype, or why there is none."""
-    return load("native_quantize", _declare, _VARIANTS.get(dtype, ""))
+    return load("native_quantize", _declare, VARIANTS.get(dtype, ""))
 
 
 def built_decoder() -> Built:

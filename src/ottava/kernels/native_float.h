@@ -18,19 +18,19 @@ inline bool is_finite(float f) { return (bits_of(f) & MAGNITUDE) < INFINITE; }
 
 struct Float32 {
   using Int = int32_t;
-  static constexpr Int mask = MAGNITUDE;
+  static constexpr Int mask = MAGNITUDE, infinity = INFINITE;
   static inline float value(Int bits) { return float_of(bits); }
 };
 
 struct BFloat16 {
   using Int = int16_t;
-  static constexpr Int mask = 0x7fff;
+  static constexpr Int mask = 0x7fff, infinity = 0x7f80;
   static inline float value(Int bits) { return float_of(int32_t(bits) << 16); }
 };
 
 struct Float16 {
   using Int = int16_t;
-  static constexpr Int mask = 0x7fff;
+  static constexpr Int mask = 0x7fff, infinity = 0x7c00;
   static inline float value(Int bits) {
     const int32_t sign = int32_t(bits) & int32_t(0x80000000), magnitude = (int32_t(bits) & 0x7fff) << 13;
     const int32_t rebias = 112 << 23, smallest_normal = 113 << 23;

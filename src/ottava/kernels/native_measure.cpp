@@ -1,10 +1,25 @@
 // Sums about casts, see native_measure.h; and the casts themselves, where nobody made them yet.
 
-#include <new>
-
 #include "native_measure.h"
 
+#ifndef OTTAVA_TYPE  // of x: a library each
+#define OTTAVA_TYPE BFloat16
+#endif
+
 namespace {
+
+struct Team {
+  Scratch* each;
+
+  explicit Team(int size) : each(new Scratch[size]) {}
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+  ~Team() { delete[] each; }
+};
+
+inline void need(bool there) {
+  if (!there) throw std::bad_alloc();
+}
 
 void measure_scales(const Job& job, const Library& library) {
   const int64_t* places = library.places;
@@ -13,18 +28,18 @@ void measure_scales(const Job& job, const Library& library) {
   for (int64_t i = 0; i < job.scale_count; i++) {
     const double scale_inv = double(job.scale_inv[i]);
     if (!(scale_inv > 0)) continue;
-    const double octaves = -std::log2(scale_inv);
+    const double octaves = -__builtin_log2(scale_inv);
     count++;
     first += octaves;
     second += octaves * octaves;
-    job.extremes[SCALE_MAX] = std::max(job.extremes[SCALE_MAX], 1 / scale_inv);
-    job.extremes[SCALE_MIN] = std::max(job.extremes[SCALE_MIN], -1 / scale_inv);
+    job.extremes[SCALE_MAX] = larger(job.extremes[SCALE_MAX], 1 / scale_inv);
+    job.extremes[SCALE_MIN] = larger(job.extremes[SCALE_MIN], -1 / scale_inv);
   }
   const float amax = float(job.extent[LARGEST_FINITE]);
   if (!job.predicted || !(amax > 0)) return;
   float scale, scale_inv;  // of the latter each scale has exactly one: that of an unchanged amax has no error at all
   library.scales(&amax, 1, job.cast, &scale, &scale_inv);
-  const double error = first + std::log2(double(scale_inv));
+  const double error = first + __builtin_log2(double(scale_inv));
   job.sums[places[PREDICTED]] = 1;
   job.sums[places[SCALE_ERROR]] = job.extremes[SCALE_ERROR_MAX] = error;
   job.extremes[SCALE_ERROR_MIN] = -error;
@@ -33,36 +48,37 @@ void measure_scales(const Job& job, const Library& library) {
 template <class T>
 void measure(const Job& job, const Library& library, int threads) {
   const int64_t bands = (job.rows + BAND - 1) / BAND, width = library.width;
-  const int team = int(std::clamp<int64_t>(std::min<int64_t>(bands, job.rows * job.cols / 16384), 1, threads));
-  const size_t chunks = size_t((job.cols + CHUNK - 1) / CHUNK), cells = size_t(BAND * job.cols);
-  std::vector<Scratch> scratch(static_cast<size_t>(team));
-  for (Scratch& s : scratch) {
-    s.blocks[0].resize(BAND);
-    s.blocks[1].resize(BAND * chunks);
-    s.blocks[2].resize(BAND * size_t((job.cols + 31) / 32));
-    s.blocks[3].resize(chunks);
-    if (job.x_col != 1) s.x.resize(cells * sizeof(typename T::Int));
-    if (job.code_col != 1) s.codes.resize(cells);
+  const int team = int(between<int64_t>(smaller<int64_t>(bands, job.rows * job.cols / 16384), 1, threads));
+  const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, cells = BAND * job.cols, wave = smaller(bands, WAVE);
+  const Team scratch(team);
+  for (int i = 0; i < team; i++) {
+    Scratch& s = scratch.each[i];
+    need(s.blocks[0].make(BAND) && s.blocks[1].make(BAND * chunks));
+    need(s.blocks[2].make(BAND * ((job.cols + 31) / 32)) && s.blocks[3].make(chunks));
+    need(job.x_col == 1 || s.x.make(cells * int64_t(sizeof(typename T::Int))));
+    need(job.code_col == 1 || s.codes.make(cells));
   }
-  std::vector<double> slots(size_t(std::min(bands, WAVE) * (width + 3)));
+  const Array<double> slots(wave * (width + 3));
+  need(bool(slots));
   const Walk<T> walk(job, library.places);
   for (int64_t start = 0; start < bands; start += WAVE) {
-    const int64_t count = std::min(WAVE, bands - start);
-    std::fill(slots.begin(), slots.end(), 0.0);
+    const int64_t count = smaller(WAVE, bands - start);
+    fill(slots.get(), wave * (width + 3), 0.0);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t i = 0; i < count; i++) {
       int thread = 0;
 #ifdef _OPENMP
       thread = team > 1 ? omp_get_thread_num() : 0;
 #endif
-      double* slot = slots.data() + i * (width + 3);
-      slot[width + AMIN] = -std::numeric_limits<double>::infinity();
-      walk.band(start + i, scratch[size_t(thread)], slot, slot + width);
+      double* slot = slots.get() + i * (width + 3);
+      slot[width + AMIN] = -__builtin_inf();
+      walk.band(start + i, scratch.each[thread], slot, slot + width);
     }
     for (int64_t i = 0; i < count; i++) {
-      const double* slot = slots.data() + i * (width + 3);
+      const double* slot = slots.get() + i * (width + 3);
       for (int64_t k = 0; k < width; k++) job.sums[k] += slot[k];
-      for (int k : {AMIN, MAX_ERROR}) job.extremes[k] = std::max(job.extremes[k], slot[width + k]);
+      job.extremes[AMIN] = larger(job.extremes[AMIN], slot[width + AMIN]);
+      job.extremes[MAX_ERROR] = larger(job.extremes[MAX_ERROR], slot[width + MAX_ERROR]);
     }
   }
   const int64_t* places = library.places;
@@ -78,11 +94,11 @@ template <class T>
 void cast_and_measure(Job job, const Library& library, int threads) {
   using Int = typename T::Int;
   const int64_t rows = job.rows, cols = job.cols;
-  std::vector<Int> in_rows;
+  Array<Int> in_rows;
   if (job.x_col != 1) {
-    in_rows.resize(size_t(rows * cols));
-    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.data());
-    job.x = in_rows.data(), job.x_row = cols, job.x_col = 1;
+    need(in_rows.make(rows * cols));
+    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.get());
+    job.x = in_rows.get(), job.x_row = cols, job.x_col = 1;
   }
   float scale, scale_inv;
   const float largest = float(job.extent[LARGEST]);
@@ -90,28 +106,28 @@ void cast_and_measure(Job job, const Library& library, int threads) {
     library.scales(&largest, 1, job.cast, &scale, &scale_inv);
     job.given = &scale;
   }
-  std::vector<uint8_t> codes(size_t(rows * cols));
-  std::vector<float> scales(size_t(job.scale_count)), amaxes(size_t(job.scale_count));
-  if (library.quantize[job.dtype](job.x, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given,
-                                  codes.data(), scales.data(), amaxes.data(), threads))
+  const Array<uint8_t> codes(rows * cols);
+  const Array<float> scales(job.scale_count), amaxes(job.scale_count);
+  need(codes && scales && amaxes);
+  if (library.quantize(job.x, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given, codes.get(),
+                       scales.get(), amaxes.get(), threads))
     throw std::bad_alloc();
-  job.codes = codes.data(), job.code_row = cols, job.code_col = 1;
-  job.scale_inv = scales.data();
+  job.codes = codes.get(), job.code_row = cols, job.code_col = 1;
+  job.scale_inv = scales.get();
   measure<T>(job, library, threads);
 }
 
 template <class T>
 void run(const Job& job, const Library& library, int threads) {
-  const double infinity = std::numeric_limits<double>::infinity();
-  for (int k : {AMIN, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN}) job.extremes[k] = -infinity;
-  for (int k : {AMAX, MAX_ERROR, SCALE_MAX}) job.extremes[k] = 0;
+  for (int k = AMAX; k <= SCALE_ERROR_MIN; k++) job.extremes[k] = -__builtin_inf();  // of nothing
+  job.extremes[AMAX] = job.extremes[MAX_ERROR] = job.extremes[SCALE_MAX] = 0;
   if (job.codes == nullptr) cast_and_measure<T>(job, library, threads);
   else measure<T>(job, library, threads);
 }
 
 // The extent of a matrix whose rows of `cols` elements lie `stride` apart.
 template <class T>
-void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, int32_t infinity, double* extent, int threads) {
+void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, double* extent, int threads) {
   using Int = typename T::Int;
   constexpr int64_t SPAN = 1 << 14;
   if (stride == cols) cols *= rows, rows = 1;
@@ -120,18 +136,18 @@ void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, int32_t i
   int64_t lost = 0;
 #pragma omp parallel for reduction(max : largest, finite) reduction(+ : lost) num_threads(threads) if (threads > 1)
   for (int64_t unit = 0; unit < rows * spans; unit++) {
-    const int64_t left = unit % spans * SPAN, n = std::min(SPAN, cols - left);
+    const int64_t left = unit % spans * SPAN, n = smaller(SPAN, cols - left);
     const Int* from = static_cast<const Int*>(x) + unit / spans * stride + left;
     Int most = 0;
-    for (int64_t i = 0; i < n; i++) most = std::max(most, Int(from[i] & T::mask));
-    largest = std::max(largest, most);
-    if (most < Int(infinity)) {
-      finite = std::max(finite, most);
+    for (int64_t i = 0; i < n; i++) most = larger(most, Int(from[i] & T::mask));
+    largest = larger(largest, most);
+    if (most < T::infinity) {
+      finite = larger(finite, most);
       continue;
     }
     for (int64_t i = 0; i < n; i++) {
       const Int magnitude = from[i] & T::mask;
-      if (magnitude < Int(infinity)) finite = std::max(finite, magnitude);
+      if (magnitude < T::infinity) finite = larger(finite, magnitude);
       else lost++;
     }
   }
@@ -142,41 +158,37 @@ void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, int32_t i
 
 // To the nearest number with so many mantissa bits, ties to even; infinity beyond the largest.
 double rounded(float x, int mantissa_bits, int emin, float largest) {
-  const int32_t exponent = std::max((bits_of(x) >> 23) - 127, emin);
-  const double magic = std::ldexp(1.0, exponent + 52 - mantissa_bits), result = (double(x) + magic) - magic;
-  return result <= double(largest) ? result : std::numeric_limits<double>::infinity();
+  const int32_t exponent = larger((bits_of(x) >> 23) - 127, emin);
+  const double magic = __builtin_ldexp(1.0, exponent + 52 - mantissa_bits), result = (double(x) + magic) - magic;
+  return result <= double(largest) ? result : __builtin_inf();
 }
 
 }  // namespace
 
-// x: (rows, cols). Fills extent, amaxes rounded to the dtype `as`: rounding is monotonic, so that is the extent of x in
-// that dtype, unless it rounds to infinity. Returns whether all is finite.
-extern "C" int ottava_survey(const void* x, int dtype, int as, int64_t rows, int64_t cols, int64_t stride,
-                             double* extent, int threads) {
-  const int team = int(std::clamp<int64_t>(rows * cols / 65536, 1, std::max(threads, 1)));
-  if (dtype == 0) survey<Float32>(x, rows, cols, stride, INFINITE, extent, team);
-  else if (dtype == 1) survey<BFloat16>(x, rows, cols, stride, 0x7f80, extent, team);
-  else survey<Float16>(x, rows, cols, stride, 0x7c00, extent, team);
+// x: (rows, cols). Fills extent, amaxes rounded to bf16 (as == 1), to fp16 (2), or not (0): rounding is monotonic, so that
+// is the extent of x in that dtype, unless it rounds to infinity. Returns whether all is finite.
+extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, int64_t stride, double* extent,
+                             int threads) {
+  const int team = int(between<int64_t>(rows * cols / 65536, 1, larger(threads, 1)));
+  survey<OTTAVA_TYPE>(x, rows, cols, stride, extent, team);
   extent[ELEMENTS] = double(rows * cols);
   double& largest = extent[LARGEST];
-  if (as == 1 && dtype != 1) largest = extent[LARGEST_FINITE] = rounded(float(largest), 7, -126, 3.3895314e38f);
-  if (as == 2 && dtype != 2) largest = extent[LARGEST_FINITE] = rounded(float(largest), 10, -14, 65504.0f);
-  return largest <= std::numeric_limits<float>::max();
+  if (as == 1) largest = extent[LARGEST_FINITE] = rounded(float(largest), 7, -126, 3.3895314e38f);
+  if (as == 2) largest = extent[LARGEST_FINITE] = rounded(float(largest), 10, -14, 65504.0f);
+  return largest <= __FLT_MAX__;
 }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
 // if there was no memory.
 extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
   int failed = 0;
-  const int team = n > 1 ? int(std::min<int64_t>(n, threads)) : 1;
+  const int team = n > 1 ? int(smaller<int64_t>(n, threads)) : 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed) if (team > 1)
   for (int64_t i = 0; i < n; i++) {
     const Job& job = jobs[i];
     const int share = n > 1 ? 1 : threads;
     try {
-      if (job.dtype == 0) run<Float32>(job, *library, share);
-      else if (job.dtype == 1) run<BFloat16>(job, *library, share);
-      else run<Float16>(job, *library, share);
+      run<OTTAVA_TYPE>(job, *library, share);
     } catch (const std::bad_alloc&) {
       failed = 1;
     }

@@ -6,11 +6,9 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <vector>
+#include <new>
 
+#include "native_base.h"
 #include "native_float.h"
 
 extern "C" struct Job {  // native_measure._Job
@@ -22,7 +20,7 @@ extern "C" struct Job {  // native_measure._Job
   const double* extent;    // of the tensor that x is part of, see Extent
   int64_t rows, cols, x_row, x_col, code_row, code_col;  // strides in elements; one of each pair is 1
   int64_t block_rows, block_cols, grid_cols, scale_count;
-  int32_t dtype, mantissa_bits, bias, bits, special_code, fine, tie_clips, predicted, by_whole;
+  int32_t mantissa_bits, bias, bits, special_code, fine, tie_clips, predicted, by_whole;
   double clip;
   double* sums;      // (width), zeros
   double* extremes;  // see Extreme
@@ -35,7 +33,7 @@ typedef void Scales(const float* amax, int64_t n, const void* cast, float* scale
 }
 
 extern "C" struct Library {  // native_measure._Library: of native_quantize.cpp, and of tally.py
-  Quantize* quantize[3];  // from fp32, bf16, fp16; null where no job asks for it
+  Quantize* quantize;  // null where no job asks for it
   Scales* scales;
   const int64_t* places;  // where each of Field begins in a vector of `width` numbers
   int64_t width;
@@ -92,8 +90,8 @@ const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t co
   constexpr int64_t TILE = 32;
   for (int64_t left = 0; left < cols; left += TILE)
     for (int64_t top = 0; top < rows; top += TILE)
-      for (int64_t row = top; row < std::min(top + TILE, rows); row++)
-        for (int64_t col = left; col < std::min(left + TILE, cols); col++)
+      for (int64_t row = top; row < smaller(top + TILE, rows); row++)
+        for (int64_t col = left; col < smaller(left + TILE, cols); col++)
           to[row * cols + col] = from[col * stride + row];
   return to;
 }
@@ -104,9 +102,9 @@ struct Lanes {  // what is summed while chunks of a row go by
 };
 
 struct Scratch {  // of one thread
-  std::vector<float> blocks[GRANULARITIES];  // amaxes: row, 1x128, 1x32, 128x128 of a band
-  std::vector<char> x;                       // a band in rows, where it lies in columns
-  std::vector<uint8_t> codes;
+  Array<float> blocks[GRANULARITIES];  // amaxes: row, 1x128, 1x32, 128x128 of a band
+  Array<char> x;                       // a band in rows, where it lies in columns
+  Array<uint8_t> codes;
   alignas(64) D2 below[2][GRANULARITIES][RELATIVE_BINS];  // energy and count; two, so that equal neighbours do not wait
   uint32_t exponents[2][EXPONENT_BINS];
   alignas(64) int32_t exponent[CHUNK], relative[CHUNK];
@@ -126,13 +124,13 @@ struct Walk {
         amax(float(j.extent[LARGEST_FINITE])) {}
 
   void band(int64_t number, Scratch& s, double* out, double* extremes) const {
-    const int64_t top = number * BAND, rows = std::min(BAND, job.rows - top);
+    const int64_t top = number * BAND, rows = smaller(BAND, job.rows - top);
     const Int* x = static_cast<const Int*>(job.x) + top * job.x_row;
     const uint8_t* codes = job.codes + top * job.code_row;
     int64_t x_row = job.x_row, code_row = job.code_row;
     if (job.x_col != 1)
-      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.data())), x_row = job.cols;
-    if (job.code_col != 1) codes = transpose(codes, job.code_col, rows, job.cols, s.codes.data()), code_row = job.cols;
+      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.get())), x_row = job.cols;
+    if (job.code_col != 1) codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get()), code_row = job.cols;
     look(x, x_row, rows, s, out);
     std::memset(s.below, 0, sizeof(s.below));
     std::memset(s.exponents, 0, sizeof(s.exponents));
@@ -160,50 +158,50 @@ struct Walk {
   // The largest finite magnitude of every block of the band.
   void look(const Int* x, int64_t stride, int64_t rows, Scratch& s, double* out) const {
     const int64_t thirties = (job.cols + 31) / 32, chunks = (job.cols + CHUNK - 1) / CHUNK;
-    const Int infinity = sizeof(Int) == 4 ? Int(INFINITE) : job.dtype == 1 ? Int(0x7f80) : Int(0x7c00);
-    std::fill(s.blocks[3].begin(), s.blocks[3].end(), 0.0f);
+    fill(s.blocks[3].get(), chunks, 0.0f);
     for (int64_t row = 0; row < rows; row++, x += stride) {
-      float* small = s.blocks[2].data() + row * thirties;
+      float* small = s.blocks[2].get() + row * thirties;
       for (int64_t b = 0; b < thirties; b++) {
-        const int64_t n = std::min<int64_t>(32, job.cols - b * 32);
+        const int64_t n = smaller<int64_t>(32, job.cols - b * 32);
         Int most = 0;
         if (n == 32) {
-          for (int64_t i = 0; i < 32; i++) most = std::max(most, finite(x[b * 32 + i], infinity));
+          for (int64_t i = 0; i < 32; i++) most = larger(most, finite(x[b * 32 + i]));
         } else {
-          for (int64_t i = 0; i < n; i++) most = std::max(most, finite(x[b * 32 + i], infinity));
+          for (int64_t i = 0; i < n; i++) most = larger(most, finite(x[b * 32 + i]));
         }
         small[b] = T::value(most);
       }
       float whole = 0;
       for (int64_t c = 0; c < chunks; c++) {
-        const float most = *std::max_element(small + 4 * c, small + std::min(4 * c + 4, thirties));
+        float most = 0;
+        for (int64_t b = 4 * c; b < smaller(4 * c + 4, thirties); b++) most = larger(most, small[b]);
         s.blocks[1][row * chunks + c] = most;
-        s.blocks[3][c] = std::max(s.blocks[3][c], most);
-        whole = std::max(whole, most);
+        s.blocks[3][c] = larger(s.blocks[3][c], most);
+        whole = larger(whole, most);
         if (!(most > 0)) continue;
-        out[places[SPREAD] + std::clamp((bits_of(amax / most) >> 23) - 127, 0, SPREAD_BINS - 1)]++;
+        out[places[SPREAD] + between((bits_of(amax / most) >> 23) - 127, 0, SPREAD_BINS - 1)]++;
       }
       s.blocks[0][row] = whole;
     }
   }
 
-  static inline Int finite(Int bits, Int infinity) {
+  static inline Int finite(Int bits) {
     const Int magnitude = bits & T::mask;
-    return magnitude >= infinity ? Int(0) : magnitude;
+    return magnitude >= T::infinity ? Int(0) : magnitude;
   }
 
   void row(const Int* x, const uint8_t* codes, int64_t number, int64_t in_band, Scratch& s, double* out,
            double* extremes, int64_t& infinite, int64_t& nonzero) const {
     const float largest = s.blocks[0][in_band];
-    const int32_t field = largest > 0 ? std::max(bits_of(largest) >> 23, 1) : 127;
-    const int32_t exponent = std::clamp(127 - field, -126, 126);
+    const int32_t field = largest > 0 ? larger(bits_of(largest) >> 23, 1) : 127;
+    const int32_t exponent = between(127 - field, -126, 126);
     const float unit = float_of((exponent + 127) << 23);  // largest * unit is in [1, 2), or less if it is subnormal
     Lanes lanes{};
     lanes.smallest += MAGNITUDE;
     double sums[SUMS] = {};
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK;
     for (int64_t c = 0; c < chunks; c++) {
-      const int64_t left = c * CHUNK, n = std::min(CHUNK, job.cols - left);
+      const int64_t left = c * CHUNK, n = smaller(CHUNK, job.cols - left);
       scales(number, left, n, s.scale);
       chunk(x + left, codes + left, n, in_band, c, unit, lanes, s, out);
       if (c % FLUSH == FLUSH - 1 || c + 1 == chunks)
@@ -212,13 +210,13 @@ struct Walk {
           lanes.sums[k] = V{};
         }
     }
-    const double once = std::ldexp(1.0, -exponent), twice = once * once;
+    const double once = __builtin_ldexp(1.0, -exponent), twice = once * once;
     const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // sums are of x * unit, x ** 2 ...
     for (int k = 0; k < SUMS; k++) out[places[SX + k]] += sums[k] * units[k];
     if (sums[2] > 0) {  // sxx
-      const double bin = -10 * std::log10(sums[4] / sums[2]) / 0.5;
+      const double bin = -10 * __builtin_log10(sums[4] / sums[2]) / 0.5;
       out[places[ROWS]]++;
-      out[places[ROW_SQNR] + (bin > 0 ? int(std::min(bin, SQNR_BINS - 1.0)) : 0)]++;
+      out[places[ROW_SQNR] + (bin > 0 ? int(smaller(bin, SQNR_BINS - 1.0)) : 0)]++;
     }
     int64_t kept = 0, here = 0;
     for (int l = 0; l < LANES; l++) {
@@ -227,8 +225,8 @@ struct Walk {
       infinite -= lanes.infinite[l];
       out[places[SUBNORMAL]] -= lanes.subnormal[l];
       if (lanes.smallest[l] < MAGNITUDE)
-        extremes[AMIN] = std::max(extremes[AMIN], -double(float_of(lanes.smallest[l] + 1)));
-      extremes[MAX_ERROR] = std::max(extremes[MAX_ERROR], double(lanes.max_error[l]));
+        extremes[AMIN] = larger(extremes[AMIN], -double(float_of(lanes.smallest[l] + 1)));
+      extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(lanes.max_error[l]));
     }
     nonzero += here;
     out[places[NONZERO]] += double(here);
@@ -238,8 +236,8 @@ struct Walk {
   void scales(int64_t row, int64_t left, int64_t n, float* scale) const {
     const float* from = job.scale_inv + row / job.block_rows * job.grid_cols;
     for (int64_t i = 0; i < n;) {
-      const int64_t block = (left + i) / job.block_cols, end = std::min((block + 1) * job.block_cols - left, n);
-      std::fill(scale + i, scale + end, from[block]);
+      const int64_t block = (left + i) / job.block_cols, end = smaller((block + 1) * job.block_cols - left, n);
+      fill(scale + i, end - i, from[block]);
       i = end;
     }
   }
@@ -251,9 +249,9 @@ struct Walk {
     if (n % LANES) {  // zeros change nothing: they are not counted
       std::memset(some_x, 0, sizeof(some_x));
       std::memset(some_codes, 0, sizeof(some_codes));
-      std::copy(x, x + n, some_x);
-      std::copy(codes, codes + n, some_codes);
-      std::fill(s.scale + n, s.scale + CHUNK, 1.0f);
+      std::memcpy(some_x, x, size_t(n) * sizeof(Int));
+      std::memcpy(some_codes, codes, size_t(n));
+      fill(s.scale + n, CHUNK - n, 1.0f);
       x = some_x, codes = some_codes;
     }
     const bool clipped = vectors(x, codes, n, row, c, unit, a, s);
@@ -271,7 +269,7 @@ struct Walk {
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
     const float by_row = one_if_zero(s.blocks[0][row]), by_chunk = one_if_zero(s.blocks[1][row * chunks + c]);
     const float by_square = one_if_zero(s.blocks[3][c]);
-    const float* by_thirty = s.blocks[2].data() + row * thirties + 4 * c;
+    const float* by_thirty = s.blocks[2].get() + row * thirties + 4 * c;
     I candidates{};
     for (int64_t i = 0; i < n; i += LANES) {
       const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;

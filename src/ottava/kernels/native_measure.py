@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ FIELDS = (
 EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -62,7 +63,7 @@ class _Job(ctypes.Structure):
         *((name, _POINTERS) for name in ("x", "codes", "scale_inv", "cast", "given", "extent")),
         *((name, _SIZES) for name in ("rows", "cols", "x_row", "x_col", "code_row", "code_col")),
         *((name, _SIZES) for name in ("block_rows", "block_cols", "grid_cols", "scale_count")),
-        *((name, _INTS) for name in ("dtype", "mantissa_bits", "bias", "bits", "special_code", "fine", "tie_clips")),
+        *((name, _INTS) for name in ("mantissa_bits", "bias", "bits", "special_code", "fine", "tie_clips")),
         *((name, _INTS) for name in ("predicted", "by_whole")),
         ("clip", ctypes.c_double),
         ("sums", _POINTERS),
@@ -73,19 +74,18 @@ class _Job(ctypes.Structure):
 class _Library(ctypes.Structure):
     """`Library` in native_measure.h."""
 
-    _fields_ = (("quantize", _POINTERS * 3), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
+    _fields_ = (("quantize", _POINTERS), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
 
 
-def built() -> Built:
-    """The library, or why there is none."""
-    return load("native_measure", _declare)
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library for tensors of a dtype, or why there is none."""
+    return load("native_measure", _declare, native_cpu.VARIANTS.get(dtype, ""))
 
 
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
     library.ottava_measure.restype = ctypes.c_int
-    sizes = (_SIZES, _SIZES, _SIZES)
-    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, ctypes.c_int, *sizes, _POINTERS, ctypes.c_int]
+    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_survey.restype = ctypes.c_int
 
 
@@ -100,11 +100,11 @@ def supports_survey(x: Tensor) -> str | None:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if type(x) not in (Tensor, torch.nn.Parameter):
         return f"{NAME}: takes plain tensors; got {type(x).__name__}"
-    if x.dtype not in _DTYPES or x.dim() != 2:
+    if x.dtype not in native_cpu.VARIANTS or x.dim() != 2:
         return f"{NAME}: takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
     if not x.numel():
         return f"{NAME}: an empty matrix"
-    if reason := built().reason:
+    if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
     return None
 
@@ -122,17 +122,15 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         True
     """
     extent = torch.empty(4, dtype=torch.float64)
-    number = _DTYPES.index(x.dtype)
-    becomes = number if dtype is None else _DTYPES.index(dtype)
+    target = x.dtype if dtype is None else dtype
     row, col = _steps(x)
     if col != 1:  # neither order of memory changes it
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
-    library = built().library
+    library = built(x.dtype).library
     assert library is not None  # supports_survey was asked
-    finite = library.ottava_survey(
-        x.data_ptr(), number, becomes, *x.shape, row, extent.data_ptr(), torch.get_num_threads()
-    )
-    return extent if finite or becomes == number else survey(x.to(_DTYPES[becomes]))
+    to = _ROUNDED.get(target, 0) if target != x.dtype else 0
+    finite = library.ottava_survey(x.data_ptr(), to, *x.shape, row, extent.data_ptr(), torch.get_num_threads())
+    return extent if finite or target == x.dtype else survey(x.to(target))
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
@@ -176,26 +174,23 @@ def measure(
     """
     sums = torch.zeros(len(looks), width, dtype=torch.float64)
     extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64)
-    jobs = (_Job * len(looks))()
-    kept = [
-        _fill(job, look, fine, sums.data_ptr() + 8 * width * i, extremes.data_ptr() + 8 * len(EXTREMES) * i)
-        for i, (job, look) in enumerate(zip(jobs, looks, strict=True))
-    ]
     starts = (_SIZES * len(FIELDS))(*(places[name] for name in FIELDS))
-    library = built().library
-    assert library is not None  # supports_measure was asked
-    told = _Library(places=ctypes.cast(starts, _POINTERS), width=width)
-    for dtype in {
-        look.x.dtype for look in looks if isinstance(look.cast, QuantizationSpec) or look.cast.spec.predicted
-    }:
-        casts = native_cpu.built(dtype).library
-        assert casts is not None
-        told.quantize[_DTYPES.index(dtype)] = ctypes.cast(casts.ottava_quantize, _POINTERS)
-        told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
-    failed = library.ottava_measure(jobs, len(looks), ctypes.byref(told), torch.get_num_threads())
-    del kept  # what the jobs point to
-    if failed:
-        raise MemoryError(f"measure: no memory for the sums of {len(looks)} casts")
+    for dtype in dict.fromkeys(look.x.dtype for look in looks):
+        own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
+        jobs = (_Job * len(own))()
+        kept = [_fill(job, looks[i], fine, sums[i], extremes[i]) for job, i in zip(jobs, own, strict=True)]
+        told = _Library(places=ctypes.cast(starts, _POINTERS), width=width)
+        if any(isinstance(looks[i].cast, QuantizationSpec) or _spec(looks[i]).predicted for i in own):
+            casts = native_cpu.built(dtype).library
+            assert casts is not None  # supports_measure was asked
+            told.quantize = ctypes.cast(casts.ottava_quantize, _POINTERS)
+            told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
+        library = built(dtype).library
+        assert library is not None
+        failed = library.ottava_measure(jobs, len(own), ctypes.byref(told), torch.get_num_threads())
+        del kept  # what the jobs point to
+        if failed:
+            raise MemoryError(f"measure: no memory for the sums of {len(own)} casts")
     return sums, extremes
 
 
@@ -226,21 +221,24 @@ def _constants_of(key: str, fmt: Format) -> _Constants:
     )
 
 
-def _fill(job: _Job, look: Look, fine: bool, sums: int, extremes: int) -> tuple[object, ...]:
+def _spec(look: Look) -> QuantizationSpec:
+    return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
+
+
+def _fill(job: _Job, look: Look, fine: bool, sums: Tensor, extremes: Tensor) -> tuple[object, ...]:
     """Returns what has to stay until the job is done."""
-    x, made, scale = _strided(look.x), look.cast, look.scale
-    spec = made if isinstance(made, QuantizationSpec) else made.spec
+    x, made, scale, spec = _strided(look.x), look.cast, look.scale, _spec(look)
     known = _constants(spec)
     rows, cols = x.shape
     block = spec.granularity.block_shape((rows, cols))
     grid = spec.granularity.grid_shape((rows, cols))
     job.x, (job.x_row, job.x_col) = x.data_ptr(), _steps(x)
-    job.rows, job.cols, job.dtype = rows, cols, _DTYPES.index(x.dtype)
+    job.rows, job.cols = rows, cols
     job.block_rows, job.block_cols, job.grid_cols, job.scale_count = *block, grid[1], grid[0] * grid[1]
     job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
     job.fine, job.tie_clips, job.clip, job.predicted = int(fine), known.tie_clips, known.clip, int(spec.predicted)
     job.cast, job.extent = ctypes.addressof(known.plan.cast), look.extent.data_ptr()
-    job.sums, job.extremes = sums, extremes
+    job.sums, job.extremes = sums.data_ptr(), extremes.data_ptr()
     kept: tuple[object, ...] = (x, known)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
