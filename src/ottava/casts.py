@@ -106,7 +106,7 @@ def quantize_both(
         scale_inv_t = scale_inv.t() if one_scale else own
         first = QuantizedTensor(data, scale_inv, spec, x.dtype)
         return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
-    if spec is not None and spec_t is not None and scale is None and staged is None:
+    if native_cpu in _casts(x.device) and spec and spec_t and scale is None and staged is None:
         x = x.detach()
         if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
             here, there = native_cpu.quantize_both(x, spec, spec_t)
