@@ -8,7 +8,7 @@ good run's band first and which were damaged most, and `diagnose` says what that
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +85,6 @@ def main(folder: str | Path = "runs/good-bad", steps: int = 80) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", default="runs/good-bad", help="where the two runs go [runs/good-bad]")
+    main(parser.parse_args().folder)

@@ -67,14 +67,14 @@ def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
 
 
 def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
-    for arguments in ((), ("--model", "llama-8b", "--history", tmp_path)):
-        with pytest.raises(ValueError, match="give --model, to predict its layers, or --history"):
+    for arguments in ((), ("llama-8b", "--history", tmp_path)):
+        with pytest.raises(ValueError, match="give a MODEL, to predict its layers, or --history"):
             run(*arguments)
 
 
 def test_a_model_is_predicted_layer_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
     """With the device, the fact that nothing was measured, and a reason a layer."""
-    assert run("--model", "llama-8b", "--tokens", "16384", "--recipe", "delayed") == 0
+    assert run("llama-8b", "--tokens", "16384", "--recipe", "delayed") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "recipe 'delayed', 16,384 tokens, H200 (assumed): predicted, not measured"
     assert lines[1].startswith("4 of 4 linear layers gain")
@@ -84,7 +84,7 @@ def test_a_model_is_predicted_layer_by_layer(capsys: pytest.CaptureFixture[str])
 
 def test_a_model_of_ones_own_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """MODULE:FUNCTION, built on the meta device; small layers are refused."""
-    assert run("--model", f"{__name__}:own_model", "--tokens", "512", "--json") == 0
+    assert run(f"{__name__}:own_model", "--tokens", "512", "--json") == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["schema_version"], values["tokens"], values["recipe"]) == (1, 512, "tensorwise")
     assert [(layer["name"], layer["shape"], layer["taken"]) for layer in values["layers"]] == [
@@ -100,7 +100,7 @@ def own_model() -> torch.nn.Module:
 def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ceilings.json"
     path.write_text(json.dumps({"constants": {"name": "one that was measured", "tensor": 1.0, "tensor_fast": 1.0}}))
-    assert run("--model", "llama-1b", "--device", path) == 0
+    assert run("llama-1b", "--device", path) == 0
     out = capsys.readouterr().out
     assert "one that was measured" in out
     assert "0 of 4 linear layers gain" in out
@@ -112,4 +112,4 @@ def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_wrong_models_are_refused(model: str, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        run("--model", model)
+        run(model)

@@ -115,6 +115,10 @@ def test_convert_leaves_layers_that_would_lose() -> None:
     assert report.skipped["small"].startswith("predicted 0.")
     assert "stays in BF16: casts take" in report.skipped["small"]
     assert report.skipped["lm_head"].startswith("output head")
+    assert ottava.convert(model, "delayed", plan=True).converted == ("wide",)
+    with pytest.raises(ValueError, match="0"):
+        ottava.convert(model, "delayed", plan=0)
+    assert set(ottava.convert(model, "delayed", plan=False).converted) == {"wide", "small"}
     assert set(ottava.convert(model, "delayed").converted) == {"wide", "small"}
 
 

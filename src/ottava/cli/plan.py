@@ -17,13 +17,13 @@ SCHEMA_VERSION = 1
 
 def plan(
     model: Annotated[
-        str, typer.Option("--model", help="llama-8b, llama-1b or MODULE:FUNCTION, which returns a model.")
+        str, typer.Argument(metavar="[MODEL]", help="llama-8b, llama-1b or MODULE:FUNCTION, which returns a model.")
     ] = "",
-    tokens: Annotated[int, typer.Option("--tokens", help="With --model: batch x sequence on one GPU.")] = 16384,
-    recipe: Annotated[str, typer.Option("--recipe", help="With --model: the recipe to predict.")] = "tensorwise",
+    tokens: Annotated[int, typer.Option("--tokens", help="Of MODEL: batch x sequence on one GPU.")] = 16384,
+    recipe: Annotated[str, typer.Option("--recipe", help="For MODEL: the recipe to predict.")] = "tensorwise",
     device: Annotated[
         Path | None,
-        typer.Option("--device", metavar="JSON", help="With --model: what `ottava bench ceilings` measured."),
+        typer.Option("--device", metavar="JSON", help="For MODEL: what `ottava bench ceilings` measured."),
     ] = None,
     history: Annotated[
         Path | None, typer.Option("--history", metavar="RUN", help="Folder of a run whose recipe predicts scales.")
@@ -32,7 +32,7 @@ def plan(
 ) -> int:
     """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
 
-    With --model: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16 and why. The
+    With MODEL: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16 and why. The
     constants are an H200's unless --device names a file of measured ones.
 
     With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. A setting
@@ -43,7 +43,7 @@ def plan(
     Exit code 4 if the run has no recording or it is damaged.
     """
     if bool(model) == bool(history):
-        raise ValueError("plan: give --model, to predict its layers, or --history, to replay a run's amaxes")
+        raise ValueError("plan: give a MODEL, to predict its layers, or --history, to replay a run's amaxes")
     if history is None:
         return _plan_model(model, tokens, recipe, device, as_json)
     return _plan_history(history, as_json)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from ottava.errors import unknown_name
 from ottava.nn.linear import Linear
-from ottava.nn.plan import Device, plan_layer
+from ottava.nn.plan import TOKENS, Device, plan_layer
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
 
@@ -63,7 +63,7 @@ def convert(
     recipe: Recipe | str = "tensorwise",
     *,
     filter: Filter | None = None,
-    plan: int | None = None,
+    plan: int | bool | None = None,
     device: Device | None = None,
 ) -> ConversionReport:
     """Puts the nn.Linear layers of a model under a recipe, in place.
@@ -73,8 +73,8 @@ def convert(
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
-        plan: tokens of one forward (batch x sequence on one GPU); layers that `nn.plan` predicts to be slower under
-            the recipe than in BF16 stay as they are. None: no prediction.
+        plan: tokens of one forward (batch x sequence on one GPU), True for 16,384; layers that `nn.plan` predicts to
+            be slower under the recipe than in BF16 stay as they are. None or False: no prediction.
         device: the constants it predicts with; None takes an H200's.
     Returns:
         ConversionReport; `.model` is the model.
@@ -99,8 +99,9 @@ def convert(
     _check_patterns(recipe, layers)
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
-    if plan is not None:
-        answers = {name: answer or _loss(name, layers[name], recipe, plan, device) for name, answer in answers.items()}
+    if plan is not None and plan is not False:
+        tokens = TOKENS if plan is True else plan
+        answers = {n: answer or _loss(n, layers[n], recipe, tokens, device) for n, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
     for name in converted:  # only now: a filter that raises has left the model as it was

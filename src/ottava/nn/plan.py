@@ -23,6 +23,9 @@ from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 
+TOKENS = 16384
+"""Of one forward, batch x sequence on one GPU, unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class Device:
