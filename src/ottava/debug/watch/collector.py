@@ -97,21 +97,35 @@ class Collector:
         return self.looking or (self.noting and (tensor != "weight" or self._reach > 0))
 
     def cast(
-        self, layer: str, tensor: str, direction: str, x: Tensor, x_q: QuantizedTensor, *, source: str, recipe: str
-    ) -> None:
-        """Takes in a cast that was made: x (R, C), and its codes."""
+        self,
+        layer: str,
+        tensor: str,
+        direction: str,
+        x: Tensor,
+        x_q: QuantizedTensor,
+        *,
+        source: str,
+        recipe: str,
+        extent: Tensor | None = None,
+    ) -> Tensor | None:
+        """Takes in a cast that was made: x (R, C), and its codes.
+
+        Returns:
+            The extent of x, if it was asked for; that of x.T is the same: hand it in with the cast of that.
+        """
         with self.timed():
             key = _key(layer, tensor, direction, recipe, x_q.spec, source)
             first = direction == "row" or (layer, tensor) not in self._light
             if not x.numel() or not (self.looking or first):
-                return
-            extent = survey(x.detach(), finite=self.looking)
+                return None
+            extent = survey(x.detach(), finite=self.looking) if extent is None else extent
             if first:
                 self._note(key, extent, x_q.scale_inv)
             if self.looking:
                 self._look(key, x, x_q, extent)
                 if self.dumps is not None and self.dumps.wants(key):
                     self.dumps.take(key, x, x_q)
+            return extent
 
     def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         """Casts x (R, C) as the configured recipes would, and takes that in.

@@ -102,7 +102,6 @@ class DoorTap:
 
     def _take(self, layer: str, tensor: str, x: Tensor, row_spec: Any, col_spec: Any, row: Any, col: Any) -> None:
         recipe = self._recipe(layer)
-        seen = {"source": "door", "recipe": recipe}
         if (
             row is None
             and isinstance(col, QuantizedTensor)
@@ -110,11 +109,12 @@ class DoorTap:
             and col_spec.granularity.transposes
         ):
             row, col = col.t(), None  # one cast serves both, whichever GEMM asks for it
+        extent = None
         if isinstance(row, QuantizedTensor):
-            self.collector.cast(layer, tensor, "row", x, row, **seen)
+            extent = self.collector.cast(layer, tensor, "row", x, row, source="door", recipe=recipe)
         shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
         if isinstance(col, QuantizedTensor) and not shared:
-            self.collector.cast(layer, tensor, "col", x.t(), col, **seen)
+            self.collector.cast(layer, tensor, "col", x.t(), col, source="door", recipe=recipe, extent=extent)
         self.collector.finished(layer, tensor)
 
     def _place(self, door: Quantizer) -> tuple[str, str] | None:
