@@ -161,6 +161,30 @@ def test_two_optimizers_are_one_step(tmp_path: Path) -> None:
     assert Run.open(seen.folder).steps["step"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["a gradient", "the engine itself"])
+def test_a_stage_of_a_pipeline_has_steps_without_a_loss(how: str, tmp_path: Path) -> None:
+    """Its backward starts from a gradient, or past torch.autograd.backward; two optimizers still share a step."""
+    model = build()
+    parts = [part for part in model if list(part.parameters())]
+    first, second = (torch.optim.SGD(part.parameters(), lr=1e-2) for part in (parts[0], parts[-1]))
+    engine: Any = torch.autograd.Variable._execution_engine
+    with watch(model, tmp_path / "run", every=3) as seen:
+        seen._light_every = 2  # in some steps no hook is there
+        for step in range(7):
+            y = model(batch(step))
+            if how == "a gradient":
+                y.backward(torch.ones_like(y))
+            else:
+                engine.run_backward((y,), (torch.ones_like(y),), False, False, (), True, True)
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert seen.steps_done == 7
+    table = Run.open(tmp_path / "run").table(phase="full")
+    assert set(table["step"].tolist()) == {1, 2, 3, 6}
+    assert set(table.tallies.n_casts) == {1}
+
+
 def test_another_model_s_optimizer_ends_no_step(tmp_path: Path) -> None:
     """Two models that train in turn in one process."""
     mine, other = build(), build()

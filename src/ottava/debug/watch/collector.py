@@ -89,6 +89,11 @@ class Collector:
         self._reach = max((spec.amax_history_len for _, _, spec in self._predicted()), default=0)
         self._history: dict[Place, deque[Tensor]] = {}
 
+    @property
+    def holds(self) -> bool:
+        """Whether anything was handed in since the last `drain`."""
+        return bool(self._light or self._waiting or self._sums)
+
     def wants(self, layer: str, tensor: str) -> bool:
         """Whether that tensor is to be handed in; the weight only once a step, whatever the micro-batches."""
         if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:

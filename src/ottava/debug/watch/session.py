@@ -164,6 +164,7 @@ class Watch:
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
         self._active = self._paused = False
+        self._stepped: set[int] = set()
         self._callbacks: list[Callable[[int, Table], object]] = []
         self._looks = 0
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
@@ -270,8 +271,21 @@ class Watch:
         self._loss_parts.append(loss.detach().to(torch.float32))
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._active and not self._paused and self._is_ours(optimizer):  # of two optimizers, the first ends the step
+        if self._paused or not self._is_ours(optimizer):
+            return
+        if self._ends_step(optimizer):
+            self._stepped.clear()
             self._end_step()
+        self._stepped.add(id(optimizer))
+
+    def _ends_step(self, optimizer: Optimizer) -> bool:
+        """Of several optimizers that step after one backward, the first."""
+        if self._active:
+            return True
+        # no loss was seen: a stage of a pipeline gets gradients, by ways of its own
+        if self.collector.looking or self.collector.noting:
+            return self.collector.holds
+        return id(optimizer) in self._stepped
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if self._model is None or (model := self._model()) is None:
