@@ -35,7 +35,7 @@ from ottava.kernels import native_measure
 from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
-from ottava.scaling import BLOCK_1X128, PER_TENSOR, Granularity, column_major, compute_scale
+from ottava.scaling import BLOCK_1X128, Granularity, column_major, compute_scale
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
@@ -135,8 +135,7 @@ def cast_of(look: Look) -> QuantizedTensor:
     if isinstance(look.cast, QuantizedTensor):
         return look.cast
     spec, scale = look.cast, look.scale
-    # a guarded cast compares its prediction with the amax that there is
-    if scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded":
+    if look.by_whole:
         largest = look.extent[:1].to(torch.float32).reshape(1, 1)
         scale = compute_scale(largest, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
     if spec.rounding != "stochastic":

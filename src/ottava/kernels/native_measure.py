@@ -52,8 +52,14 @@ class Look(NamedTuple):
     extent: Tensor
     """Of the whole tensor, see `survey`."""
     scale: Tensor | None = None
-    """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, that of the whole tensor
-    where one scale serves all of it."""
+    """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, see `by_whole`."""
+
+    @property
+    def by_whole(self) -> bool:
+        """Whether the scale of the cast to be made is that of the whole tensor; what guards a prediction looks at the
+        amax that there is."""
+        spec = _spec(self)
+        return self.scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded"
 
 
 class _Job(ctypes.Structure):
@@ -246,8 +252,7 @@ def _fill(job: _Job, look: Look, fine: bool, sums: Tensor, extremes: Tensor) -> 
         return (*kept, codes, scale_inv)
     if scale is not None:
         job.given = scale.data_ptr()
-    # what guards a prediction looks at the amax that there is
-    job.by_whole = int(scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded")
+    job.by_whole = int(look.by_whole)
     return kept
 
 

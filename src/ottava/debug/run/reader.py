@@ -177,7 +177,13 @@ class Run:
         path = Path(path)
         manifest = path / MANIFEST
         if not manifest.is_file():
-            why = "has no watch.json: nobody watched this run" if path.is_dir() else "is not there"
+            why = (
+                "has no watch.json: nobody watched this run"
+                if path.is_dir()
+                else "is a file"
+                if path.exists()
+                else "is not there"
+            )
             raise RunError(f"{path} {why}; needs a folder that `ottava watch` or `ottava train --watch` wrote")
         try:
             facts = json.loads(manifest.read_text(encoding="utf-8"))
