@@ -255,7 +255,7 @@ def test_every_field_of_a_gemm_counts_in_a_comparison(field: str, value: Any) ->
     assert {f.name for f in fields(GemmRecipe)} == {"lhs", "rhs", "fast_accum", "compute"}
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(Recipe)])
+@pytest.mark.parametrize("field", [f.name for f in fields(Recipe) if f.init])
 def test_every_field_of_a_recipe_counts_in_a_comparison(field: str) -> None:
     """Two recipes that differ in one field are two recipes."""
     changes: dict[str, Any] = {"name": "x", "overrides": (Override("a", (("wgrad", HIGH_PRECISION),)),)}

@@ -7,6 +7,7 @@ torch.compile it is an opaque custom operator (`ottava::gemm`), so a compiled mo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,14 +130,14 @@ def gemm(
         with no_autocast(a.device):
             y = kernel.gemm(a, b, out_dtype, bias, fast_accum)
         if log is not None:
-            log(_record(asked_for, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals, out_dtype))
+            log(_record(*_words(*asked_for), kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals, out_dtype))
         return y
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)  # _check refused mixed pairs
     with no_autocast(a.device):
         y = _dense(a, b, bias).to(out_dtype)
     if log is not None and not torch.compiler.is_compiling():
-        log(_record(asked_for, f"torch.mm {_short(a.dtype)}", False, "", (), out_dtype))
+        log(_record(*_words(*asked_for), f"torch.mm {_short(a.dtype)}", False, "", (), out_dtype))
     return y
 
 
@@ -307,19 +308,26 @@ def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias.to(a.dtype), a, b.t())
 
 
+def _words(a: Operand, b: Operand) -> tuple[str, str, torch.Size, torch.Size, bool]:
+    """What `_record` says of the operands."""
+    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in (a, b))
+    return lhs, rhs, a.shape, b.shape, isinstance(a, QuantizedTensor)
+
+
+@functools.lru_cache(maxsize=4096)  # a training step repeats that of the step before
 def _record(
-    operands: tuple[Operand, Operand],
+    lhs: str,
+    rhs: str,
+    a: torch.Size,
+    b: torch.Size,
+    quantized: bool,
     kernel: str,
     native: bool,
     padding: str,
     refusals: tuple[str, ...],
     out_dtype: torch.dtype,
 ) -> GemmRecord:
-    a, b = operands
-    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in operands)
-    quantized = isinstance(a, QuantizedTensor)
-    sizes, out = (a.shape[0], b.shape[0], a.shape[1]), _short(out_dtype)
-    return GemmRecord(lhs, rhs, *sizes, kernel, quantized, native, padding, refusals, out)
+    return GemmRecord(lhs, rhs, a[0], b[0], a[1], kernel, quantized, native, padding, refusals, _short(out_dtype))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -153,10 +153,14 @@ class Recipe(RefusesUnknownFields):
     """dw = dy.T @ x"""
     overrides: tuple[Override, ...] = ()
     """Layers that differ; of two that match a layer, the later one has the last word."""
+    predicted: bool = field(init=False, repr=False, compare=False)
+    """Whether a cell of its own, no override's, is predicted: then doors keep state. Asked in every forward."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
+        specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
+        object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
         for tensor, one, other in (
             ("input", self.fprop.lhs, self.wgrad.rhs),
             ("weight", self.fprop.rhs, self.dgrad.rhs),

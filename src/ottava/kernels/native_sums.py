@@ -19,6 +19,14 @@ _SEGMENT = 1 << 18  # bytes that are hashed on their own
 _SMALL = 1 << 16  # bytes that are summed faster than threads are woken
 
 
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.ottava_checksum.restype = ctypes.c_uint64
+    library.ottava_checksum.argtypes = [pointer, size, pointer, number]
+    library.ottava_column_sums.restype = None
+    library.ottava_column_sums.argtypes = [pointer, number, size, size, size, pointer, number]
+
+
 def checksum(x: Tensor) -> int:
     """A hash of the bits of a CPU tensor, of any dtype and strides; comparable within one process.
 
@@ -28,14 +36,12 @@ def checksum(x: Tensor) -> int:
     # Not a sum, which rows that change places leave as it is. Not through numpy(), after which torch cannot resize the
     # storage any more, as FSDP2 does to free it.
     bits = x.detach().contiguous()
-    library = native_build.load("native_sums").library
+    library = native_build.load("native_sums", _declare).library
     if library is None:
         return zlib.crc32((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
-    function = library.ottava_checksum
-    function.restype = ctypes.c_uint64
     threads = torch.get_num_threads() if bits.nbytes > _SMALL else 1
     hashes = (ctypes.c_uint64 * -(-bits.nbytes // _SEGMENT))()
-    return int(function(ctypes.c_void_p(bits.data_ptr()), ctypes.c_int64(bits.nbytes), hashes, threads))
+    return int(library.ottava_checksum(bits.data_ptr(), bits.nbytes, hashes, threads))
 
 
 def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -54,18 +60,13 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
     usable = x.device.type == "cpu" and x.dtype in _TYPES and x.stride(1) == 1 and x.numel() > 0
-    library = native_build.load("native_sums").library if usable else None
+    library = native_build.load("native_sums", _declare).library if usable else None
     if library is None:
         return x.sum(0, dtype=torch.float32).to(dtype)
     rows, columns = x.shape
     out = torch.empty(columns, dtype=torch.float32)
-    library.ottava_column_sums(
-        ctypes.c_void_p(x.data_ptr()),
-        _TYPES.index(x.dtype),
-        *(ctypes.c_int64(size) for size in (rows, columns, x.stride(0))),
-        ctypes.c_void_p(out.data_ptr()),
-        torch.get_num_threads() if x.nbytes > _SMALL else 1,
-    )
+    threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
+    library.ottava_column_sums(x.data_ptr(), _TYPES.index(x.dtype), rows, columns, x.stride(0), out.data_ptr(), threads)
     return out.to(dtype)
 
 

@@ -120,8 +120,9 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log, after_backward=after_backward)
 
     def _unprepared(self, recipe: Recipe) -> bool:
-        predicted = self.quantizers.predicted(recipe)
-        return torch.is_grad_enabled() and any(spec is not None and door.spec != spec for door, spec in predicted)
+        if not (recipe.predicted and torch.is_grad_enabled()):
+            return False
+        return any(spec is not None and door.spec != spec for door, spec in self.quantizers.predicted(recipe))
 
     @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
     def _uncompiled(self, input: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class Linear(nn.Linear):
 
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
-        if all(spec is None for _, spec in self.quantizers.predicted(recipe)):
+        if not recipe.predicted:
             if self.weight.device.type not in ("cpu", "meta"):
                 self._bound_state().listen(moves=False)  # where a kept cast of the weight is out of date
             return None
