@@ -1,4 +1,4 @@
-"""Who else emulates FP8 on a CPU, measured beside ottava where it is installed: torchao and Microsoft's microxcaling."""
+"""Who else emulates FP8 on a CPU, measured beside ottava where installed: torchao and Microsoft's microxcaling."""
 
 from __future__ import annotations
 
