@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
@@ -40,6 +41,8 @@ BLOCK_SIZES = (512, 8, 256, 8)
 """Width, heads, tokens, sequences."""
 SMOLLM2_SIZES = (49_152, 30, 256)
 """Vocabulary, layers, tokens."""
+BUILDS = 5
+"""The most rounds of compiling."""
 WATCHED_STEPS = 3
 """Steps of a round."""
 
@@ -247,6 +250,24 @@ def _demo(settings: Settings) -> Iterator[Case]:
     yield Case("demo", f"the demo's model, {tokens} tokens a step", timings, {"tokens/s": speeds})
 
 
+def _build(settings: Settings) -> Iterator[Case]:
+    """Compiling the native kernels, which a machine does once."""
+    few = replace(settings, rounds=min(settings.rounds, BUILDS), cpu_time=False)
+    timings = few.time(
+        {
+            "one after the other": lambda: build_all(FIRST_STEP, 1),
+            "at the same time": lambda: build_all(FIRST_STEP, len(FIRST_STEP)),
+        }
+    )
+    yield Case("build", "what the first step of a BF16 model loads, by the clock", timings)
+    times = {name: build_time(library, few.rounds) for name, library in libraries().items()}
+    figures = {
+        "CPU seconds": {name: one.cpu for name, one in times.items()},
+        "seconds by the clock": {name: one.wall for name, one in times.items()},
+    }
+    yield Case("build", f"every library, empty cache, {compiled_by()}", (), figures)
+
+
 def _smollm2(settings: Settings) -> Iterator[Case]:
     vocabulary, layers, tokens = SMOLLM2_SIZES
     source = SmolLM2(vocabulary, layers)
@@ -356,6 +377,7 @@ SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
         "block": _block,
         "statistics": _statistics,
         "demo": _demo,
+        "build": _build,
         "smollm2": _smollm2,
     }
 )

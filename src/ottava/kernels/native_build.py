@@ -39,7 +39,7 @@ _LOGGER = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    # not -O3, which takes twice as long for kernels that are no faster: what it unrolls and peels is written so here
+    # not -O3, which takes longer: what it unrolls and peels is written so here
     *("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC"),
     "-ffp-contract=off",  # a fused multiply-add would round once
 )
