@@ -96,6 +96,17 @@ def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatc
     assert "empty cache, " in each.name
 
 
+@pytest.mark.parametrize("suite", ["block", "smollm2"])
+def test_compiled_models_run_beside_their_own(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are named, the model itself: gradients of both are one, and freed together."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    (case,) = cpu.bench([suite], Settings(rounds=2, compiled=True))
+    names = [timing.name for timing in case.timings]
+    assert names[-4:] == [f"{name}, compiled" for name in cpu.COMPILED]
+    assert len({id(model) for model in compiled}) == len(cpu.COMPILED)
+
+
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     """Never random weights in its place."""
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):

@@ -34,6 +34,8 @@ from ottava.train.model import ByteTransformer, loss
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """Those that have a goal."""
+COMPILED = ("BF16", "ottava tensorwise", "ottava mxfp8", "torchao tensorwise")
+"""What `compiled` adds under torch.compile."""
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
 """(rows, in_features, out_features)."""
@@ -89,7 +91,7 @@ class Settings:
     rounds: int = 15
     """Of every case; quartiles are over them."""
     compiled: bool = False
-    """Also BF16, ottava and torchao under torch.compile, which takes minutes."""
+    """Also the models of COMPILED under torch.compile, which takes minutes; of linear, block and smollm2."""
     cpu_time: bool = False
     """Count the process's CPU time instead of the clock's: with one thread, good on a busy machine."""
     checkpoint: Path | None = None
@@ -282,12 +284,12 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
     models = _models(make, ("tensorwise", "mxfp8"))
     ids = torch.randint(0, vocabulary, (1, tokens))
     variants: Variants = {}
-    for name, model in models.items():
+    for name, (run, model) in _runs(models, settings.compiled).items():
 
-        def step(model: nn.Module = model) -> None:
+        def step(run: Callable[[Tensor], Tensor] = run, model: nn.Module = model) -> None:
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                value = model(ids)
+                value = run(ids)
             value.backward()
 
         variants[name] = step
@@ -353,12 +355,16 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 
         return once
 
-    variants: Variants = {name: step(model, model) for name, model in models.items()}
-    if compiled:
-        for name in ("BF16", "ottava tensorwise", "torchao tensorwise"):
-            if name in models:
-                variants[f"{name}, compiled"] = step(torch.compile(models[name]), models[name])
-    return variants
+    return {name: step(run, owner) for name, (run, owner) in _runs(models, compiled).items()}
+
+
+def _runs(models: Mapping[str, nn.Module], compiled: bool) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]]:
+    """What to call and whose gradients it fills: each model, and if asked for some of them compiled."""
+    runs: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {n: (model, model) for n, model in models.items()}
+    for name in COMPILED if compiled else ():
+        if name in models:
+            runs[f"{name}, compiled"] = torch.compile(models[name]), models[name]
+    return runs
 
 
 def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, float]]:
