@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava import functional
 from ottava.functional import linear
+from ottava.kernels import native_build
 from ottava.ops import GemmRecord
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
@@ -395,3 +397,27 @@ def test_doors_are_called_as_modules() -> None:
     assert all(torch.equal(a, b) for (_, a), b in zip(seen, (x, w, dy), strict=True))
     assert isinstance(doors.input(x, None, None)[0], Tensor)
     assert isinstance(doors.input(x, QuantizationSpec(ottava.E4M3), None)[0], QuantizedTensor)
+
+
+@pytest.mark.parametrize(
+    "dtype, casts",
+    [
+        (torch.bfloat16, [""]),
+        (torch.float16, ["OTTAVA_TYPE=Float16"]),
+        (torch.float32, ["", "OTTAVA_TYPE=Float32"]),  # torch.autocast gives BF16 inputs
+        (torch.float64, []),
+    ],
+)
+def test_what_a_step_needs_is_built_ahead(
+    dtype: torch.dtype, casts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Casts from what will come, in the order of need, GEMMs and sums; once; nothing beside an accelerator."""
+    begun: list[tuple[str, str]] = []
+    monkeypatch.setattr(native_build, "begin", lambda name, variant="": begun.append((name, variant)))
+    for there in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
+        functional.build_ahead.cache_clear()
+        assert begun == []
+        for _ in range(2):
+            functional.build_ahead(dtype)
+    assert begun == [*(("native_quantize", v) for v in casts), ("native_gemm", ""), ("native_sums", "")]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import native_cpu, reference, triton_quantize
+from ottava.kernels.custom_operator import custom_operator
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -96,30 +97,16 @@ def quantize_both(
         scale: as for `quantize`, one for both.
         staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax.
     """
-    if torch.compiler.is_compiling():
-        if spec is None or spec_t is None or not _reads_once(x):
-            return None
-        at_once, one_scale = _both_of(spec.key, spec_t.key)
-        if not at_once:
-            return None
-        data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
-        scale_inv_t = scale_inv.t() if one_scale else own
-        first = QuantizedTensor(data, scale_inv, spec, x.dtype)
-        return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
-    if native_cpu in _casts(x.device) and spec and spec_t and scale is None and staged is None:
-        x = x.detach()
-        if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
-            here, there = native_cpu.quantize_both(x, spec, spec_t)
-            first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
-            return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
-    if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
+    if not torch.compiler.is_compiling():
+        return _quantize_both(x, spec, spec_t, scale, staged)
+    if spec is None or spec_t is None:
         return None
-    casts = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
-    row, col = (
-        QuantizedTensor(cast.data, cast.scale_inv, wanted, x.dtype) if cast is not None and wanted is not None else None
-        for cast, wanted in zip(casts, (spec, spec_t), strict=True)
-    )
-    return Both(row, col, next(cast.amax for cast in casts if cast is not None) if staged is None else None)
+    at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
+    if not at_once:
+        return None
+    data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
+    first = QuantizedTensor(data, scale_inv, spec, x.dtype)
+    return Both(first, QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype), amax)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -180,76 +167,104 @@ def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> refere
         return kernel.quantize(x, spec, scale)
 
 
+def _quantize_both(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None,
+    staged: Tensor | None,
+) -> Both | None:
+    x = x.detach()
+    if (
+        (spec is not None and spec_t is not None and scale is None and staged is None)
+        and native_cpu in _casts(x.device)
+        and native_cpu.supports_quantize_both(x, spec, spec_t) is None
+    ):
+        here, there = native_cpu.quantize_both(x, spec, spec_t)
+        first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
+        return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+    if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
+        return None
+    casts = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
+    row, col = (
+        QuantizedTensor(cast.data, cast.scale_inv, wanted, x.dtype) if cast is not None and wanted is not None else None
+        for cast, wanted in zip(casts, (spec, spec_t), strict=True)
+    )
+    return Both(row, col, next(cast.amax for cast in casts if cast is not None) if staged is None else None)
+
+
 @functools.lru_cache(maxsize=256)
 def spec_from_key(key: str) -> QuantizationSpec:
     """The spec of `QuantizationSpec.key`."""
     return QuantizationSpec.from_dict(json.loads(key))
 
 
-@torch.library.custom_op("ottava::quantize", mutates_args=())
-def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale_inv, amax = _quantize(x, spec_from_key(spec), scale)
-    like = _codes_like(x, data.dtype, "meta")  # the strides that the fake kernel promised
-    if data.stride() != like.stride():
-        data = torch.empty_strided(data.shape, like.stride(), dtype=data.dtype, device=data.device).copy_(data)
-    return data, scale_inv, amax
-
-
 def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """An accelerator's GEMMs want contiguous codes, and Triton writes such; the reference keeps the strides of x."""
+    """An accelerator's GEMMs want contiguous codes, and Triton writes such; on a CPU they keep the strides of x."""
     if x.device.type == "cpu":
         return torch.empty_like(x, dtype=dtype, device=device)
     return torch.empty(x.shape, dtype=dtype, device=device)
 
 
-@_quantize_op.register_fake
-def _(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _as_promised(data: Tensor, x: Tensor) -> Tensor:
+    """Codes of x with the strides that compiled code was told; nearly always they have them."""
+    if data.stride() == x.stride() and x.device.type == "cpu":
+        return data
+    strides = _codes_like(x, data.dtype, "meta").stride()
+    if data.stride() == strides:
+        return data
+    return torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)
+
+
+def _promised(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     parsed = spec_from_key(spec)
     grid = parsed.granularity.grid_shape((x.shape[0], x.shape[1]))
     data = _codes_like(x, parsed.format.storage_dtype, x.device)
     return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(grid, dtype=torch.float32)
 
 
+@custom_operator("quantize(Tensor x, str spec, Tensor? scale) -> (Tensor, Tensor, Tensor)", _promised)
+def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    data, scale_inv, amax = _quantize(x, spec_from_key(spec), scale)
+    return _as_promised(data, x), scale_inv, amax
+
+
+def _casts_as(x: Tensor) -> str:
+    """The type of device whose way of casting x and x.T compiled code takes."""
+    return x.device.type
+
+
 @torch.compiler.assume_constant_result
-def _both_of(spec: str, spec_t: str) -> tuple[bool, bool]:
-    """Whether the kernels make both casts, and whether these have one scale for each element."""
+def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
+    """Whether compiled code asks for both casts at once, and whether these have one scale for each element."""
     cells = spec_from_key(spec), spec_from_key(spec_t)
+    if device == "cpu":
+        return not (cells[0] == cells[1] and cells[0].granularity.transposes), False
     return not any(map(triton_quantize.refuses, cells)), triton_quantize.shared(*cells)
 
 
-def _reads_once(x: Tensor) -> bool:
-    """Whether compiled code asks for x and x.T at once; on a CPU it casts as eager code does there."""
-    return x.device.type == "cuda"
+def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
+    data, scale_inv, amax = _promised(x, spec, scale)
+    data_t, scale_inv_t, _ = _promised(x.t(), spec_t, scale)
+    shared = triton_quantize.shared(spec_from_key(spec), spec_from_key(spec_t))
+    return data, scale_inv, amax, data_t, x.new_empty(0, dtype=torch.float32) if shared else scale_inv_t
 
 
-@torch.library.custom_op("ottava::quantize_both", mutates_args=())
-def _quantize_both_op(
-    x: Tensor, spec: str, spec_t: str, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_operator(
+    "quantize_both(Tensor x, str spec, str spec_t, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _both_promised,
+)
+def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty where they share their scales."""
     row_spec, col_spec = spec_from_key(spec), spec_from_key(spec_t)
-    x = x.detach()
-    if any(triton_quantize.supports_quantize(x, s, scale) for s in (row_spec, col_spec)):
-        row, col = _quantize(x, row_spec, scale), _quantize(x.t(), col_spec, scale)  # a GPU without Triton: two casts
+    both = _quantize_both(x, row_spec, col_spec, scale, None)
+    if both is None:
+        row, col = _quantize(x, row_spec, scale), _quantize(x.t(), col_spec, scale)
+        ours, theirs, amax = (row.data, row.scale_inv), (col.data, col.scale_inv), row.amax
     else:
-        both = triton_quantize.quantize_both(x, row_spec, col_spec, scale)
-        assert both[0] is not None
-        assert both[1] is not None
-        row, col = both[0], both[1]
-    own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
-    return row.data.contiguous(), row.scale_inv, row.amax, col.data.contiguous(), own
-
-
-@_quantize_both_op.register_fake
-def _(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row_spec, col_spec = spec_from_key(spec), spec_from_key(spec_t)
-    rows, cols = x.shape
-    grid, grid_t = row_spec.granularity.grid_shape((rows, cols)), col_spec.granularity.grid_shape((cols, rows))
-    own = (0,) if triton_quantize.shared(row_spec, col_spec) else grid_t
-    return (
-        x.new_empty((rows, cols), dtype=row_spec.format.storage_dtype),
-        x.new_empty(grid, dtype=torch.float32),
-        x.new_empty(grid, dtype=torch.float32),
-        x.new_empty((cols, rows), dtype=col_spec.format.storage_dtype),
-        x.new_empty(own, dtype=torch.float32),
-    )
+        assert both.row is not None
+        assert both.col is not None
+        assert both.amax is not None  # both were asked for, and nothing is staged
+        ours, theirs, amax = (both.row.data, both.row.scale_inv), (both.col.data, both.col.scale_inv), both.amax
+    own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else theirs[1]
+    return _as_promised(ours[0], x), ours[1], amax, _as_promised(theirs[0], x.t()), own

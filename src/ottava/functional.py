@@ -12,6 +12,7 @@ gradient will need.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ottava.kernels import native_build, native_cpu
 from ottava.kernels.native_sums import column_sums
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
@@ -67,6 +69,23 @@ def linear(
     rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
     y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log, after_backward)
     return y.squeeze(0) if x.dim() == 1 else y.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=8)
+def build_ahead(dtype: torch.dtype) -> None:
+    """Begins to compile what linears with such weights need on a CPU, all of it at once and in the background.
+
+    The first step would ask for one library after the other, and wait for each. Nothing is begun where there is an
+    accelerator: a model that is converted on the CPU will hardly stay there.
+    """
+    if torch.accelerator.is_available():
+        return
+    inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # torch.autocast's, as training in FP32 has it
+    for one in dict.fromkeys((inputs, dtype)):  # in the order of need
+        if one in native_cpu.VARIANTS:
+            native_build.begin("native_quantize", native_cpu.VARIANTS[one])
+    for name in ("native_gemm", "native_sums"):
+        native_build.begin(name)
 
 
 class _Linear(torch.autograd.Function):

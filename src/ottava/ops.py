@@ -20,6 +20,7 @@ from torch import Tensor
 from ottava.casts import dequantize, no_autocast, spec_from_key
 from ottava.errors import unknown_name
 from ottava.kernels import bf16_mm, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
+from ottava.kernels.custom_operator import custom_operator
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -334,7 +335,25 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@torch.library.custom_op("ottava::gemm", mutates_args=())
+def _promised(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    a_spec: str,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    b_spec: str,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+@custom_operator(
+    "gemm(Tensor a, Tensor a_scale_inv, str a_spec, Tensor b, Tensor b_scale_inv, str b_spec, ScalarType out_dtype,"
+    " Tensor? bias, bool fast_accum) -> Tensor",
+    _promised,
+)
 def _gemm_op(
     a: Tensor,
     a_scale_inv: Tensor,
@@ -348,19 +367,6 @@ def _gemm_op(
 ) -> Tensor:
     lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
     rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)
-    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
-
-
-@_gemm_op.register_fake
-def _(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_spec: str,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_spec: str,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    kernel, _ = _choose(lhs, rhs, out_dtype, bias, fast_accum, None)  # `gemm` checked the operands while compiling
+    with no_autocast(a.device):
+        return kernel.gemm(lhs, rhs, out_dtype, bias, fast_accum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,30 @@ def test_smollm2_says_whose_weights_it_ran() -> None:
         "ottava mxfp8",
         "torchao tensorwise",
     ]
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock and in CPU seconds, with the compiler's name; here of one library."""
+    monkeypatch.setattr(cpu, "FIRST_STEP", (("native_sums", ""),))
+    monkeypatch.setattr(cpu, "libraries", lambda: {"native_sums": ("native_sums", "")})
+    together, each = cpu.bench(["build"], Settings(rounds=2, cpu_time=True))
+    assert [timing.name for timing in together.timings] == ["one after the other", "at the same time"]
+    assert all(timing.milliseconds > 10 for timing in together.timings)  # the compiler's time is no CPU time of ours
+    assert set(each.figures) == {"CPU seconds", "seconds by the clock"}
+    assert all(0 < figures["native_sums"] < 60 for figures in each.figures.values())
+    assert "empty cache, " in each.name
+
+
+@pytest.mark.parametrize("suite", ["block", "smollm2"])
+def test_compiled_models_run_beside_their_own(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are named, the model itself: gradients of both are one, and freed together."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    (case,) = cpu.bench([suite], Settings(rounds=2, compiled=True))
+    names = [timing.name for timing in case.timings]
+    assert names[-4:] == [f"{name}, compiled" for name in cpu.COMPILED]
+    assert len({id(model) for model in compiled}) == len(cpu.COMPILED)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +88,55 @@ def test_two_processes_may_build_it_at_once(settings: BuildSettings) -> None:
     assert [racer.communicate(timeout=300)[0] for racer in racers] == ["42\n"] * 4
     assert all(path.suffix == ".so" for path in kept(settings))
     assert build("tiny", settings).seconds == 0
+
+
+def test_what_is_begun_is_built_at_the_same_time(
+    settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two compilers waits for the other one to run, so one after the other would not end well; each is
+    called once, however often it is begun, and whoever needs the library meanwhile waits for it.
+    """
+    real = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    waits = f"""
+case "$*" in *--version*) exec {real} "$@";; esac
+for source; do case "$source" in *.cpp) break;; esac; done
+echo once >> {tmp_path}/ran-$(basename "$source")
+for try in $(seq 100); do
+    [ -e {tmp_path}/ran-tiny.cpp ] && [ -e {tmp_path}/ran-other.cpp ] && exec {real} "$@"
+    sleep 0.1
+done
+exit 1"""
+    (settings.sources / "other.cpp").write_text(SOURCE.replace("42", "43"))
+    own = replace(settings, compiler=script(tmp_path / "waiting-cxx", waits))
+    monkeypatch.setattr(native_build, "from_environment", lambda: own)
+    for _ in range(2):
+        native_build.begin("tiny")
+        native_build.begin("other")
+    assert answer(native_build.load("tiny")) == 42
+    assert answer(native_build.load("other")) == 43
+    assert [(tmp_path / f"ran-{name}.cpp").read_text() for name in ("tiny", "other")] == ["once\n", "once\n"]
+    native_build.load.cache_clear()
+
+
+def test_a_fork_during_a_build_builds_for_itself(
+    settings: BuildSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that would have told it does not exist in the child."""
+    real = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    slow = f'case "$*" in *--version*) ;; *) echo > {tmp_path}/runs; sleep 1;; esac; exec {real} "$@"'
+    own = replace(settings, compiler=script(tmp_path / "slow-cxx", slow))
+    monkeypatch.setattr(native_build, "from_environment", lambda: own)
+    native_build.begin("tiny")
+    while not (tmp_path / "runs").exists():
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that waits for ever
+        built = native_build.load("tiny")
+        os._exit(built.library.answer() if built.library is not None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert answer(native_build.load("tiny")) == 42
+    native_build.load.cache_clear()
 
 
 @pytest.mark.parametrize("damage", ["cut off", "one bit", "emptied"])

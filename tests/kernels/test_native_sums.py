@@ -136,6 +136,6 @@ def test_no_gradient_and_nan(library: str) -> None:
 def test_compiled_sums_give_eager_bits() -> None:
     """An opaque operator that keeps torch's contract."""
     x = torch.randn(300, 40).bfloat16()
-    torch.library.opcheck(torch.ops.ottava.column_sums.default, (x,))
+    torch.library.opcheck(torch.ops.ottava.column_sums.default, (x, torch.bfloat16))
     compiled = torch.compile(native_sums.column_sums, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), native_sums.column_sums(x))

@@ -242,7 +242,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed", "guarded"])
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
-    monkeypatch.setattr(casts, "_reads_once", lambda x: True)
+    monkeypatch.setattr(casts, "_casts_as", lambda x: "cuda")
     called: list[str] = []
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *a: called.append("both") or "not on a CPU")
     eager, model = network(recipe), network(recipe)
@@ -250,3 +250,21 @@ def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch
     called.clear()
     assert_same(train(model, compiled(model)), expected)
     assert called
+
+
+@pytest.mark.parametrize("recipe, casts_of_x", [("tensorwise", ["quantize"]), ("mxfp8", ["quantize_both"])])
+def test_compiled_code_for_a_cpu_casts_as_eager_code_does(recipe: str, casts_of_x: list[str]) -> None:
+    """One operator for x and x.T; where one cast serves both, that one."""
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        for part in graph.modules():
+            seen.extend(str(node.target) for node in part.graph.nodes)  # type: ignore[union-attr]
+        return graph
+
+    model = nn.Sequential(nn.Linear(64, 96)).bfloat16()
+    ottava.convert(model, recipe)
+    torch.compile(model, backend=backend, fullgraph=True)(data(0)).sum().backward()
+    called = [name.split(".")[1] for name in seen if name.startswith("ottava.")]
+    assert [name for name in called if name.startswith("quantize")] == 3 * casts_of_x  # x, the weight, dy
+    assert sorted(set(called) - set(casts_of_x)) == ["column_sums", "gemm"]

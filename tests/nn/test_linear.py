@@ -350,3 +350,16 @@ def test_the_record_of_the_last_call_keeps_no_tensor_alive() -> None:
         assert alive() is None
         assert layer.last_call is not None
         assert set(layer.last_call.records) == ({"fprop", "dgrad", "wgrad"} if backward else {"fprop"})
+
+
+def test_kernels_are_built_while_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the moment a layer on a CPU gets a recipe that casts, by a constructor or by `convert`."""
+    begun: list[torch.dtype] = []
+    monkeypatch.setattr("ottava.nn.linear.build_ahead", begun.append)
+    make("bf16")
+    with torch.device("meta"):
+        make("tensorwise")
+    assert begun == []
+    make("tensorwise")
+    ottava.convert(nn.Linear(64, 64), "mxfp8")
+    assert begun == [torch.bfloat16, torch.float32]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
@@ -34,6 +35,8 @@ from ottava.train.model import ByteTransformer, loss
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """Those that have a goal."""
+COMPILED = ("BF16", "ottava tensorwise", "ottava mxfp8", "torchao tensorwise")
+"""What `compiled` adds under torch.compile."""
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
 """(rows, in_features, out_features)."""
@@ -41,6 +44,8 @@ BLOCK_SIZES = (512, 8, 256, 8)
 """Width, heads, tokens, sequences."""
 SMOLLM2_SIZES = (49_152, 30, 256)
 """Vocabulary, layers, tokens."""
+BUILDS = 5
+"""The most rounds of compiling."""
 WATCHED_STEPS = 3
 """Steps of a round."""
 
@@ -87,7 +92,7 @@ class Settings:
     rounds: int = 15
     """Of every case; quartiles are over them."""
     compiled: bool = False
-    """Also BF16, ottava and torchao under torch.compile, which takes minutes."""
+    """Also the models of COMPILED under torch.compile, which takes minutes; of linear, block and smollm2."""
     cpu_time: bool = False
     """Count the process's CPU time instead of the clock's: with one thread, good on a busy machine."""
     checkpoint: Path | None = None
@@ -248,6 +253,24 @@ def _demo(settings: Settings) -> Iterator[Case]:
     yield Case("demo", f"the demo's model, {tokens} tokens a step", timings, {"tokens/s": speeds})
 
 
+def _build(settings: Settings) -> Iterator[Case]:
+    """Compiling the native kernels, which a machine does once."""
+    few = replace(settings, rounds=min(settings.rounds, BUILDS), cpu_time=False)
+    timings = few.time(
+        {
+            "one after the other": lambda: build_all(FIRST_STEP, 1),
+            "at the same time": lambda: build_all(FIRST_STEP, len(FIRST_STEP)),
+        }
+    )
+    yield Case("build", "what the first step of a BF16 model loads, by the clock", timings)
+    times = {name: build_time(library, few.rounds) for name, library in libraries().items()}
+    figures = {
+        "CPU seconds": {name: one.cpu for name, one in times.items()},
+        "seconds by the clock": {name: one.wall for name, one in times.items()},
+    }
+    yield Case("build", f"every library, empty cache, {compiled_by()}", (), figures)
+
+
 def _smollm2(settings: Settings) -> Iterator[Case]:
     vocabulary, layers, tokens = SMOLLM2_SIZES
     source = SmolLM2(vocabulary, layers)
@@ -262,12 +285,12 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
     models = _models(make, ("tensorwise", "mxfp8"), others=("torchao tensorwise",))
     ids = torch.randint(0, vocabulary, (1, tokens))
     variants: Variants = {}
-    for name, model in models.items():
+    for name, (run, model) in _runs(models, settings.compiled).items():
 
-        def step(model: nn.Module = model) -> None:
+        def step(run: Callable[[Tensor], Tensor] = run, model: nn.Module = model) -> None:
             model.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
-                value = model(ids)
+                value = run(ids)
             value.backward()
 
         variants[name] = step
@@ -329,12 +352,16 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 
         return once
 
-    variants: Variants = {name: step(model, model) for name, model in models.items()}
-    if compiled:
-        for name in ("BF16", "ottava tensorwise", "torchao tensorwise"):
-            if name in models:
-                variants[f"{name}, compiled"] = step(torch.compile(models[name]), models[name])
-    return variants
+    return {name: step(run, owner) for name, (run, owner) in _runs(models, compiled).items()}
+
+
+def _runs(models: Mapping[str, nn.Module], compiled: bool) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]]:
+    """What to call and whose gradients it fills: each model, and if asked for some of them compiled."""
+    runs: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {n: (model, model) for n, model in models.items()}
+    for name in COMPILED if compiled else ():
+        if name in models:
+            runs[f"{name}, compiled"] = torch.compile(models[name]), models[name]
+    return runs
 
 
 def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, float]]:
@@ -353,6 +380,7 @@ SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
         "block": _block,
         "statistics": _statistics,
         "demo": _demo,
+        "build": _build,
         "smollm2": _smollm2,
     }
 )

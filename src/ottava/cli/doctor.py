@@ -53,6 +53,8 @@ def examine() -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     libraries = []
     for name in native_build.sources():
+        native_build.begin(name)
+    for name in native_build.sources():
         built = native_build.load(name)
         libraries.append({"name": name, "reason": built.reason, "note": built.note, "threads": built.threads})
     lost = [f"{library['name']}: {library['reason']}" for library in libraries if library["reason"]]

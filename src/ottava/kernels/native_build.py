@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ _LOGGER = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    # not -O3, which takes twice as long for kernels that are no faster: what it unrolls and peels is written so here
+    # not -O3, which takes longer: what it unrolls and peels is written so here
     *("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC"),
     "-ffp-contract=off",  # a fused multiply-add would round once
 )
@@ -115,7 +116,8 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
 def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, variant: str = "") -> Built:
     """The library of NAME.cpp in this folder, built if need be; asked once a process, name and variant.
 
-    What is lost without it, or built anew each time, is logged once.
+    What is lost without it, or built anew each time, is logged once. Where another thread is building it, as `begin`
+    has it, that one is waited for.
 
     Args:
         declare: gives its functions their argument types.
@@ -126,7 +128,7 @@ def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, varian
         >>> load("nothing_of_that_name").library is None
         True
     """
-    built = build(name, from_environment(), variant)
+    built = _once(name, variant, from_environment(), os.getpid())()
     if built.library is None:
         _LOGGER.info("%s.cpp: %s. What it would have run takes the slower reference.", name, built.reason)
     elif declare is not None:
@@ -134,6 +136,44 @@ def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, varian
     if built.note:
         _LOGGER.info("%s", built.note)
     return built
+
+
+def begin(name: str, variant: str = "") -> None:
+    """Builds in the background what `load` will ask for, and returns at once; a second call changes nothing.
+
+    Edge cases: what goes wrong is what `load` reports when it is asked. A process that ends meanwhile waits for the
+    compiler, so that nothing half made stays in the cache.
+
+    Example:
+        >>> begin("native_quantize")
+        >>> begin("native_gemm")  # at the same time
+        >>> load("native_quantize").seconds < 60  # waits for this one only
+        True
+    """
+    _in_background(_once(name, variant, from_environment(), os.getpid()))
+
+
+@functools.lru_cache(maxsize=64)
+def _once(name: str, variant: str, settings: BuildSettings, process: int) -> Callable[[], Built]:
+    """A build made by the first who calls it, while others wait; a forked process has no thread of its parent's."""
+    lock = threading.Lock()
+    made: list[Built] = []
+
+    def built() -> Built:
+        with lock:
+            if not made:
+                made.append(build(name, settings, variant))
+            return made[0]
+
+    return built
+
+
+@functools.lru_cache(maxsize=64)
+def _in_background(built: Callable[[], Built]) -> None:
+    try:
+        threading.Thread(target=built, name="ottava builds").start()
+    except RuntimeError:  # the interpreter is ending, or there are too many threads: `load` builds it itself
+        return
 
 
 def build(name: str, settings: BuildSettings, variant: str = "") -> Built:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import native_build
+from ottava.kernels.custom_operator import custom_operator
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEGMENT = 1 << 18  # bytes that are hashed on their own
@@ -55,8 +56,16 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         tensor([3., 3.])
     """
     if torch.compiler.is_compiling():  # the bits of eager code
-        return torch.ops.ottava.column_sums(x).to(dtype)  # type: ignore[no-any-return]
-    x = x.detach()
+        return torch.ops.ottava.column_sums(x, dtype)  # type: ignore[no-any-return]
+    return _column_sums(x.detach(), dtype)
+
+
+def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=dtype)
+
+
+@custom_operator("column_sums(Tensor x, ScalarType dtype) -> Tensor", _promised)
+def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
     usable = x.device.type == "cpu" and x.dtype in _TYPES and x.stride(1) == 1 and x.numel() > 0
@@ -68,13 +77,3 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
     library.ottava_column_sums(x.data_ptr(), _TYPES.index(x.dtype), rows, columns, x.stride(0), out.data_ptr(), threads)
     return out.to(dtype)
-
-
-@torch.library.custom_op("ottava::column_sums", mutates_args=())
-def _column_sums_op(x: Tensor) -> Tensor:
-    return column_sums(x)
-
-
-@_column_sums_op.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], dtype=torch.float32)

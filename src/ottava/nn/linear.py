@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.autocast import Ambient, ambient
-from ottava.functional import linear, observe_grad_output
+from ottava.functional import build_ahead, linear, observe_grad_output
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
@@ -94,6 +94,8 @@ class Linear(nn.Linear):
             self.scaling_state = ScalingState(None)
         self.resolved = recipe.for_layer(name)
         self.quantizers.prepare(self.resolved, self.weight.device)
+        if self.weight.device.type == "cpu" and self.resolved.quantized:
+            build_ahead(self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
