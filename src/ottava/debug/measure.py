@@ -185,7 +185,9 @@ def sample_bands(rows: int, every: int, phase: int) -> Bands | None:
 
 
 def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of those rows of a matrix; of one that lies in memory by columns, as such."""
+    """A copy of those rows of a matrix."""
+    if dtype in (None, x.dtype) and native_measure.supports_take(x) is None:
+        return native_measure.take(x, bands)
     dim, lying = (1, x.t()) if column_major(x) else (0, x)
     parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
     taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0]

@@ -85,15 +85,85 @@ inline bool any(I mask) {
   return all != 0;
 }
 
-template <class Item>  // columns `stride` apart -> rows; by tiles, of which each line is used whole
+// --- columns into rows ------------------------------------------------------------------------------------------------
+
+#ifdef __clang__
+#define SHUFFLED(V, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(V, a, b, ...) __builtin_shuffle(a, b, V{__VA_ARGS__})
+#endif
+typedef uint8_t X1 __attribute__((vector_size(16)));
+typedef int16_t X2 __attribute__((vector_size(16)));
+typedef int32_t X4 __attribute__((vector_size(16)));
+template <class Item> struct Line;
+template <> struct Line<uint8_t> {
+  using V = X1;
+  static inline V low(V a, V b) { return SHUFFLED(V, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
+  static inline V high(V a, V b) {
+    return SHUFFLED(V, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
+};
+template <> struct Line<int16_t> {
+  using V = X2;
+  static inline V low(V a, V b) { return SHUFFLED(V, a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+  static inline V high(V a, V b) { return SHUFFLED(V, a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+};
+template <> struct Line<int32_t> {
+  using V = X4;
+  static inline V low(V a, V b) { return SHUFFLED(V, a, b, 0, 4, 1, 5); }
+  static inline V high(V a, V b) { return SHUFFLED(V, a, b, 2, 6, 3, 7); }
+};
+
+// N x N items, N vectors of N: shuffled like cards log2(N) times, rows are columns.
+template <class Item, int N>
+inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t to_stride) {
+  using V = typename Line<Item>::V;
+  V cards[N], shuffled[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; i++) cards[i] = load<V>(from + i * stride);
+#pragma GCC unroll 4
+  for (int times = 1; times < N; times *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; i++) {
+      shuffled[2 * i] = Line<Item>::low(cards[i], cards[i + N / 2]);
+      shuffled[2 * i + 1] = Line<Item>::high(cards[i], cards[i + N / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) cards[i] = shuffled[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; i++) std::memcpy(to + i * to_stride, &cards[i], sizeof(V));
+}
+
+template <class Item>  // columns `stride` apart -> rows; along few columns at a time, of which each line is read once
 const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to) {
-  constexpr int64_t TILE = 32;
-  for (int64_t left = 0; left < cols; left += TILE)
-    for (int64_t top = 0; top < rows; top += TILE)
-      for (int64_t row = top; row < smaller(top + TILE, rows); row++)
-        for (int64_t col = left; col < smaller(left + TILE, cols); col++)
-          to[row * cols + col] = from[col * stride + row];
+  constexpr int N = 16 / int(sizeof(Item));
+  const int64_t whole = rows / N * N;
+  int64_t left = 0;
+  for (; left + N <= cols; left += N) {
+    const Item* column = from + left * stride;
+    for (int64_t row = 0; row < whole; row += N) transpose_square<Item, N>(column + row, stride, to + row * cols + left, cols);
+    for (int64_t row = whole; row < rows; row++)
+      for (int64_t col = 0; col < N; col++) to[row * cols + left + col] = column[col * stride + row];
+  }
+  for (; left < cols; left++)
+    for (int64_t row = 0; row < rows; row++) to[row * cols + left] = from[left * stride + row];
   return to;
+}
+
+// Some rows of a matrix, one below the other.
+template <class Item>
+void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to) {
+  Item* out = static_cast<Item*>(to);
+  for (int64_t i = 0; i < n; i++, bands += 2) {
+    const Item* first = static_cast<const Item*>(from) + bands[0] * row_step;
+    const int64_t rows = bands[1] - bands[0];
+    if (col_step != 1) transpose(first, col_step, rows, cols, out);
+    else
+      for (int64_t row = 0; row < rows; row++)
+        std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
+    out += rows * cols;
+  }
 }
 
 struct Lanes {  // what is summed while chunks of a row go by
