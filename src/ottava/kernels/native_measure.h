@@ -68,11 +68,24 @@ template <class To> inline To load(const void* from) { To to; std::memcpy(&to, f
 inline V spread(float f) { return V{} + f; }
 inline I spread(int32_t i) { return I{} + i; }
 
+// GCC 12 converts vectors of integers one by one, but by the instructions that do it
+#if defined(__AVX512F__) && !defined(__clang__)
+typedef char C __attribute__((vector_size(16)));
+inline I widened(H x) { return as<I>(__builtin_ia32_pmovsxwd512_mask(x, I{}, -1)); }
+inline I widened(B x) { return as<I>(__builtin_ia32_pmovzxbd512_mask(as<C>(x), I{}, -1)); }
+#elif defined(__AVX2__) && !defined(__clang__)
+typedef char C __attribute__((vector_size(16)));
+inline I widened(H x) { return as<I>(__builtin_ia32_pmovsxwd256(x)); }
+inline I widened(B x) { C wide{}; std::memcpy(&wide, &x, sizeof(x)); return as<I>(__builtin_ia32_pmovzxbd256(wide)); }
+#else
+template <class Narrow> inline I widened(Narrow x) { return __builtin_convertvector(x, I); }
+#endif
+
 template <class T> inline I fp32_bits(const typename T::Int* x);
 template <> inline I fp32_bits<Float32>(const int32_t* x) { return load<I>(x); }
-template <> inline I fp32_bits<BFloat16>(const int16_t* x) { return __builtin_convertvector(load<H>(x), I) << 16; }
+template <> inline I fp32_bits<BFloat16>(const int16_t* x) { return widened(load<H>(x)) << 16; }
 template <> inline I fp32_bits<Float16>(const int16_t* x) {
-  const I half = __builtin_convertvector(load<H>(x), I), magnitude = (half & 0x7fff) << 13;
+  const I half = widened(load<H>(x)), magnitude = (half & 0x7fff) << 13;
   const I rebias = magnitude >= (31 << 23) ? spread(224 << 23) : spread(112 << 23);
   const I subnormal = as<I>(as<V>(magnitude + (113 << 23)) - spread(float_of(113 << 23)));
   return (magnitude < (1 << 23) ? subnormal : magnitude + rebias) | (half & ~MAGNITUDE);
@@ -344,7 +357,7 @@ struct Walk {
     for (int64_t i = 0; i < n; i += LANES) {
       const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
       const I bits = raw & ~beyond, magnitude_bits = bits & MAGNITUDE;
-      const I code = __builtin_convertvector(load<B>(codes + i), I), fields = (code & d.magnitudes) << d.shift;
+      const I code = widened(load<B>(codes + i)), fields = (code & d.magnitudes) << d.shift;
       const I normal = fields + (fields >= d.special ? spread(2 * d.rebias) : spread(d.rebias));
       const I tiny = as<I>(as<V>(fields + d.smallest_normal) - spread(float_of(d.smallest_normal)));
       const I number = ((fields < (1 << 23) ? tiny : normal) | ((code << d.sign_shift) & ~MAGNITUDE)) & ~beyond;
