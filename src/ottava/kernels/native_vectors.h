@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "native_base.h"
 #include "native_float.h"
 
 namespace {
@@ -101,19 +102,16 @@ inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t
   for (int i = 0; i < N; i++) std::memcpy(to + i * to_stride, &cards[i], sizeof(V));
 }
 
-template <class Item>  // columns `stride` apart -> rows; along few columns at a time, of which each line is read once
+template <class Item>  // columns `stride` apart -> rows; so many columns at a time that lines of a cache are written whole
 const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to) {
-  constexpr int N = 16 / int(sizeof(Item));
-  const int64_t whole = rows / N * N;
-  int64_t left = 0;
-  for (; left + N <= cols; left += N) {
-    const Item* column = from + left * stride;
-    for (int64_t row = 0; row < whole; row += N) transpose_square<Item, N>(column + row, stride, to + row * cols + left, cols);
-    for (int64_t row = whole; row < rows; row++)
-      for (int64_t col = 0; col < N; col++) to[row * cols + left + col] = column[col * stride + row];
-  }
-  for (; left < cols; left++)
-    for (int64_t row = 0; row < rows; row++) to[row * cols + left] = from[left * stride + row];
+  constexpr int N = 16 / int(sizeof(Item)), LINE = 4 * N;
+  const int64_t high = rows / N * N, wide = cols / N * N;
+  for (int64_t left = 0; left < wide; left += LINE)
+    for (int64_t row = 0; row < high; row += N)
+      for (int64_t col = left; col < smaller(left + LINE, wide); col += N)
+        transpose_square<Item, N>(from + col * stride + row, stride, to + row * cols + col, cols);
+  for (int64_t col = 0; col < cols; col++)
+    for (int64_t row = col < wide ? high : 0; row < rows; row++) to[row * cols + col] = from[col * stride + row];
   return to;
 }
 
