@@ -75,9 +75,9 @@ def quantize_with_amax(
     """As `quantize`, and the amax of each block that the cast saw; where `scale` is 0 the current scale is used."""
     if torch.compiler.is_compiling():
         data, scale_inv, amax = torch.ops.ottava.quantize(x, spec.key, scale)
-    else:
-        data, scale_inv, amax = _quantize(x, spec, scale)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
+        return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
+    data, scale_inv, amax = _quantize(x, spec, scale)
+    return QuantizedTensor(data, scale_inv, spec, x.dtype, amax if amax.numel() == 1 else None), amax
 
 
 def quantize_both(

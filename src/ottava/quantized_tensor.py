@@ -181,6 +181,8 @@ class QuantizedTensor:
     """How it was cast."""
     dtype: torch.dtype
     """Of the tensor it stands for."""
+    amax: Tensor | None = None
+    """Of that tensor, fp32 with one entry, as the cast saw it; None where it was not kept: only casts per tensor do."""
 
     @property
     def shape(self) -> torch.Size:
@@ -218,7 +220,7 @@ class QuantizedTensor:
             raise ValueError(
                 f"QuantizedTensor.t: {self.spec.granularity} blocks of x are not blocks of x.T; quantize x.T itself"
             )
-        return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.spec, self.dtype)
+        return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.spec, self.dtype, self.amax)
 
 
 Operand = Tensor | QuantizedTensor

@@ -100,6 +100,22 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
     return torch.stack([largest.double(), here.double(), lost, _f64(x.numel(), x)])
 
 
+def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
+    """What `survey` would say of the tensor of so many elements that x_q is a cast of; None if the cast did not find it.
+
+    Example:
+        >>> import ottava
+        >>> found_by(ottava.quantize(torch.tensor([[1.0, -3.0]]), ottava.QuantizationSpec(ottava.E4M3)), 2).tolist()
+        [3.0, 3.0, 0.0, 2.0]
+    """
+    if x_q.amax is None or x_q.amax.device.type != "cpu":  # elsewhere asking would wait for the device
+        return None
+    largest = abs(float(x_q.amax))  # how many are not finite, a cast does not count
+    if not math.isfinite(largest):
+        return None
+    return torch.tensor([largest, largest, 0.0, elements], dtype=torch.float64)
+
+
 def measure_packed(x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = None, fine: bool = True) -> Packed:
     """As `measure`, left on the device.
 
@@ -185,7 +201,9 @@ def sample_bands(rows: int, every: int, phase: int) -> Bands | None:
 
 
 def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of those rows of a matrix; of one that lies in memory by columns, as such."""
+    """A copy of those rows of a matrix."""
+    if dtype in (None, x.dtype) and native_measure.supports_take(x) is None:
+        return native_measure.take(x, bands)
     dim, lying = (1, x.t()) if column_major(x) else (0, x)
     parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
     taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0]

@@ -17,6 +17,14 @@ struct Team {
   ~Team() { delete[] each; }
 };
 
+inline int thread_number() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
 inline void need(bool there) {
   if (!there) throw std::bad_alloc();
 }
@@ -45,14 +53,14 @@ void measure_scales(const Job& job, const Library& library) {
   job.extremes[SCALE_ERROR_MIN] = -error;
 }
 
+// scratch: of each thread.
 template <class T>
-void measure(const Job& job, const Library& library, int threads) {
+void measure(const Job& job, const Library& library, Scratch* scratch, int threads) {
   const int64_t bands = (job.rows + BAND - 1) / BAND, width = library.width;
   const int team = int(between<int64_t>(smaller<int64_t>(bands, job.rows * job.cols / 16384), 1, threads));
   const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, cells = BAND * job.cols, wave = smaller(bands, WAVE);
-  const Team scratch(team);
   for (int i = 0; i < team; i++) {
-    Scratch& s = scratch.each[i];
+    Scratch& s = scratch[i];
     need(s.blocks[0].make(BAND) && s.blocks[1].make(BAND * chunks));
     need(s.blocks[2].make(BAND * ((job.cols + 31) / 32)) && s.blocks[3].make(chunks));
     need(job.x_col == 1 || s.x.make(cells * int64_t(sizeof(typename T::Int))));
@@ -66,13 +74,10 @@ void measure(const Job& job, const Library& library, int threads) {
     fill(slots.get(), wave * (width + 3), 0.0);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t i = 0; i < count; i++) {
-      int thread = 0;
-#ifdef _OPENMP
-      thread = team > 1 ? omp_get_thread_num() : 0;
-#endif
+      const int thread = team > 1 ? thread_number() : 0;
       double* slot = slots.get() + i * (width + 3);
       slot[width + AMIN] = -__builtin_inf();
-      walk.band(start + i, scratch.each[thread], slot, slot + width);
+      walk.band(start + i, scratch[thread], slot, slot + width);
     }
     for (int64_t i = 0; i < count; i++) {
       const double* slot = slots.get() + i * (width + 3);
@@ -91,7 +96,7 @@ void measure(const Job& job, const Library& library, int threads) {
 
 // Casts a sample of rows, with the scale of the whole tensor where there is one for all of it.
 template <class T>
-void cast_and_measure(Job job, const Library& library, int threads) {
+void cast_and_measure(Job job, const Library& library, Scratch* scratch, int threads) {
   using Int = typename T::Int;
   const int64_t rows = job.rows, cols = job.cols;
   Array<Int> in_rows;
@@ -114,15 +119,15 @@ void cast_and_measure(Job job, const Library& library, int threads) {
     throw std::bad_alloc();
   job.codes = codes.get(), job.code_row = cols, job.code_col = 1;
   job.scale_inv = scales.get();
-  measure<T>(job, library, threads);
+  measure<T>(job, library, scratch, threads);
 }
 
 template <class T>
-void run(const Job& job, const Library& library, int threads) {
+void run(const Job& job, const Library& library, Scratch* scratch, int threads) {
   for (int k = AMAX; k <= SCALE_ERROR_MIN; k++) job.extremes[k] = -__builtin_inf();  // of nothing
   job.extremes[AMAX] = job.extremes[MAX_ERROR] = job.extremes[SCALE_MAX] = 0;
-  if (job.codes == nullptr) cast_and_measure<T>(job, library, threads);
-  else measure<T>(job, library, threads);
+  if (job.codes == nullptr) cast_and_measure<T>(job, library, scratch, threads);
+  else measure<T>(job, library, scratch, threads);
 }
 
 // The extent of a matrix whose rows of `cols` elements lie `stride` apart.
@@ -178,17 +183,23 @@ extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, 
   return largest <= __FLT_MAX__;
 }
 
+// Copies n bands of rows, (first, the one after the last) each, of x or of codes (1 byte each), one below the other.
+extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t cols,
+                            const int64_t* bands, int64_t n, void* to) {
+  if (bytes == 1) take<uint8_t>(from, row_step, col_step, cols, bands, n, to);
+  else take<OTTAVA_TYPE::Int>(from, row_step, col_step, cols, bands, n, to);
+}
+
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
 // if there was no memory.
 extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
   int failed = 0;
-  const int team = n > 1 ? int(smaller<int64_t>(n, threads)) : 1;
+  const int team = n > 1 ? int(smaller<int64_t>(n, threads)) : 1, share = n > 1 ? 1 : threads;
+  const Team scratch(team * share);  // once: of memory that comes and goes, each page is made anew
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed) if (team > 1)
   for (int64_t i = 0; i < n; i++) {
-    const Job& job = jobs[i];
-    const int share = n > 1 ? 1 : threads;
     try {
-      run<OTTAVA_TYPE>(job, *library, share);
+      run<OTTAVA_TYPE>(jobs[i], *library, scratch.each + (team > 1 ? thread_number() : 0), share);
     } catch (const std::bad_alloc&) {
       failed = 1;
     }

@@ -10,6 +10,7 @@
 
 #include "native_base.h"
 #include "native_float.h"
+#include "native_vectors.h"
 
 extern "C" struct Job {  // native_measure._Job
   const void* x;
@@ -49,52 +50,29 @@ enum Field {
 enum Extreme { AMAX, AMIN, MAX_ERROR, SCALE_MAX, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN };  // minima negated
 enum Extent { LARGEST, LARGEST_FINITE, NOT_FINITE, ELEMENTS };  // LARGEST: inf or NaN where an element is
 constexpr int SUMS = 7, GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS = 164, SQNR_BINS = 128, SPREAD_BINS = 32;
+// Additions to memory are what a histogram costs. Where numbers lie close together, which they do, two are done in one:
+// bins below amax that are NEAR, STEPS from the bin of an element in one block to that in another, a WINDOW of exponents.
+constexpr int NEAR = 96, STEPS = 32, WINDOW = 64;
 constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
 constexpr int64_t BAND = 128, CHUNK = 128, FLUSH = 8, WAVE = 16;  // rows, columns, chunks, bands in flight
 
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
-typedef float V __attribute__((vector_size(LANES * 4)));
-typedef int32_t I __attribute__((vector_size(LANES * 4)));
-typedef int16_t H __attribute__((vector_size(LANES * 2)));
-typedef uint8_t B __attribute__((vector_size(LANES)));
-typedef double D2 __attribute__((vector_size(16)));
-
-template <class To, class From> inline To as(From from) { To to; std::memcpy(&to, &from, sizeof(to)); return to; }
-template <class To> inline To load(const void* from) { To to; std::memcpy(&to, from, sizeof(to)); return to; }
-inline V spread(float f) { return V{} + f; }
-inline I spread(int32_t i) { return I{} + i; }
-
-template <class T> inline I fp32_bits(const typename T::Int* x);
-template <> inline I fp32_bits<Float32>(const int32_t* x) { return load<I>(x); }
-template <> inline I fp32_bits<BFloat16>(const int16_t* x) { return __builtin_convertvector(load<H>(x), I) << 16; }
-template <> inline I fp32_bits<Float16>(const int16_t* x) {
-  const I half = __builtin_convertvector(load<H>(x), I), magnitude = (half & 0x7fff) << 13;
-  const I rebias = magnitude >= (31 << 23) ? spread(224 << 23) : spread(112 << 23);
-  const I subnormal = as<I>(as<V>(magnitude + (113 << 23)) - spread(float_of(113 << 23)));
-  return (magnitude < (1 << 23) ? subnormal : magnitude + rebias) | (half & ~MAGNITUDE);
+// Some rows of a matrix, one below the other.
+template <class Item>
+void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to) {
+  Item* out = static_cast<Item*>(to);
+  for (int64_t i = 0; i < n; i++, bands += 2) {
+    const Item* first = static_cast<const Item*>(from) + bands[0] * row_step;
+    const int64_t rows = bands[1] - bands[0];
+    if (col_step != 1) transpose(first, col_step, rows, cols, out);
+    else
+      for (int64_t row = 0; row < rows; row++)
+        std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
+    out += rows * cols;
+  }
 }
 
-inline bool any(I mask) {
-  int64_t parts[LANES / 2], all = 0;
-  std::memcpy(parts, &mask, sizeof(mask));
-  for (int64_t part : parts) all |= part;
-  return all != 0;
-}
-
-template <class Item>  // columns `stride` apart -> rows; by tiles, of which each line is used whole
-const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to) {
-  constexpr int64_t TILE = 32;
-  for (int64_t left = 0; left < cols; left += TILE)
-    for (int64_t top = 0; top < rows; top += TILE)
-      for (int64_t row = top; row < smaller(top + TILE, rows); row++)
-        for (int64_t col = left; col < smaller(left + TILE, cols); col++)
-          to[row * cols + col] = from[col * stride + row];
-  return to;
-}
+typedef double D2 __attribute__((vector_size(16), may_alias));
+typedef uint16_t Half __attribute__((may_alias));
 
 struct Lanes {  // what is summed while chunks of a row go by
   V sums[SUMS], max_error;
@@ -105,10 +83,12 @@ struct Scratch {  // of one thread
   Array<float> blocks[GRANULARITIES];  // amaxes: row, 1x128, 1x32, 128x128 of a band
   Array<char> x;                       // a band in rows, where it lies in columns
   Array<uint8_t> codes;
-  alignas(64) D2 below[2][GRANULARITIES][RELATIVE_BINS];  // energy and count; two, so that equal neighbours do not wait
-  uint32_t exponents[2][EXPONENT_BINS];
-  alignas(64) int32_t exponent[CHUNK], relative[CHUNK];
-  alignas(64) float square[CHUNK], scale[CHUNK], largest[CHUNK];
+  alignas(64) D2 below[GRANULARITIES][RELATIVE_BINS];  // energy and count
+  D2 joint[2][(NEAR + 1) * (STEPS + 1)];  // of two granularities at once: place in the larger block, steps to that in the other
+  uint32_t exponents[EXPONENT_BINS], pairs[WINDOW * WINDOW];  // of two neighbours at once
+  alignas(64) int32_t places[CHUNK], bins[CHUNK];  // for each element: where it is in `pairs`; in `joint`, or in `below`
+  alignas(64) float square[CHUNK], scale[CHUNK];
+  alignas(64) D2 energy[CHUNK];
 };
 
 template <class T>
@@ -118,10 +98,11 @@ struct Walk {
   const int64_t* places;
   const Decoder decode;
   const float amax;
+  const int32_t lowest;  // beyond this one, bins of exponents are in the window
 
   Walk(const Job& j, const int64_t* p)
       : job(j), places(p), decode(j.mantissa_bits, j.bias, j.bits, j.special_code),
-        amax(float(j.extent[LARGEST_FINITE])) {}
+        amax(float(j.extent[LARGEST_FINITE])), lowest(larger((bits_of(amax) >> QUARTER_OCTAVE) - WINDOW + 1, 0)) {}
 
   void band(int64_t number, Scratch& s, double* out, double* extremes) const {
     const int64_t top = number * BAND, rows = smaller(BAND, job.rows - top);
@@ -134,27 +115,50 @@ struct Walk {
     look(x, x_row, rows, s, out);
     std::memset(s.below, 0, sizeof(s.below));
     std::memset(s.exponents, 0, sizeof(s.exponents));
+    std::memset(s.pairs, 0, sizeof(s.pairs));
+    if (job.fine) std::memset(s.joint, 0, sizeof(s.joint));
     int64_t infinite = 0, nonzero = 0;
     for (int64_t row = 0; row < rows; row++)
       this->row(x + row * x_row, codes + row * code_row, top + row, row, s, out, extremes, infinite, nonzero);
     const int64_t size = rows * job.cols;
     out[places[N]] = double(size - infinite);
-    for (int i = 0; i < EXPONENT_BINS; i++)
-      out[places[EXPONENTS] + i] = double(s.exponents[0][i]) + double(s.exponents[1][i]);
-    out[places[EXPONENTS]] -= double(size - nonzero);  // zeros, and what is not finite
+    apart(s);
+    for (int i = 0; i < EXPONENT_BINS; i++) out[places[EXPONENTS] + i] = double(s.exponents[i]);
     if (!job.fine) return;
     for (int g = 0; g < GRANULARITIES; g++) {
       double *count = out + places[BELOW + 2 * g], *energy = out + places[BELOW + 2 * g + 1];
       for (int i = 0; i < RELATIVE_BINS; i++) {
-        const D2 both = s.below[0][g][i] + s.below[1][g][i];
-        energy[i] = both[0];
-        count[i] = both[1];
+        energy[i] = s.below[g][i][0];
+        count[i] = s.below[g][i][1];
       }
       count[RELATIVE_BINS - 1] -= double(size - nonzero);
     }
   }
 
  private:
+  // Adds what was counted two at once to the histograms.
+  void apart(Scratch& s) const {
+    for (int second = 0; second < WINDOW; second++)  // in place 0 are zeros
+      for (int first = 0; first < WINDOW; first++) {
+        const uint32_t count = s.pairs[second * WINDOW + first];
+        if (count && first) s.exponents[lowest + first] += count;
+        if (count && second) s.exponents[lowest + second] += count;
+      }
+    if (!job.fine) return;
+    for (int which = 0; which < 2; which++) {  // row and 1x32, 128x128 and 1x128
+      D2 *wide = s.below[which ? 3 : 0], *narrow = s.below[which ? 1 : 2];
+      const D2* from = s.joint[which];
+      wide[RELATIVE_BINS - 1] += from[0];  // zeros
+      narrow[RELATIVE_BINS - 1] += from[0];
+      for (int bin = 0; bin < NEAR; bin++)
+        for (int steps = 0; steps < smaller(STEPS, bin + 1); steps++) {
+          const D2 both = from[(NEAR - bin) * (STEPS + 1) + steps];
+          wide[bin] += both;
+          narrow[bin - steps] += both;
+        }
+    }
+  }
+
   // The largest finite magnitude of every block of the band.
   void look(const Int* x, int64_t stride, int64_t rows, Scratch& s, double* out) const {
     const int64_t thirties = (job.cols + 31) / 32, chunks = (job.cols + CHUNK - 1) / CHUNK;
@@ -254,36 +258,68 @@ struct Walk {
       fill(s.scale + n, CHUNK - n, 1.0f);
       x = some_x, codes = some_codes;
     }
-    const bool clipped = vectors(x, codes, n, row, c, unit, a, s);
-    if (clipped) count_clipped(x, codes, n, s, out);
-    scatter(n, 1 / (double(unit) * double(unit)), s);
+    const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
+    const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], s.blocks[3][c],
+                        s.blocks[2].get() + row * thirties + 4 * c, (n + 31) / 32);
+    int32_t smallest;
+    if (vectors(x, codes, n, blocks, unit, a, s, smallest)) count_clipped(x, codes, n, s, out);
+    count_exponents(x, n, smallest, blocks.chunk, s);
+    if (job.fine) count_below(x, n, smallest, blocks, 1 / (double(unit) * double(unit)), s);
   }
 
-  // Sums of a chunk, and for each element the bins it falls into. Returns whether something may have been clipped.
-  inline bool vectors(const Int* x, const uint8_t* codes, int64_t n, int64_t row, int64_t c, float unit, Lanes& lanes,
-                      Scratch& s) const {
+  static inline float one_if_zero(float f) { return f > 0 ? f : 1.0f; }
+
+  struct Blocks {  // the amaxes of the blocks that a chunk is part of
+    float row, chunk, square;
+    const float* thirty;
+    bool close;  // so that any element is in bins of `joint`
+
+    Blocks(float r, float c, float s, const float* t, int64_t n)
+        : row(one_if_zero(r)), chunk(one_if_zero(c)), square(one_if_zero(s)), thirty(t), close(!(c > 0) || steps(c, s)) {
+      for (int64_t i = 0; i < n; i++) close = close && (!(t[i] > 0) || steps(t[i], r));
+    }
+    static bool steps(float inner, float outer) {  // bins grow a little apart: they are quarters of octaves, not their roots
+      return TOP_BIN - (bits_of(inner / outer) >> QUARTER_OCTAVE) < STEPS - 3;
+    }
+  };
+
+  // Divides magnitudes by the amax of their block, as exactly as bins need it.
+  struct Divided {
+    static constexpr bool SHORT = sizeof(Int) == 2;
+    float by;
+
+    // Quotients of numbers of 11 bits or fewer lie on the edge of a bin or 2**-14 off it: a product with an inverse that
+    // is 2**-16 too large is in the same bin. `unit` brings blocks that are close to where inverses are normal numbers.
+    Divided(float amax, float unit) : by(SHORT ? 1 / (amax * unit) * (1 + 0x1p-16f) : amax) {}
+    inline I operator()(V magnitude, V in_units) const {
+      return as<I>(SHORT ? in_units * by : magnitude / by) >> QUARTER_OCTAVE;
+    }
+  };
+
+  // Sums of a chunk, and for each element the places it is counted at. Returns whether something may have been clipped.
+  inline bool vectors(const Int* x, const uint8_t* codes, int64_t n, const Blocks& blocks, float unit, Lanes& lanes,
+                      Scratch& s, int32_t& smallest) const {
     Lanes a = lanes;
     const Decoder d = decode;
     const bool fine = job.fine;
     const float nearly = float(job.clip * (1 - 1.0 / 64));
-    const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
-    const float by_row = one_if_zero(s.blocks[0][row]), by_chunk = one_if_zero(s.blocks[1][row * chunks + c]);
-    const float by_square = one_if_zero(s.blocks[3][c]);
-    const float* by_thirty = s.blocks[2].get() + row * thirties + 4 * c;
-    I candidates{};
+    const Divided by_row(blocks.row, unit), by_chunk(blocks.chunk, unit), by_square(blocks.square, unit);
+    const int32_t lowest = this->lowest;
+    I candidates{}, second{}, low = spread(MAGNITUDE);
+    for (int l = 1; l < LANES; l += 2) second[l] = 6;
     for (int64_t i = 0; i < n; i += LANES) {
       const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
       const I bits = raw & ~beyond, magnitude_bits = bits & MAGNITUDE;
-      const I code = __builtin_convertvector(load<B>(codes + i), I), fields = (code & d.magnitudes) << d.shift;
+      const I code = widened(load<B>(codes + i)), fields = (code & d.magnitudes) << d.shift;
       const I normal = fields + (fields >= d.special ? spread(2 * d.rebias) : spread(d.rebias));
       const I tiny = as<I>(as<V>(fields + d.smallest_normal) - spread(float_of(d.smallest_normal)));
       const I number = ((fields < (1 << 23) ? tiny : normal) | ((code << d.sign_shift) & ~MAGNITUDE)) & ~beyond;
       const V value = as<V>(bits), magnitude = as<V>(magnitude_bits), scale = load<V>(s.scale + i);
       const V q = as<V>(number) * scale, error = value - q, size = as<V>(as<I>(error) & MAGNITUDE);
-      const V y = value * unit, e = error * unit, square = y * y;
+      const V y = value * unit, e = error * unit, square = y * y, in_units = magnitude * unit;
       const I nonzero = magnitude_bits != 0;
       a.sums[0] += y;
-      a.sums[1] += magnitude * unit;
+      a.sums[1] += in_units;
       a.sums[2] += square;
       a.sums[3] += square * square;
       a.sums[4] += e * e;
@@ -295,26 +331,30 @@ struct Walk {
       a.subnormal += (fields > 0) & (fields < (1 << 23)) & ~beyond;
       a.infinite += beyond;
       const I below_zero_last = (magnitude_bits - 1) & MAGNITUDE;  // zeros wrap around to the top
-      a.smallest = below_zero_last < a.smallest ? below_zero_last : a.smallest;
+      low = below_zero_last < low ? below_zero_last : low;
       candidates |= magnitude >= nearly * scale;
-      const I exponent = magnitude_bits >> QUARTER_OCTAVE;
-      std::memcpy(s.exponent + i, &exponent, sizeof(exponent));
+      const I exponent = (magnitude_bits >> QUARTER_OCTAVE) - lowest, place = (exponent > 0 ? exponent : I{}) << second;
+      std::memcpy(s.places + i, &place, sizeof(place));
       if (!fine) continue;
-      const I bins = bin(magnitude / by_row) | bin(magnitude / by_chunk) << 8 |
-                     bin(magnitude / one_if_zero(by_thirty[i / 32])) << 16 | bin(magnitude / by_square) << 24;
-      std::memcpy(s.relative + i, &bins, sizeof(bins));
+      const I row = by_row(magnitude, in_units), square_ = by_square(magnitude, in_units);
+      const I thirty = Divided(one_if_zero(blocks.thirty[i / 32]), unit)(magnitude, in_units);
+      const I first = from_the_top(row) * (STEPS + 1) + (thirty - row);
+      const I other = from_the_top(square_) * (STEPS + 1) + (by_chunk(magnitude, in_units) - square_);
+      const I bins = (first | other << 16) << 4;  // in bytes
+      std::memcpy(s.bins + i, &bins, sizeof(bins));
       std::memcpy(s.square + i, &square, sizeof(square));
     }
+    a.smallest = low < a.smallest ? low : a.smallest;
     lanes = a;
+    smallest = MAGNITUDE;
+    for (int l = 0; l < LANES; l++) smallest = smaller(smallest, low[l]);
+    smallest = smallest < MAGNITUDE ? smallest + 1 : 0;
     return any(candidates);
   }
 
-  static inline float one_if_zero(float f) { return f > 0 ? f : 1.0f; }
-
-  static inline I bin(V relative) {
-    const I below = TOP_BIN - (as<I>(relative) >> QUARTER_OCTAVE);
-    const I low = below > 0 ? below : I{};
-    return low < RELATIVE_BINS - 1 ? low : spread(RELATIVE_BINS - 1);
+  static inline I from_the_top(I bin) {  // NEAR for an amax, 0 for what is not near
+    const I place = bin - (TOP_BIN - NEAR);
+    return place > 0 ? place : I{};
   }
 
   void count_clipped(const Int* x, const uint8_t* codes, int64_t n, const Scratch& s, double* out) const {
@@ -327,18 +367,60 @@ struct Walk {
     }
   }
 
-  void scatter(int64_t n, double energy, Scratch& s) const {
-    for (int64_t i = 0; i < n; i++) s.exponents[i & 1][s.exponent[i]]++;
-    if (!job.fine) return;
-    for (int64_t i = 0; i < n; i++) {
-      const uint32_t bins = uint32_t(s.relative[i]);
-      const D2 both = {double(s.square[i]) * energy, 1.0};
-      D2(*below)[RELATIVE_BINS] = s.below[i & 1];
-      below[0][bins & 0xff] += both;
-      below[1][bins >> 8 & 0xff] += both;
-      below[2][bins >> 16 & 0xff] += both;
-      below[3][bins >> 24] += both;
+  // smallest: the bits of that magnitude but for zeros, 0 if all are.
+  void count_exponents(const Int* x, int64_t n, int32_t smallest, float largest, Scratch& s) const {
+    const int32_t bottom = smallest >> QUARTER_OCTAVE, top = bits_of(largest) >> QUARTER_OCTAVE;
+    if (smallest == 0) return;
+    if (bottom > lowest && top < lowest + WINDOW) {
+      for (int64_t i = 0; i < n; i += 2) s.pairs[s.places[i] + s.places[i + 1]]++;  // after the last one there is a zero
+      return;
     }
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t bits = bits_of(T::value(x[i])) & MAGNITUDE;
+      if (bits && bits < INFINITE) s.exponents[bits >> QUARTER_OCTAVE]++;
+    }
+  }
+
+  void count_below(const Int* x, int64_t n, int32_t smallest, const Blocks& blocks, double energy, Scratch& s) const {
+    double* both = reinterpret_cast<double*>(s.energy);
+    for (int64_t i = 0; i < CHUNK; i++) {
+      both[2 * i] = double(s.square[i]) * energy;
+      both[2 * i + 1] = 1;
+    }
+    const float least = float_of(smallest);
+    if (blocks.close && (smallest == 0 || (is_near(least, blocks.row) && is_near(least, blocks.square)))) {
+      const Half* places = reinterpret_cast<const Half*>(s.bins);
+      char *first = reinterpret_cast<char*>(s.joint[0]), *other = reinterpret_cast<char*>(s.joint[1]);
+      for (int64_t i = 0; i < n; i++) {
+        const D2 both = s.energy[i];
+        *reinterpret_cast<D2*>(first + places[2 * i]) += both;
+        *reinterpret_cast<D2*>(other + places[2 * i + 1]) += both;
+      }
+      return;
+    }
+    find_bins(x, n, blocks, s);
+    for (int64_t i = 0; i < n; i++) {
+      const uint32_t bins = uint32_t(s.bins[i]);
+      s.below[0][bins & 0xff] += s.energy[i];
+      s.below[1][bins >> 8 & 0xff] += s.energy[i];
+      s.below[2][bins >> 16 & 0xff] += s.energy[i];
+      s.below[3][bins >> 24] += s.energy[i];
+    }
+  }
+
+  static bool is_near(float least, float amax) { return TOP_BIN - (bits_of(least / amax) >> QUARTER_OCTAVE) < NEAR; }
+
+  __attribute__((noinline)) void find_bins(const Int* x, int64_t n, const Blocks& blocks, Scratch& s) const {
+    for (int64_t i = 0; i < n; i++) {
+      const int32_t bits = bits_of(T::value(x[i])) & MAGNITUDE;
+      const float magnitude = bits < INFINITE ? float_of(bits) : 0.0f;
+      s.bins[i] = bin(magnitude / blocks.row) | bin(magnitude / blocks.chunk) << 8 |
+                  bin(magnitude / one_if_zero(blocks.thirty[i / 32])) << 16 | bin(magnitude / blocks.square) << 24;
+    }
+  }
+
+  static inline int32_t bin(float relative) {
+    return between(TOP_BIN - (bits_of(relative) >> QUARTER_OCTAVE), 0, RELATIVE_BINS - 1);
   }
 };
 

@@ -93,6 +93,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.restype = ctypes.c_int
     library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_survey.restype = ctypes.c_int
+    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, _SIZES, _POINTERS]
+    library.ottava_take.restype = None
 
 
 def supports_survey(x: Tensor) -> str | None:
@@ -137,6 +139,41 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
     finite = library.ottava_survey(x.data_ptr(), to, *x.shape, row, extent.data_ptr(), torch.get_num_threads())
     return extent if finite or target == x.dtype else survey(x.to(target))
+
+
+def supports_take(x: Tensor) -> str | None:
+    """Why this kernel copies no rows of a matrix, of numbers or of codes as uint8; None if it does.
+
+    Example:
+        >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
+        'native_measure: takes rows of floats of at most 32 bits, or of bytes; got torch.int64 (4, 4)'
+    """
+    if type(x) is not Tensor or x.device.type != "cpu":
+        return f"{NAME}: takes plain tensors on a cpu; got {type(x).__name__} on {x.device.type}"
+    if (x.dtype not in native_cpu.VARIANTS and x.dtype != torch.uint8) or x.dim() != 2:
+        return f"{NAME}: takes rows of floats of at most 32 bits, or of bytes; got {x.dtype} {tuple(x.shape)}"
+    if _steps(x) == (0, 0):
+        return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
+    reason = built(torch.bfloat16 if x.dtype == torch.uint8 else x.dtype).reason
+    return f"{NAME}: {reason}" if reason else None
+
+
+def take(x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
+    """Some rows of x (R, C), each (first, the one after the last), one below the other in rows of their own; call
+    `supports_take` first.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(3, 2)
+        >>> supports_take(x) is not None or take(x, [(0, 1), (2, 3)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
+        True
+    """
+    cols, ends = x.shape[1], [end for band in bands for end in band]
+    taken = torch.empty(sum(ends[1::2]) - sum(ends[::2]), cols, dtype=x.dtype)
+    library = built(torch.bfloat16 if x.dtype == torch.uint8 else x.dtype).library
+    assert library is not None  # supports_take was asked
+    numbers = (_SIZES * len(ends))(*ends)
+    library.ottava_take(x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr())
+    return taken
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self._rows: list[dict[str, Any]] = []
+        self._looks: list[tuple[int, Tallies[SlotKey]]] = []
         self._tables: list[pa.Table] = []
         self._small: list[Path] = []
         manifest = self.path / MANIFEST
@@ -133,6 +134,8 @@ class RunWriter:
             first, last = int(filled[0]), int(filled[-1])
             row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
         row[REPORTED] = list(reported.items()) if reported else None
+        if self._looks:
+            self._tabulate()  # rows keep their order
         self._rows.append(row)
         self._flush_many()
 
@@ -140,8 +143,9 @@ class RunWriter:
         """A row of statistics for each, with phase "full"; quicker than one by one."""
         if not tallies:
             return
-        self._tabulate()
-        self._tables.append(_table_of(step, self.rank, tallies))
+        if self._rows:
+            self._tabulate()
+        self._looks.append((step, tallies))  # a table of all that wait costs as much as one of a single look
         self._flush_many()
 
     def rewind(self, step: int) -> None:
@@ -163,12 +167,16 @@ class RunWriter:
             self._merge_parts()
 
     def _flush_many(self) -> None:
-        if len(self._rows) + sum(table.num_rows for table in self._tables) >= self.flush_rows:
+        waiting = len(self._rows) + sum(len(tallies) for _, tallies in self._looks)
+        if waiting + sum(table.num_rows for table in self._tables) >= self.flush_rows:
             self.flush()
 
     def _tabulate(self) -> None:
-        """Waiting rows become a table."""
+        """Waiting rows, or looks, become a table."""
         rows, self._rows = self._rows, []
+        looks, self._looks = self._looks, []
+        if looks:
+            self._tables.append(_table_of(looks, self.rank))
         if not rows:
             return
         schema = stats_schema()
@@ -233,12 +241,18 @@ def _store(table: pa.Table, target: Path) -> None:
     os.replace(scratch, target)
 
 
-def _table_of(step: int, rank: int, tallies: Tallies[SlotKey]) -> pa.Table:
-    schema, rows, count = stats_schema(), tallies.rows, len(tallies)
-    named: dict[str, Any] = {"step": [step] * count, "rank": [rank] * count, "phase": ["full"] * count}
-    named["kind"] = [layer_kind(key.layer) for key in tallies]
-    named |= dict(zip(SlotKey._fields, zip(*tallies, strict=True), strict=True))
-    filled = rows.exponents != 0
+def _table_of(looks: Sequence[tuple[int, Tallies[SlotKey]]], rank: int) -> pa.Table:
+    keys = [key for _, tallies in looks for key in tallies]
+    schema, count = stats_schema(), len(keys)
+    steps = [step for step, tallies in looks for _ in tallies]
+    named: dict[str, Any] = {"step": steps, "rank": [rank] * count, "phase": ["full"] * count}
+    named["kind"] = [layer_kind(key.layer) for key in keys]
+    named |= dict(zip(SlotKey._fields, zip(*keys, strict=True), strict=True))
+
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(tallies.rows, name) for _, tallies in looks])
+
+    filled = column("exponents") != 0
     some = filled.any(1)
     first = np.where(some, filled.argmax(1), 0)
     last = np.where(some, filled.shape[1] - filled[:, ::-1].argmax(1), 0)
@@ -249,7 +263,7 @@ def _table_of(step: int, rank: int, tallies: Tallies[SlotKey]) -> pa.Table:
             found = named[field.name]
             columns.append(found.cast(field.type) if isinstance(found, pa.Array) else pa.array(found, type=field.type))
             continue
-        values = getattr(rows, field.name)
+        values = column(field.name)
         if not pa.types.is_list(field.type):
             columns.append(pa.array(values).cast(field.type))
             continue

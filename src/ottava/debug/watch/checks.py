@@ -33,7 +33,7 @@ from ottava.quantizer import Quantizer
 Facts = dict[str, Any]
 """Of an event "check": check, layer, tensor, value, ..."""
 
-_ROWS, _COLS = 128, 256
+_ROWS, _COLS = 32, 256
 """Looked at, of every operand: multiples of every block's."""
 _FIRST, _THEN = 4, 8
 """Of the looks at a tensor the first so many are checked, then one in so many: what is broken stays broken."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.debug.measure import Packed, cast_of, measure_all, sample_bands, survey, take_bands, take_bands_of
+from ottava.debug.measure import Packed, cast_of, found_by, measure_all, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tallies, unpack
 from ottava.debug.watch.config import WatchConfig
@@ -123,6 +123,8 @@ class Collector:
             first = direction == "row" or (layer, tensor) not in self._light
             if not x.numel() or not (self.looking or first):
                 return None
+            if extent is None and tensor != "weight":  # whose cast is one of an earlier weight, if a cache is stale
+                extent = found_by(x_q, x.numel())
             extent = survey(x.detach(), finite=self.looking) if extent is None else extent
             if first:
                 self._note(key, extent, x_q.scale_inv)
