@@ -79,7 +79,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
         *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT),
     ]
     library.ottava_quantize_both.restype = _INT
     library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
@@ -123,18 +123,22 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     if not x.numel():
         return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
     if column_major(x):
-        data, scale_inv, amax = _quantize(x.t(), spec, plan(spec).transposed, scale)
-        return Cast(data.t(), scale_inv.t().contiguous(), amax.t().contiguous())
+        data, scale_inv, amax = _quantize(x.t(), spec, plan(spec).transposed, scale, turned=True)
+        return Cast(data.t(), scale_inv, amax)
     return _quantize(x, spec, spec.granularity, scale)
 
 
-def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
+def _quantize(
+    x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None, turned: bool = False
+) -> Cast:
+    """turned: scales and amaxes are those of x.T, contiguous."""
     rows, cols = x.shape
     strides = x.stride()
     if (strides[1] != 1 and cols > 1) or (strides[0] < cols and rows > 1):
         x = x.contiguous()
         strides = x.stride()
     grid = granularity.grid_shape((rows, cols))
+    grid = grid[::-1] if turned else grid
     data = torch.empty((rows, cols), dtype=torch.uint8)
     scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
     library = built(x.dtype).library
@@ -143,7 +147,7 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
         *(x.data_ptr(), rows, cols, strides[0] if rows > 1 else cols),
         *granularity.block_shape((rows, cols)),
         *(ctypes.byref(plan(spec).cast), None if scale is None else scale.data_ptr()),
-        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
+        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), turned, torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
@@ -185,7 +189,7 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
     rows, cols = x.shape
     specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
     blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
-    grids = [granularity.grid_shape((rows, cols)) for granularity in granularities]
+    grids = [granularities[0].grid_shape((rows, cols)), granularities[1].grid_shape((rows, cols))[::-1]]
     data = [torch.empty((rows, cols), dtype=torch.uint8) for _ in specs]
     numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
     casts = [plan(side).cast for side in specs]  # what pointers point to is held until the call has ended
@@ -206,7 +210,7 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
     (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
     return (
         Cast(_as_codes(codes, spec), scale_inv, amax),
-        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t.t().contiguous(), amax_t.t().contiguous()),
+        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t, amax_t),
     )
 
 

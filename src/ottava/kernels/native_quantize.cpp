@@ -8,12 +8,14 @@
 
 #include <cfloat>
 
-#include "native_base.h"
-#include "native_float.h"
-
 #ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
 #define OTTAVA_TYPE BFloat16
+#define OTTAVA_CASTS_BF16
 #endif
+
+#include "native_base.h"
+#include "native_float.h"
+#include "native_words.h"
 
 namespace {
 
@@ -21,7 +23,8 @@ enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TW
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
 constexpr int64_t CLOSE = 2048;            // elements that are still in a first-level cache when they are read again
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
-constexpr int64_t UNIT_BYTES = 1 << 16;    // of x, read twice: for amax and for the codes
+constexpr int64_t WORTH_STEPS = 2048;      // elements of one factor for which steps of its own are made
+constexpr int64_t UNIT_BYTES = 1 << 18;   // of x, read twice: for amax and for the codes
 
 }  // namespace
 
@@ -109,10 +112,31 @@ inline void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor fac
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
 
+// What codes are made with by words, see native_words.h; nothing where they are not made so.
+Steps steps_of(float factor, const Cast& c) {
+  Steps steps;
+#if OTTAVA_WORDS
+  const Encoder code(c);
+  const auto encode_64 = [=](const int16_t* x, uint8_t* out) {
+    encode_piece<BFloat16, false, 64>(x, out, OneFactor{factor}, code);
+  };
+  steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_64);
+#endif
+  return steps;
+}
+
+// As `encode`, without NaN; `steps`: of that factor, or not made.
+template <class T>
+inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+  if (!steps.made) return encode<T, false>(x, out, n, OneFactor{factor}, code);
+  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, OneBase{int16_t(steps.base)}, steps);
+}
+
 template <class T>  // the scale is known: one pass
-inline typename T::Int encode_and_look(const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
-  for (int64_t i = 0; i < n; i += CLOSE) {
+  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, OneBase{int16_t(steps.base)}, steps);
+  for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
     most = larger(most, largest_of<T>(x + i, count));
     encode<T, false>(x + i, out + i, count, OneFactor{factor}, code);
@@ -199,6 +223,7 @@ struct Walk {
   const Cast* cast;
   const float* given;
   float *scale_inv, *amax, *factor;
+  const Steps* steps;  // of factor 1: powers of two share them
   int threads;
 };
 
@@ -212,6 +237,11 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
     }
     return;
   }
+#if OTTAVA_WORDS
+  if (w.block_cols % 32 == 0)
+    for (; first < last && (first + 1) * w.block_cols <= w.cols; first++, x += w.block_cols, most++)
+      *most = larger(*most, largest_word(x, w.block_cols));
+#endif
   for (int64_t g = first; g < last; g++, x += w.block_cols, most++) {
     const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
     const Int here = n == 16    ? largest_of<T>(x, 16)  // known lengths need no loop for the rest
@@ -230,11 +260,24 @@ __attribute__((noinline)) void row_encode(const Walk& w, const typename T::Int* 
     encode<T, NANS>(x, out, smaller(w.block_cols, w.cols - g * w.block_cols), OneFactor{*factor}, code);
 }
 
+inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* base) {
+  return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
+}
+
+// As `row_encode`, without NaN.
+void row_by_bases(const Walk& w, const int16_t* x, uint8_t* out, const int16_t* base, int64_t first, int64_t last) {
+  const int64_t n = smaller(last * w.block_cols, w.cols) - first * w.block_cols;
+  if (w.block_cols == 1) return void(encode_words<false>(x, out, n, BaseEach{base}, *w.steps));
+  if (w.block_cols == 32) return void(encode_words<false>(x, out, n, BaseEvery32{base}, *w.steps));
+  for (int64_t i = 0; i < n; i += w.block_cols)
+    encode_words<false>(x + i, out + i, smaller(w.block_cols, n - i), OneBase{*base++}, *w.steps);
+}
+
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
 inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
-  for (int64_t i = 0; i < n; i++)
-    if (is_nan(amax[i]) || !is_finite(factor[i])) return true;
-  return false;
+  bool some = false;
+  for (int64_t i = 0; i < n; i++) some |= is_nan(amax[i]) | !is_finite(factor[i]);
+  return some;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
@@ -255,6 +298,22 @@ void blocks(const Walk& w, int phases, int64_t band, int64_t first, int64_t last
     scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
   if (phases & ENCODE) {
     const bool nans = may_have_nan(w.amax + place, w.factor + place, last - first);
+    int16_t* base = reinterpret_cast<int16_t*>(most);
+    if (!nans && bases_of(w, w.factor + place, last - first, base)) {
+      for (int64_t row = top; row < bottom; row++)
+        row_by_bases(w, reinterpret_cast<const int16_t*>(x + row * w.stride), w.out + row * w.cols + left, base, first, last);
+      return;
+    }
+    if (!nans && w.steps->made && w.block_cols * (bottom - top) >= WORTH_STEPS) {
+      for (int64_t g = first; g < last; g++, x += w.block_cols) {
+        const float factor = w.factor[place + g - first];
+        const Steps own = steps_of(factor, *w.cast);
+        const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
+        for (int64_t row = top; row < bottom; row++)
+          encode_by<T>(own, x + row * w.stride, w.out + row * w.cols + g * w.block_cols, n, factor, code);
+      }
+      return;
+    }
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t row = top; row < bottom; row++)
       row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
@@ -322,6 +381,9 @@ bool tall(const Walk& w) {
   const Array<Int> scratch(w.threads * w.grid_cols);
   if (!scratch) return false;
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
+  Steps steps = known ? steps_of(*w.given, *w.cast) : Steps();
+  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // when amaxes are no longer wanted
+  bool nans = false, by_bases = false;
 #pragma omp parallel num_threads(w.threads)
   {
     const int thread = thread_number();
@@ -333,7 +395,7 @@ bool tall(const Walk& w) {
     Int* most = scratch.get() + thread * w.grid_cols;
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (known) *most = larger(*most, encode_and_look<T>(x + i * step, w.out + i * length, n, *w.given, code));
+      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, n, *w.given, code));
       else if (w.grid_cols == 1) *most = larger(*most, largest_of<T>(x + i * step, n));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
@@ -345,14 +407,19 @@ bool tall(const Walk& w) {
       w.amax[g] = T::value(all);
     }
 #pragma omp single
-    scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-    const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols);
+    {
+      scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
+      nans = may_have_nan(w.amax, w.factor, w.grid_cols);
+      if (w.grid_cols > 1 && !nans) by_bases = bases_of(w, w.factor, w.grid_cols, base);
+      else if (w.grid_cols == 1 && !nans && !known && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
+    }
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t i = known ? end : begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
+      if (by_bases) row_by_bases(w, reinterpret_cast<const int16_t*>(x + i * step), w.out + i * length, base, 0, w.grid_cols);
+      else if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
       else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
-      else encode<T, false>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
+      else encode_by<T>(steps, x + i * step, w.out + i * length, n, w.factor[0], code);
     }
   }
   return true;
@@ -367,19 +434,32 @@ bool walk(const Walk& w) {
   return bands<T>(w, ENCODE);
 }
 
+void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
+  for (int64_t left = 0; left < cols; left += 16)
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t col = left; col < smaller(left + 16, cols); col++) to[col * rows + row] = from[row * cols + col];
+}
+
 }  // namespace
 
 // x: (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one
-// a block. given: the scale to use, or null. Returns 0, or 1 if there was no memory.
+// a block, column by column where `turned`. given: the scale to use, or null. Returns 0, or 1 if there was no memory.
 extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
                                int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
-                               float* amax, int threads) {
+                               float* amax, int turned, int threads) {
   const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
   const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
-  const Array<float> factor(grid_rows * grid_cols);
-  const Walk w{x,    out,   rows,      cols, stride,       block_rows, block_cols, grid_rows, grid_cols,
-               cast, given, scale_inv, amax, factor.get(), int(smaller<int64_t>(larger(threads, 1), share))};
-  return factor && walk<OTTAVA_TYPE>(w) ? 0 : 1;
+  const int64_t blocks = grid_rows * grid_cols;
+  const bool apart = turned && grid_rows > 1 && grid_cols > 1;
+  const Array<float> factor(apart ? 3 * blocks : blocks);
+  if (!factor) return 1;
+  float *const inverses = apart ? factor.get() + blocks : scale_inv, *const amaxes = apart ? inverses + blocks : amax;
+  const Steps steps = blocks > 1 ? steps_of(1.0f, *cast) : Steps();
+  const Walk w{x,    out,   rows,     cols,   stride,       block_rows, block_cols, grid_rows, grid_cols,
+               cast, given, inverses, amaxes, factor.get(), &steps,     int(smaller<int64_t>(larger(threads, 1), share))};
+  if (!walk<OTTAVA_TYPE>(w)) return 1;
+  if (apart) turn(inverses, grid_rows, grid_cols, scale_inv), turn(amaxes, grid_rows, grid_cols, amax);
+  return 0;
 }
 
 // Current scales of n amaxes.
@@ -399,14 +479,20 @@ extern "C" struct Side {  // native_cpu._Side: one of the two casts that are mad
 extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t tile_rows,
                                     int64_t tile_cols, const Side* first, const Side* second, int threads) {
   const int team = int(smaller<int64_t>(larger(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
-  Array<float> factor[2];
+  Array<float> factor[2], column;  // scales and amaxes of x.T go out column by column
+  Steps steps[2];
   Walk walks[2];
   for (int i = 0; i < 2; i++) {
     const Side& s = i ? *second : *first;
     const int64_t grid_rows = (rows + s.block_rows - 1) / s.block_rows, grid_cols = (cols + s.block_cols - 1) / s.block_cols;
-    if (!factor[i].make(grid_rows * grid_cols)) return 1;
+    if (!factor[i].make(grid_rows * grid_cols) || (i && !column.make(2 * grid_rows * grid_cols))) return 1;
+    float *const inverses = i ? column.get() : s.scale_inv, *const amaxes = i ? inverses + grid_rows * grid_cols : s.amax;
+    steps[i] = steps_of(1.0f, *s.cast);
     walks[i] = Walk{x,         s.out,  rows,    cols,        stride, s.block_rows,    s.block_cols, grid_rows,
-                    grid_cols, s.cast, nullptr, s.scale_inv, s.amax, factor[i].get(), team};
+                    grid_cols, s.cast, nullptr, inverses, amaxes, factor[i].get(), &steps[i],    team};
   }
-  return bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols) ? 0 : 1;
+  if (!bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols)) return 1;
+  const Walk& w = walks[1];
+  turn(w.scale_inv, w.grid_rows, w.grid_cols, second->scale_inv), turn(w.amax, w.grid_rows, w.grid_cols, second->amax);
+  return 0;
 }
