@@ -6,8 +6,6 @@
 // Floats are taken apart as signed integers throughout: magnitudes are ordered like their bits, NaN on top, and SSE2
 // and AVX2 have signed compares only. No loop sums anything, so neither threads nor vector widths can change a bit.
 
-#include <cfloat>
-
 #ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
 #define OTTAVA_TYPE BFloat16
 #define OTTAVA_CASTS_BF16
@@ -15,26 +13,17 @@
 
 #include "native_base.h"
 #include "native_float.h"
+#include "native_scales.h"
 #include "native_words.h"
 
 namespace {
 
-enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TWO_LEVEL = 4 };
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
 constexpr int64_t CLOSE = 2048;            // elements that are still in a first-level cache when they are read again
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
 constexpr int64_t WORTH_STEPS = 2048;      // elements of one factor for which steps of its own are made
+constexpr int64_t CLOSE_BYTES = 1 << 14;   // of bands that are taken together
 constexpr int64_t UNIT_BYTES = 1 << 18;   // of x, read twice: for amax and for the codes
-
-}  // namespace
-
-extern "C" struct Cast {  // native_cpu._Cast
-  int32_t mantissa_bits, emin, emax, bias, bits, nan_code;  // nan_code -1: NaN becomes the largest number
-  int32_t scale_format, guarded, margin;
-  float max, top, guard_floor, tensor_top;
-};
-
-namespace {
 
 struct Encoder {  // constants of a format, by value: a store through uint8_t* may alias anything behind a pointer
   int32_t shift, largest, smallest, magic, nan_code, sign_shift, sign_bit, nan_sign;
@@ -129,13 +118,13 @@ Steps steps_of(float factor, const Cast& c) {
 template <class T>
 inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   if (!steps.made) return encode<T, false>(x, out, n, OneFactor{factor}, code);
-  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, OneBase{int16_t(steps.base)}, steps);
+  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, BaseOfBlock{&steps.base, n}, steps);
 }
 
 template <class T>  // the scale is known: one pass
 inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
-  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, OneBase{int16_t(steps.base)}, steps);
+  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, BaseOfBlock{&steps.base, n}, steps);
   for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
     most = larger(most, largest_of<T>(x + i, count));
@@ -143,75 +132,6 @@ inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int
   }
   if (is_nan(T::value(most)) || !is_finite(factor)) encode<T, true>(x, out, n, OneFactor{factor}, code);
   return most;
-}
-
-// --- scales, see scaling.compute_scale: one loop a format, without branches, for blocks may be as small as 16 --------
-
-inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
-
-// The exponent of a power of two as fp32, down to its smallest subnormal number 2**-127 that a scale may be.
-inline float power_of_two(int32_t exponent) { return float_of(exponent > -127 ? (exponent + 127) << 23 : 1 << 22); }
-
-inline float floor_power_of_two(float x) {
-  const int32_t normal = bits_of(x) & INFINITE, subnormal = bits_of(x * 16777216.0f) & INFINITE;  // 2**24
-  return normal ? float_of(normal) : float_of(subnormal) * (1 / 16777216.0f);
-}
-
-void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  const int32_t top = bits_of(c.max) & 0x7fffff, up = c.scale_format == E8M0_UP, offset = c.margin - c.emax;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f;
-    const bool tiny = bits_of(a) < (1 << 23);
-    const int32_t b = tiny ? bits_of(a * 16777216.0f) : bits_of(a);
-    // one octave more exactly where amax's significand exceeds that of the largest number
-    const int32_t wanted = (b >> 23) - (tiny ? 127 + 24 : 127) + offset + (up & int32_t((b & 0x7fffff) > top));
-    const int32_t exponent = between(wanted, -127, 127);
-    scale_inv[i] = usable(amax[i]) ? power_of_two(exponent) : 1.0f;
-    scale[i] = usable(amax[i]) ? power_of_two(-exponent) : 1.0f;
-  }
-}
-
-void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  const bool rounded = c.scale_format == POW2;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f;
-    const float exact = smaller(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
-    scale[i] = usable(amax[i]) ? s : 1.0f;
-    scale_inv[i] = 1.0f / scale[i];
-  }
-}
-
-// NVFP4: a scale in E4M3 for the block times one in fp32 for the tensor
-void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  float tensor = 0;
-  for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
-  const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
-  const float per_block = encode / c.max, decode = 1.0f / encode;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);
-    const float magic = float_of(larger(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
-    const float inverse = ((wanted + magic) - magic) * decode;
-    scale_inv[i] = usable(amax[i]) ? inverse : 1.0f;
-    scale[i] = smaller(1.0f / scale_inv[i], FLT_MAX);
-  }
-}
-
-void current_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  if (c.scale_format == E8M0_UP || c.scale_format == E8M0_FLOOR) e8m0_scales(amax, n, c, scale, scale_inv);
-  else if (c.scale_format == TWO_LEVEL) two_level_scales(amax, n, c, scale, scale_inv);
-  else float_scales(amax, n, c, scale, scale_inv);
-}
-
-void scales(const float* amax, int64_t n, const Cast& c, const float* given, float* scale, float* scale_inv) {
-  current_scales(amax, n, c, scale, scale_inv);
-  if (given == nullptr || !(*given > 0)) return;
-  for (int64_t i = 0; i < n; i++) {
-    const float reached = amax[i] * *given;
-    const bool inside = reached <= c.max && reached >= c.guard_floor;
-    if (c.guarded && !inside && amax[i] != 0) continue;
-    scale[i] = *given;
-    scale_inv[i] = 1.0f / *given;
-  }
 }
 
 // --- the walk --------------------------------------------------------------------------------------------------------
@@ -267,10 +187,9 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
 // As `row_encode`, without NaN.
 void row_by_bases(const Walk& w, const int16_t* x, uint8_t* out, const int16_t* base, int64_t first, int64_t last) {
   const int64_t n = smaller(last * w.block_cols, w.cols) - first * w.block_cols;
-  if (w.block_cols == 1) return void(encode_words<false>(x, out, n, BaseEach{base}, *w.steps));
-  if (w.block_cols == 32) return void(encode_words<false>(x, out, n, BaseEvery32{base}, *w.steps));
-  for (int64_t i = 0; i < n; i += w.block_cols)
-    encode_words<false>(x + i, out + i, smaller(w.block_cols, n - i), OneBase{*base++}, *w.steps);
+  if (w.block_cols == 1) encode_words<false>(x, out, n, BaseEach{base}, *w.steps);
+  else if (w.block_cols == 32) encode_words<false>(x, out, n, BaseEvery32{base}, *w.steps);
+  else encode_words<false>(x, out, n, BaseOfBlock{base, w.block_cols}, *w.steps);
 }
 
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
@@ -282,42 +201,55 @@ inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
 
-// Blocks [first, last) of one band of block_rows rows; `most` has room for a number each.
+struct Area {  // bands of block_rows rows, and blocks of each
+  int64_t top, bottom, first, last;
+};
+
+// The rows of one band; base: those of its factors, or null.
 template <class T>
-void blocks(const Walk& w, int phases, int64_t band, int64_t first, int64_t last, typename T::Int* most, Encoder code) {
-  using Int = typename T::Int;
+void encode_band(const Walk& w, int64_t band, int64_t first, int64_t last, bool nans, const int16_t* base, Encoder code) {
   const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
-  const int64_t place = band * w.grid_cols + first;
-  const Int* x = static_cast<const Int*>(w.x) + left;
-  if (phases & AMAX) {
-    fill(most, last - first, Int(0));
-    for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
-    for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
-  }
-  if (phases & SCALE)
-    scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
-  if (phases & ENCODE) {
-    const bool nans = may_have_nan(w.amax + place, w.factor + place, last - first);
-    int16_t* base = reinterpret_cast<int16_t*>(most);
-    if (!nans && bases_of(w, w.factor + place, last - first, base)) {
-      for (int64_t row = top; row < bottom; row++)
-        row_by_bases(w, reinterpret_cast<const int16_t*>(x + row * w.stride), w.out + row * w.cols + left, base, first, last);
-      return;
+  const auto* x = static_cast<const typename T::Int*>(w.x) + top * w.stride + left;
+  const float* factor = w.factor + band * w.grid_cols + first;
+  uint8_t* out = w.out + top * w.cols + left;
+  if (base != nullptr) {
+    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols)
+      row_by_bases(w, reinterpret_cast<const int16_t*>(x), out, base, first, last);
+  } else if (!nans && w.steps->made && w.block_cols * (bottom - top) >= WORTH_STEPS) {
+    for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
+      const Steps own = steps_of(*factor, *w.cast);
+      const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
+      for (int64_t row = 0; row < bottom - top; row++) encode_by<T>(own, x + row * w.stride, out + row * w.cols, n, *factor, code);
     }
-    if (!nans && w.steps->made && w.block_cols * (bottom - top) >= WORTH_STEPS) {
-      for (int64_t g = first; g < last; g++, x += w.block_cols) {
-        const float factor = w.factor[place + g - first];
-        const Steps own = steps_of(factor, *w.cast);
-        const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
-        for (int64_t row = top; row < bottom; row++)
-          encode_by<T>(own, x + row * w.stride, w.out + row * w.cols + g * w.block_cols, n, factor, code);
-      }
-      return;
-    }
+  } else {
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
-    for (int64_t row = top; row < bottom; row++)
-      row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols) row_of(w, x, out, factor, first, last, code);
   }
+}
+
+template <class T>
+void blocks(const Walk& w, int phases, Area a, typename T::Int* most, Encoder code) {  // `most`: a number for each
+  using Int = typename T::Int;
+  const int64_t n = a.last - a.first, step = n == w.grid_cols ? a.bottom - a.top : 1;  // bands whose scales are neighbours
+  const Int* x = static_cast<const Int*>(w.x) + a.first * w.block_cols;
+  if (phases & AMAX) {
+    fill(most, (a.bottom - a.top) * n, Int(0));
+    for (int64_t row = a.top * w.block_rows; row < smaller(a.bottom * w.block_rows, w.rows); row++)
+      row_amax<T>(w, x + row * w.stride, most + (row / w.block_rows - a.top) * n, a.first, a.last);
+    for (int64_t band = a.top; band < a.bottom; band += step)
+      for (int64_t i = 0; i < step * n; i++)
+        w.amax[band * w.grid_cols + a.first + i] = T::value(most[(band - a.top) * n + i]);
+  }
+  int16_t* const base = reinterpret_cast<int16_t*>(most);
+  bool nans = false, by_bases = true;
+  for (int64_t band = a.top; band < a.bottom; band += step) {
+    const int64_t place = band * w.grid_cols + a.first;
+    if (phases & SCALE) scales(w.amax + place, step * n, *w.cast, w.given, w.factor + place, w.scale_inv + place);
+    nans |= may_have_nan(w.amax + place, w.factor + place, step * n);
+    by_bases = by_bases && !nans && bases_of(w, w.factor + place, step * n, base + (band - a.top) * n);
+  }
+  for (int64_t band = a.top; phases & ENCODE && band < a.bottom; band++)
+    encode_band<T>(w, band, a.first, a.last, nans, by_bases ? base + (band - a.top) * n : nullptr, code);
 }
 
 inline int thread_number() {
@@ -328,21 +260,22 @@ inline int thread_number() {
 #endif
 }
 
-// Band after band, in groups of columns that stay in a cache between the phases.
+// Bands in groups of columns, or groups of bands, that stay in a cache between the phases.
 template <class T>
 bool bands(const Walk& w, int phases) {
   using Int = typename T::Int;
-  const int64_t height = smaller(w.block_rows, w.rows);
+  const int64_t height = smaller(w.block_rows, w.rows), row_bytes = w.cols * int64_t(sizeof(Int));
   const int64_t columns = larger<int64_t>(UNIT_BYTES / (height * int64_t(sizeof(Int))), 64);
   const int64_t group = smaller(larger<int64_t>(columns / w.block_cols, 1), w.grid_cols);
   const int64_t groups = (w.grid_cols + group - 1) / group;
-  const Array<Int> scratch(w.threads * group);
+  const int64_t together = groups > 1 ? 1 : larger<int64_t>(CLOSE_BYTES / (height * row_bytes), 1);
+  const Array<Int> scratch(w.threads * group * together);
   if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(w.threads)
-  for (int64_t unit = 0; unit < w.grid_rows * groups; unit++) {
-    const int64_t first = unit % groups * group;
-    blocks<T>(w, phases, unit / groups, first, smaller(first + group, w.grid_cols),
-              scratch.get() + thread_number() * group, Encoder(*w.cast));
+  for (int64_t unit = 0; unit < (w.grid_rows + together - 1) / together * groups; unit++) {
+    const int64_t top = unit / groups * together, first = unit % groups * group;
+    const Area area{top, smaller(top + together, w.grid_rows), first, smaller(first + group, w.grid_cols)};
+    blocks<T>(w, phases, area, scratch.get() + thread_number() * group * together, Encoder(*w.cast));
   }
   return true;
 }
@@ -352,17 +285,20 @@ template <class T>
 bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile_cols) {
   using Int = typename T::Int;
   const int64_t across = (a.cols + tile_cols - 1) / tile_cols, down = (a.rows + tile_rows - 1) / tile_rows;
-  const Array<Int> scratch(a.threads * tile_cols);
+  const Walk* const walks[2] = {&a, &b};
+  int64_t most = 0;  // blocks of a tile
+  for (const Walk* w : walks)
+    most = larger(most, ((tile_rows + w->block_rows - 1) / w->block_rows) * ((tile_cols + w->block_cols - 1) / w->block_cols));
+  const Array<Int> scratch(a.threads * most);
   if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
   for (int64_t tile = 0; tile < across * down; tile++) {
     const int64_t top = tile / across * tile_rows, left = tile % across * tile_cols;
-    for (int which = 0; which < 2; which++) {
-      const Walk& w = which ? b : a;
-      const int64_t bottom = smaller(top + tile_rows, w.rows), right = smaller(left + tile_cols, w.cols);
-      const int64_t last = (right + w.block_cols - 1) / w.block_cols;
-      for (int64_t band = top / w.block_rows; band * w.block_rows < bottom; band++)
-        blocks<T>(w, ALL, band, left / w.block_cols, last, scratch.get() + thread_number() * tile_cols, Encoder(*w.cast));
+    for (const Walk* w : walks) {
+      const int64_t bottom = smaller(top + tile_rows, w->rows), right = smaller(left + tile_cols, w->cols);
+      const Area area{top / w->block_rows, (bottom + w->block_rows - 1) / w->block_rows, left / w->block_cols,
+                      (right + w->block_cols - 1) / w->block_cols};
+      blocks<T>(*w, ALL, area, scratch.get() + thread_number() * most, Encoder(*w->cast));
     }
   }
   return true;

@@ -30,8 +30,8 @@ struct Steps {  // of one factor
   // that a byte is counted from; that one's distance from the first where it is a new one, else -1.
   uint32_t from_on[16];
   int32_t counted_from[16];
-  int32_t base, normal;            // bits of a power of two; from it: where products are normal in the format
-  int32_t count, shift;
+  int16_t base;                    // bits of a power of two
+  int32_t normal, count, shift;    // normal: from base, where products are normal numbers of the format
   uint8_t largest, sign;
 
   // The bases of n factors that are powers of two, for steps made with a factor of 1; false where one is not, or is not
@@ -67,7 +67,7 @@ struct Steps {  // of one factor
     const float smallest = float_of((127 + emin) << 23);
     normal = (bits_of(smallest / factor) >> 16) - 1;
     while (float_of(normal << 16) * factor < smallest) normal++;
-    base = normal & 0x7f80;
+    base = int16_t(normal & 0x7f80);
     normal -= base;
     first = int16_t(first - base);
     int16_t binade[128];  // the first that holds normal numbers only
@@ -81,19 +81,26 @@ struct Steps {  // of one factor
 
 #if OTTAVA_WORDS
 
-struct OneBase {
-  int16_t base;
-  inline __m512i at(int64_t, __mmask32) const { return _mm512_set1_epi16(base); }
+struct BaseOfBlock {  // one for so many numbers
+  const int16_t* base;
+  int64_t block;
+  inline __m512i at(int64_t, __mmask32) const { return _mm512_set1_epi16(*base); }
+  inline int64_t numbers(int64_t) const { return block; }
+  inline void next() { base++; }
 };
 
-struct BaseEach {  // one for each column
+struct BaseEach {  // one for each number
   const int16_t* base;
   inline __m512i at(int64_t i, __mmask32 inside) const { return _mm512_maskz_loadu_epi16(inside, base + i); }
+  inline int64_t numbers(int64_t n) const { return n; }
+  inline void next() {}
 };
 
 struct BaseEvery32 {
   const int16_t* base;
   inline __m512i at(int64_t i, __mmask32 inside) const { return _mm512_set1_epi16(inside ? base[i / 32] : 0); }
+  inline int64_t numbers(int64_t n) const { return n; }
+  inline void next() {}
 };
 
 struct Words {  // what encoding takes, in registers
@@ -156,16 +163,20 @@ __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, i
     if (LOOK) most = _mm512_max_epi16(most, _mm512_max_epi16(size_a, size_b));
     return words.codes(a, b, _mm512_sub_epi16(size_a, bases.at(i, low)), _mm512_sub_epi16(size_b, bases.at(i + 32, high)));
   };
-  int64_t i = 0;
-  for (; i + 64 <= n; i += 64) {
-    const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(x + i + 32);
-    _mm512_storeu_si512(out + i, codes(i, a, b, ~__mmask32(0), ~__mmask32(0)));
-  }
-  if (i < n) {
-    const __mmask64 inside = (__mmask64(1) << (n - i)) - 1;
-    const __mmask32 low = __mmask32(inside), high = __mmask32(inside >> 32);
-    const __m512i a = _mm512_maskz_loadu_epi16(low, x + i), b = _mm512_maskz_loadu_epi16(high, x + i + 32);
-    _mm512_mask_storeu_epi8(out + i, inside, codes(i, a, b, low, high));
+  for (int64_t left = n; left > 0; bases.next()) {
+    const int64_t count = smaller(bases.numbers(n), left);
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+      const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(x + i + 32);
+      _mm512_storeu_si512(out + i, codes(i, a, b, ~__mmask32(0), ~__mmask32(0)));
+    }
+    if (i < count) {
+      const __mmask64 inside = (__mmask64(1) << (count - i)) - 1;
+      const __mmask32 low = __mmask32(inside), high = __mmask32(inside >> 32);
+      const __m512i a = _mm512_maskz_loadu_epi16(low, x + i), b = _mm512_maskz_loadu_epi16(high, x + i + 32);
+      _mm512_mask_storeu_epi8(out + i, inside, codes(i, a, b, low, high));
+    }
+    left -= count, x += count, out += count;
   }
   if (!LOOK) return 0;
   int16_t lanes[32], all = 0;
@@ -187,7 +198,7 @@ inline int16_t largest_word(const int16_t* x, int64_t n) {
 
 #else  // no steps are ever made
 
-struct OneBase { int16_t base; };
+struct BaseOfBlock { const int16_t* base; int64_t block; };
 struct BaseEach { const int16_t* base; };
 struct BaseEvery32 { const int16_t* base; };
 
