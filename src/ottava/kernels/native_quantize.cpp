@@ -64,6 +64,9 @@ inline typename T::Int largest_of(const typename T::Int* x, int64_t n) {
   return most;
 }
 
+template <class T>
+__attribute__((noinline)) typename T::Int largest_of_many(const typename T::Int* x, int64_t n) { return largest_of<T>(x, n); }
+
 struct OneFactor {
   float factor;
   inline float operator[](int64_t) const { return factor; }
@@ -94,9 +97,9 @@ __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, En
 
 // Pieces of a known length: a loop of unknown length is compiled several times over, for each length of its rest.
 template <class T, bool NANS, class Factor>
-inline void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
+__attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
   if (!NANS && n >= 64) return encode_pieces<T, false, 64>(x, out, n, factor, code);
-  if (!NANS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
+  if (!NANS && !OTTAVA_WORDS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
   if (n >= 16) return encode_pieces<T, NANS, 16>(x, out, n, factor, code);
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
@@ -106,10 +109,10 @@ Steps steps_of(float factor, const Cast& c) {
   Steps steps;
 #if OTTAVA_WORDS
   const Encoder code(c);
-  const auto encode_64 = [=](const int16_t* x, uint8_t* out) {
-    encode_piece<BFloat16, false, 64>(x, out, OneFactor{factor}, code);
+  const auto encode_some = [=](const int16_t* x, uint8_t* out, int64_t n) {
+    encode<BFloat16, false>(x, out, n, OneFactor{factor}, code);
   };
-  steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_64);
+  steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_some);
 #endif
   return steps;
 }
@@ -118,16 +121,16 @@ Steps steps_of(float factor, const Cast& c) {
 template <class T>
 inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   if (!steps.made) return encode<T, false>(x, out, n, OneFactor{factor}, code);
-  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, BaseOfBlock{&steps.base, n}, steps);
+  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
 }
 
 template <class T>  // the scale is known: one pass
 inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
-  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, BaseOfBlock{&steps.base, n}, steps);
+  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
   for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
-    most = larger(most, largest_of<T>(x + i, count));
+    most = larger(most, largest_of_many<T>(x + i, count));
     encode<T, false>(x + i, out + i, count, OneFactor{factor}, code);
   }
   if (is_nan(T::value(most)) || !is_finite(factor)) encode<T, true>(x, out, n, OneFactor{factor}, code);
@@ -167,7 +170,7 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
     const Int here = n == 16    ? largest_of<T>(x, 16)  // known lengths need no loop for the rest
                      : n == 32  ? largest_of<T>(x, 32)
                      : n == 128 ? largest_of<T>(x, 128)
-                                : largest_of<T>(x, n);
+                                : largest_of_many<T>(x, n);
     *most = larger(*most, here);
   }
 }
@@ -184,19 +187,14 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
   return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
 }
 
-// As `row_encode`, without NaN.
-void row_by_bases(const Walk& w, const int16_t* x, uint8_t* out, const int16_t* base, int64_t first, int64_t last) {
-  const int64_t n = smaller(last * w.block_cols, w.cols) - first * w.block_cols;
-  if (w.block_cols == 1) encode_words<false>(x, out, n, BaseEach{base}, *w.steps);
-  else if (w.block_cols == 32) encode_words<false>(x, out, n, BaseEvery32{base}, *w.steps);
-  else encode_words<false>(x, out, n, BaseOfBlock{base, w.block_cols}, *w.steps);
-}
-
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
 inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
-  bool some = false;
-  for (int64_t i = 0; i < n; i++) some |= is_nan(amax[i]) | !is_finite(factor[i]);
-  return some;
+  int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
+  for (int64_t i = 0; i < n; i++) {
+    largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
+    largest_factor = larger(largest_factor, bits_of(factor[i]) & MAGNITUDE);
+  }
+  return largest > INFINITE || largest_factor >= INFINITE;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
@@ -209,17 +207,19 @@ struct Area {  // bands of block_rows rows, and blocks of each
 template <class T>
 void encode_band(const Walk& w, int64_t band, int64_t first, int64_t last, bool nans, const int16_t* base, Encoder code) {
   const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
+  const int64_t n = smaller(last * w.block_cols, w.cols) - left;
   const auto* x = static_cast<const typename T::Int*>(w.x) + top * w.stride + left;
   const float* factor = w.factor + band * w.grid_cols + first;
   uint8_t* out = w.out + top * w.cols + left;
   if (base != nullptr) {
     for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols)
-      row_by_bases(w, reinterpret_cast<const int16_t*>(x), out, base, first, last);
+      encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{base, w.block_cols}, *w.steps);
   } else if (!nans && w.steps->made && w.block_cols * (bottom - top) >= WORTH_STEPS) {
     for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
       const Steps own = steps_of(*factor, *w.cast);
-      const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
-      for (int64_t row = 0; row < bottom - top; row++) encode_by<T>(own, x + row * w.stride, out + row * w.cols, n, *factor, code);
+      const int64_t width = smaller(w.block_cols, w.cols - g * w.block_cols);
+      for (int64_t row = 0; row < bottom - top; row++)
+        encode_by<T>(own, x + row * w.stride, out + row * w.cols, width, *factor, code);
     }
   } else {
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
@@ -332,7 +332,7 @@ bool tall(const Walk& w) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
       if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, n, *w.given, code));
-      else if (w.grid_cols == 1) *most = larger(*most, largest_of<T>(x + i * step, n));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, n));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
 #pragma omp barrier
@@ -352,7 +352,8 @@ bool tall(const Walk& w) {
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t i = known ? end : begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (by_bases) row_by_bases(w, reinterpret_cast<const int16_t*>(x + i * step), w.out + i * length, base, 0, w.grid_cols);
+      const auto* words = reinterpret_cast<const int16_t*>(x + i * step);
+      if (by_bases) encode_words<false>(words, w.out + i * length, n, Bases{base, w.block_cols}, *w.steps);
       else if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
       else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
       else encode_by<T>(steps, x + i * step, w.out + i * length, n, w.factor[0], code);
@@ -372,8 +373,12 @@ bool walk(const Walk& w) {
 
 void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
   for (int64_t left = 0; left < cols; left += 16)
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t col = left; col < smaller(left + 16, cols); col++) to[col * rows + row] = from[row * cols + col];
+    for (int64_t row = 0; row < rows; row++) {
+      const float* line = from + row * cols + left;
+      float* out = to + left * rows + row;
+      if (left + 16 <= cols) for (int i = 0; i < 16; i++) out[i * rows] = line[i];
+      else for (int64_t i = 0; i < cols - left; i++) out[i * rows] = line[i];
+    }
 }
 
 }  // namespace

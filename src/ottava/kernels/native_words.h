@@ -46,7 +46,7 @@ struct Steps {  // of one factor
     return others == 0;
   }
 
-  template <class Encode>  // encode(bits of 64 BF16 numbers, codes): with that factor, in fp32
+  template <class Encode>  // encode(bits of BF16 numbers, codes, how many): with that factor, in fp32
   bool make(float factor, int mantissa_bits, int emin, uint8_t largest_code, uint8_t sign_bit, Encode encode) {
     if (bits_of(factor) < LEAST_FACTOR || bits_of(factor) > LARGEST_FACTOR || mantissa_bits < 1 || mantissa_bits > 4) return false;
     count = 1 << mantissa_bits, shift = 7 - mantissa_bits, largest = largest_code, sign = sign_bit;
@@ -56,7 +56,7 @@ struct Steps {  // of one factor
       const float quanta = float(smaller(i / 4, count - 1)) + 0.5f;
       near[i] = int16_t((bits_of(quanta * float_of((127 + emin - mantissa_bits) << 23) / factor) >> 16) + i % 4 - 1);
     }
-    encode(near, codes);
+    encode(near, codes, 64);
     for (int k = 0, at = 0, start = 0, zero = 0; k < count; k++) {
       at = near[4 * k];
       for (int i = 0; i < 4; i++) at += codes[4 * k + i] <= k;
@@ -72,36 +72,18 @@ struct Steps {  // of one factor
     first = int16_t(first - base);
     int16_t binade[128];  // the first that holds normal numbers only
     for (int m = 0; m < 128; m++) binade[m] = int16_t(base + 0x80 + m);
-    encode(binade, codes);
-    encode(binade + 64, codes + 64);
+    encode(binade, codes, 128);
     for (int m = 0; m < 128; m++) table[m] = uint8_t(codes[m] - count - (m >> shift));
     return made = true;
   }
 };
 
+struct Bases {
+  const int16_t* first;
+  int64_t block;  // how many numbers each is for
+};
+
 #if OTTAVA_WORDS
-
-struct BaseOfBlock {  // one for so many numbers
-  const int16_t* base;
-  int64_t block;
-  inline __m512i at(int64_t, __mmask32) const { return _mm512_set1_epi16(*base); }
-  inline int64_t numbers(int64_t) const { return block; }
-  inline void next() { base++; }
-};
-
-struct BaseEach {  // one for each number
-  const int16_t* base;
-  inline __m512i at(int64_t i, __mmask32 inside) const { return _mm512_maskz_loadu_epi16(inside, base + i); }
-  inline int64_t numbers(int64_t n) const { return n; }
-  inline void next() {}
-};
-
-struct BaseEvery32 {
-  const int16_t* base;
-  inline __m512i at(int64_t i, __mmask32 inside) const { return _mm512_set1_epi16(inside ? base[i / 32] : 0); }
-  inline int64_t numbers(int64_t n) const { return n; }
-  inline void next() {}
-};
 
 struct Words {  // what encoding takes, in registers
   const Steps& steps;
@@ -153,30 +135,30 @@ struct Words {  // what encoding takes, in registers
 };
 
 // n numbers of a row. LOOK: gives their largest magnitude, which may be NaN; its codes then mean nothing.
-template <bool LOOK, class Bases>
+template <bool LOOK>
 __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, int64_t n, Bases bases, const Steps& steps) {
   const Words words(steps);
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  const bool each = bases.block == 1;
   __m512i most = _mm512_setzero_si512();
-  const auto codes = [&](int64_t i, __m512i a, __m512i b, __mmask32 low, __mmask32 high) {
-    const __m512i size_a = _mm512_and_si512(a, magnitude), size_b = _mm512_and_si512(b, magnitude);
-    if (LOOK) most = _mm512_max_epi16(most, _mm512_max_epi16(size_a, size_b));
-    return words.codes(a, b, _mm512_sub_epi16(size_a, bases.at(i, low)), _mm512_sub_epi16(size_b, bases.at(i + 32, high)));
-  };
-  for (int64_t left = n; left > 0; bases.next()) {
-    const int64_t count = smaller(bases.numbers(n), left);
-    int64_t i = 0;
-    for (; i + 64 <= count; i += 64) {
-      const __m512i a = _mm512_loadu_si512(x + i), b = _mm512_loadu_si512(x + i + 32);
-      _mm512_storeu_si512(out + i, codes(i, a, b, ~__mmask32(0), ~__mmask32(0)));
-    }
-    if (i < count) {
-      const __mmask64 inside = (__mmask64(1) << (count - i)) - 1;
+  for (const int16_t* base = bases.first; n > 0; base += !each) {
+    const int64_t count = each || bases.block == 32 ? n : smaller(bases.block, n);
+    for (int64_t i = 0; i < count; i += 64) {
+      const bool whole = i + 64 <= count;
+      const __mmask64 inside = ~__mmask64(0) >> (whole ? 0 : i + 64 - count);
       const __mmask32 low = __mmask32(inside), high = __mmask32(inside >> 32);
       const __m512i a = _mm512_maskz_loadu_epi16(low, x + i), b = _mm512_maskz_loadu_epi16(high, x + i + 32);
-      _mm512_mask_storeu_epi8(out + i, inside, codes(i, a, b, low, high));
+      const __m512i size_a = _mm512_and_si512(a, magnitude), size_b = _mm512_and_si512(b, magnitude);
+      if (LOOK) most = _mm512_max_epi16(most, _mm512_max_epi16(size_a, size_b));
+      const __m512i base_a = each ? _mm512_maskz_loadu_epi16(low, base + i) : _mm512_set1_epi16(*base);
+      base += bases.block == 32 && high;
+      const __m512i base_b = each ? _mm512_maskz_loadu_epi16(high, base + i + 32) : _mm512_set1_epi16(*base);
+      base += bases.block == 32;
+      const __m512i code = words.codes(a, b, _mm512_sub_epi16(size_a, base_a), _mm512_sub_epi16(size_b, base_b));
+      if (whole) _mm512_storeu_si512(out + i, code);  // a masked store takes several times as long
+      else _mm512_mask_storeu_epi8(out + i, inside, code);
     }
-    left -= count, x += count, out += count;
+    n -= count, x += count, out += count;
   }
   if (!LOOK) return 0;
   int16_t lanes[32], all = 0;
@@ -198,11 +180,7 @@ inline int16_t largest_word(const int16_t* x, int64_t n) {
 
 #else  // no steps are ever made
 
-struct BaseOfBlock { const int16_t* base; int64_t block; };
-struct BaseEach { const int16_t* base; };
-struct BaseEvery32 { const int16_t* base; };
-
-template <bool LOOK, class Bases>
+template <bool LOOK>
 inline int16_t encode_words(const int16_t*, uint8_t*, int64_t, Bases, const Steps&) { return 0; }
 
 #endif
