@@ -94,7 +94,8 @@ def quantize_both(
     Args:
         x: (R, C); spec, spec_t: None for one that is not wanted.
         scale: as for `quantize`, one for both.
-        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax.
+        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax,
+            whose spec has one scale for the whole tensor.
     """
     if torch.compiler.is_compiling():
         if spec is None or spec_t is None or not _reads_once(x):
@@ -106,12 +107,8 @@ def quantize_both(
         scale_inv_t = scale_inv.t() if one_scale else own
         first = QuantizedTensor(data, scale_inv, spec, x.dtype)
         return Both(first, QuantizedTensor(data_t, scale_inv_t, spec_t, x.dtype), amax)
-    if native_cpu in _casts(x.device) and spec and spec_t and scale is None and staged is None:
-        x = x.detach()
-        if native_cpu.supports_quantize_both(x, spec, spec_t) is None:
-            here, there = native_cpu.quantize_both(x, spec, spec_t)
-            first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
-            return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+    if x.is_cpu:
+        return _both_on_cpu(x, spec, spec_t, scale, staged)
     if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
         return None
     casts = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
@@ -120,6 +117,30 @@ def quantize_both(
         for cast, wanted in zip(casts, (spec, spec_t), strict=True)
     )
     return Both(row, col, next(cast.amax for cast in casts if cast is not None) if staged is None else None)
+
+
+def _both_on_cpu(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None,
+    staged: Tensor | None,
+) -> Both | None:
+    x = x.detach()
+    if scale is None and staged is None:
+        if spec is None or spec_t is None or native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
+            return None
+        here, there = native_cpu.quantize_both(x, spec, spec_t)
+        first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
+        return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+    one = spec or spec_t
+    if one is None or not one.granularity.transposes or not x.numel():
+        return None
+    if (spec_t or one) != one or native_cpu.supports_quantize(x, one, scale) is not None:
+        return None
+    data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
+    x_q = QuantizedTensor(data, scale_inv, one, x.dtype)
+    return Both(spec and x_q, spec_t and x_q.t(), amax if staged is None else None)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,7 +173,7 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
         'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
     """
     lines = []
-    for kernel in _casts(x.device):
+    for kernel in _casts(x):
         if reason := kernel.supports_quantize(x.detach(), spec, scale):
             lines.append(reason)
         else:
@@ -160,8 +181,8 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     raise AssertionError("the reference takes every cast")
 
 
-def _casts(device: torch.device) -> tuple[QuantizeKernel, ...]:
-    return _CPU_CASTS if device.type == "cpu" else _ACCELERATOR_CASTS
+def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
+    return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -172,10 +193,13 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
-    x = x.detach()  # codes carry no gradient
-    for kernel in _casts(x.device):
+    if x.requires_grad:  # codes carry no gradient
+        x = x.detach()
+    for kernel in _casts(x):
         if kernel.supports_quantize(x, spec, scale) is None:
             break
+    if kernel is native_cpu:  # no torch operation that autocast could change
+        return kernel.quantize(x, spec, scale)
     with no_autocast(x.device):
         return kernel.quantize(x, spec, scale)
 

@@ -79,7 +79,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_quantize.restype = _INT
     library.ottava_quantize.argtypes = [
         *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT),
     ]
     library.ottava_quantize_both.restype = _INT
     library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
@@ -92,7 +92,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
         'native_cpu: rounds to nearest even; got stochastic'
     """
-    if x.device.type != "cpu" or (scale is not None and scale.device.type != "cpu"):
+    if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if (reason := plan(spec).refusal) is not None:
         return reason
@@ -105,10 +105,13 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     return None
 
 
-def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
     """As `reference.quantize`, bit for bit; call `supports_quantize` first.
 
     Row-major and column-major matrices are cast where they lie; others are copied first.
+
+    Args:
+        staged: fp32 (3,), contiguous: a door's, raised to what this cast, which has one scale, has seen; see `Quantizer`.
 
     Example:
         >>> from ottava.kernels import reference
@@ -121,37 +124,43 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
     if not x.numel():
-        return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
-    if column_major(x):
-        data, scale_inv, amax = _quantize(x.t(), spec, plan(spec).transposed, scale, turned=True)
-        return Cast(data.t(), scale_inv, amax)
-    return _quantize(x, spec, spec.granularity, scale)
+        return reference.quantize(x, spec, scale)  # nothing to cast or to see, but a scale to make
+    planned = plan(spec)
+    if not column_major(x):
+        return _quantize(x, spec, planned.address, spec.granularity, scale, staged, turned=False)
+    data, scale_inv, amax = _quantize(x.t(), spec, planned.address, planned.transposed, scale, staged, turned=True)
+    return Cast(data.t(), scale_inv, amax)
 
 
 def _quantize(
-    x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None, turned: bool = False
+    x: Tensor,
+    spec: QuantizationSpec,
+    cast: int,
+    granularity: Granularity,
+    scale: Tensor | None,
+    staged: Tensor | None,
+    turned: bool,
 ) -> Cast:
     """turned: scales and amaxes are those of x.T, contiguous."""
     rows, cols = x.shape
-    strides = x.stride()
-    if (strides[1] != 1 and cols > 1) or (strides[0] < cols and rows > 1):
+    stride, step = x.stride()
+    if (step != 1 and cols > 1) or (stride < cols and rows > 1):
         x = x.contiguous()
-        strides = x.stride()
+        stride = cols
     grid = granularity.grid_shape((rows, cols))
     grid = grid[::-1] if turned else grid
-    data = torch.empty((rows, cols), dtype=torch.uint8)
+    data = torch.empty((rows, cols), dtype=spec.format.storage_dtype)
     scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     failed = library.ottava_quantize(
-        *(x.data_ptr(), rows, cols, strides[0] if rows > 1 else cols),
-        *granularity.block_shape((rows, cols)),
-        *(ctypes.byref(plan(spec).cast), None if scale is None else scale.data_ptr()),
-        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), turned, torch.get_num_threads()),
+        *(x.data_ptr(), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols)), cast),
+        *(None if scale is None else scale.data_ptr(), data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
+        *(None if staged is None else staged.data_ptr(), turned, torch.get_num_threads()),
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(_as_codes(data, spec), scale_inv, amax)
+    return Cast(data, scale_inv, amax)
 
 
 def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
@@ -190,12 +199,12 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
     specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
     blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
     grids = [granularities[0].grid_shape((rows, cols)), granularities[1].grid_shape((rows, cols))[::-1]]
-    data = [torch.empty((rows, cols), dtype=torch.uint8) for _ in specs]
+    data = [torch.empty((rows, cols), dtype=side.format.storage_dtype) for side in specs]
     numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
-    casts = [plan(side).cast for side in specs]  # what pointers point to is held until the call has ended
+    plans = [plan(side) for side in specs]  # what pointers point to is held until the call has ended
     sides = [
-        _Side(*block, ctypes.addressof(cast), codes.data_ptr(), *(t.data_ptr() for t in pair))
-        for block, cast, codes, pair in zip(blocks, casts, data, numbers, strict=True)
+        _Side(*block, side.address, codes.data_ptr(), *(t.data_ptr() for t in pair))
+        for block, side, codes, pair in zip(blocks, plans, data, numbers, strict=True)
     ]
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
@@ -209,13 +218,9 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
     (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
     return (
-        Cast(_as_codes(codes, spec), scale_inv, amax),
-        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t, amax_t),
+        Cast(codes, scale_inv, amax),
+        Cast(codes_t.t(), scale_inv_t, amax_t),
     )
-
-
-def _as_codes(data: Tensor, spec: QuantizationSpec) -> Tensor:
-    return data if spec.format.dtype is None else data.view(spec.format.dtype)
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
@@ -302,6 +307,8 @@ class CastPlan(NamedTuple):
     """Why such casts are not made here."""
     cast: _Cast
     """What the C++ file needs of it."""
+    address: int
+    """Where that lies."""
     transposed: Granularity
     """Its granularity for x.T."""
 
@@ -322,7 +329,7 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
-        return CastPlan(refusal, _Cast(), spec.granularity.transposed)
+        return CastPlan(refusal, _Cast(), 0, spec.granularity.transposed)
     cast = _Cast(
         mantissa_bits=fmt.mantissa_bits,
         emin=fmt.emin,
@@ -338,4 +345,4 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
         guard_floor=fmt.max * 2.0**-spec.guard_bits,
         tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
     )
-    return CastPlan(None, cast, spec.granularity.transposed)
+    return CastPlan(None, cast, ctypes.addressof(cast), spec.granularity.transposed)

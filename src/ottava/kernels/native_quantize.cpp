@@ -384,10 +384,12 @@ void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in str
 }  // namespace
 
 // x: (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one
-// a block, column by column where `turned`. given: the scale to use, or null. Returns 0, or 1 if there was no memory.
+// a block, column by column where `turned`. given: the scale to use, or null. staged: of a cast with one scale, or null:
+// raised to its amax, whether that is not finite, and whether another scale than the given one was taken. Returns 0, or 1
+// if there was no memory.
 extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
                                int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
-                               float* amax, int turned, int threads) {
+                               float* amax, float* staged, int turned, int threads) {
   const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
   const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
   const int64_t blocks = grid_rows * grid_cols;
@@ -399,6 +401,12 @@ extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_
   const Walk w{x,    out,   rows,     cols,   stride,       block_rows, block_cols, grid_rows, grid_cols,
                cast, given, inverses, amaxes, factor.get(), &steps,     int(smaller<int64_t>(larger(threads, 1), share))};
   if (!walk<OTTAVA_TYPE>(w)) return 1;
+  if (staged != nullptr) {
+    const bool fired = given != nullptr && *given > 0 && !(*scale_inv == 1.0f / *given);
+    staged[0] = is_finite(*amax) ? larger(staged[0], *amax) : staged[0];
+    staged[1] = larger(staged[1], is_finite(*amax) ? 0.0f : 1.0f);
+    staged[2] = larger(staged[2], fired ? 1.0f : 0.0f);
+  }
   if (apart) turn(inverses, grid_rows, grid_cols, scale_inv), turn(amaxes, grid_rows, grid_cols, amax);
   return 0;
 }
