@@ -383,13 +383,21 @@ void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in str
 
 }  // namespace
 
-// x: (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one
-// a block, column by column where `turned`. given: the scale to use, or null. staged: of a cast with one scale, or null:
-// raised to its amax, whether that is not finite, and whether another scale than the given one was taken. Returns 0, or 1
-// if there was no memory.
-extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
-                               int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
-                               float* amax, float* staged, int turned, int threads) {
+extern "C" struct Job {  // native_cpu._JOB
+  const void* x;  // (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row
+  int64_t rows, cols, stride, block_rows, block_cols;
+  const Cast* cast;
+  const float* given;      // the scale to use, or null
+  uint8_t* out;            // (rows, cols), contiguous
+  float *scale_inv, *amax;  // one a block, column by column where `turned`
+  float* staged;  // of a cast with one scale, or null: raised to amax, whether that is not finite, and whether another
+                  // scale than the given one was taken
+  int64_t turned, threads;
+};
+
+// Returns 0, or 1 if there was no memory.
+extern "C" int ottava_quantize(const Job* job) {
+  const auto [x, rows, cols, stride, block_rows, block_cols, cast, given, out, scale_inv, amax, staged, turned, threads] = *job;
   const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
   const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
   const int64_t blocks = grid_rows * grid_cols;
@@ -399,7 +407,7 @@ extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_
   float *const inverses = apart ? factor.get() + blocks : scale_inv, *const amaxes = apart ? inverses + blocks : amax;
   const Steps steps = blocks > 1 ? steps_of(1.0f, *cast) : Steps();
   const Walk w{x,    out,   rows,     cols,   stride,       block_rows, block_cols, grid_rows, grid_cols,
-               cast, given, inverses, amaxes, factor.get(), &steps,     int(smaller<int64_t>(larger(threads, 1), share))};
+               cast, given, inverses, amaxes, factor.get(), &steps,     int(smaller<int64_t>(larger<int64_t>(threads, 1), share))};
   if (!walk<OTTAVA_TYPE>(w)) return 1;
   if (staged != nullptr) {
     const bool fired = given != nullptr && *given > 0 && !(*scale_inv == 1.0f / *given);
