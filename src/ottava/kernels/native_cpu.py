@@ -81,8 +81,8 @@ def _declare_decoder(library: ctypes.CDLL) -> None:
 
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_scales.restype = None
-    library.ottava_quantize.restype = _INT
-    library.ottava_quantize.argtypes = [ctypes.c_char_p]
+    library.ottava_cast.restype = _INT
+    library.ottava_cast.argtypes = [ctypes.c_char_p]
     library.ottava_quantize_both.restype = _INT
     library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
 
@@ -145,7 +145,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
     amax = torch.empty(grid_rows, grid_cols, dtype=torch.float32)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
-    failed = library.ottava_quantize(
+    failed = library.ottava_cast(
         _JOB.pack(
             *(x.data_ptr(), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols))),
             *(planned.address, 0 if scale is None else scale.data_ptr()),

@@ -396,7 +396,7 @@ extern "C" struct Job {  // native_cpu._JOB
 };
 
 // Returns 0, or 1 if there was no memory.
-extern "C" int ottava_quantize(const Job* job) {
+extern "C" int ottava_cast(const Job* job) {
   const auto [x, rows, cols, stride, block_rows, block_cols, cast, given, out, scale_inv, amax, staged, turned, threads] = *job;
   const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
   const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
@@ -417,6 +417,14 @@ extern "C" int ottava_quantize(const Job* job) {
   }
   if (apart) turn(inverses, grid_rows, grid_cols, scale_inv), turn(amaxes, grid_rows, grid_cols, amax);
   return 0;
+}
+
+// The same for another library, native_measure's, which calls it for codes, scales and amaxes.
+extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
+                               int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
+                               float* amax, int threads) {
+  const Job job{x, rows, cols, stride, block_rows, block_cols, cast, given, out, scale_inv, amax, nullptr, 0, threads};
+  return ottava_cast(&job);
 }
 
 // Current scales of n amaxes.
