@@ -130,9 +130,11 @@ def _both_on_cpu(
     if scale is None and staged is None:
         if spec is None or spec_t is None or native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
             return None
-        here, there = native_cpu.quantize_both(x, spec, spec_t)
-        first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
-        return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+        casts = native_cpu.quantize_both(x, spec, spec_t)
+        row, col = (
+            QuantizedTensor(c.data, c.scale_inv, s, x.dtype) for c, s in zip(casts, (spec, spec_t), strict=True)
+        )
+        return Both(row, col, casts[0].amax)
     one = spec or spec_t
     if one is None or not one.granularity.transposes or not x.numel():
         return None
@@ -140,7 +142,8 @@ def _both_on_cpu(
         return None
     data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
     x_q = QuantizedTensor(data, scale_inv, one, x.dtype)
-    return Both(spec and x_q, spec_t and x_q.t(), amax if staged is None else None)
+    here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
+    return Both(here, there, amax if staged is None else None)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -199,7 +202,7 @@ def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> refere
         if kernel.supports_quantize(x, spec, scale) is None:
             break
     if kernel is native_cpu:  # no torch operation that autocast could change
-        return kernel.quantize(x, spec, scale)
+        return native_cpu.quantize(x, spec, scale)
     with no_autocast(x.device):
         return kernel.quantize(x, spec, scale)
 

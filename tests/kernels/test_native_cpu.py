@@ -101,7 +101,7 @@ def test_a_given_scale_is_taken_as_the_reference_does(scaling: str, scale_format
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor"])
 @pytest.mark.parametrize("block", ["1x32", "32x1", "1x48", "*x1", "1x128", "*x16", "64x64", "row", "tensor"])
 def test_blocks_of_every_16_bit_number_are_cast_as_the_reference_does(block: str, scale_format: str) -> None:
-    """All that are finite, in bf16: alone, where every number is a subnormal one of its block, and in rows of one length."""
+    """All that are finite, in bf16: beside numbers of any size, which leaves them subnormal or 0, and of their own."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     finite = patterns[patterns.isfinite()]
     mixed = finite[torch.randperm(finite.numel())].view(-1, 1020)
@@ -117,7 +117,8 @@ def test_blocks_of_every_16_bit_number_are_cast_as_the_reference_does(block: str
 def test_what_a_door_has_seen_is_raised_as_the_door_does(scaling: str, dtype: torch.dtype) -> None:
     """Largest amax, something not finite, another scale than the predicted one: one at a time and on top of others."""
     spec = QuantizationSpec(E4M3, scaling=scaling)  # type: ignore[arg-type]
-    for value, given in ((3.0, 0.0), (3.0, 64.0), (1e-3, 64.0), (900.0, 64.0), (math.inf, 64.0), (math.nan, 2.0), (0.0, 1.0)):
+    cases = ((3.0, 0.0), (3.0, 64.0), (1e-3, 64.0), (900.0, 64.0), (math.inf, 64.0), (math.nan, 2.0), (0.0, 1.0))
+    for value, given in cases:
         for before in ([0.0, 0.0, 0.0], [5.0, 1.0, 1.0]):
             x, staged, door = torch.full((3, 40), value).to(dtype), torch.tensor(before), Quantizer()
             door.prepare(spec)

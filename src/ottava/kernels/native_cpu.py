@@ -38,7 +38,8 @@ _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the w
 
 
 _JOB = struct.Struct("@PqqqqqPPPPPPqq")
-"""The C++ file's `Job`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
+_BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
+"""The C++ file's `Job` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
 
 
 class _Cast(ctypes.Structure):
@@ -48,16 +49,6 @@ class _Cast(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
         *((name, ctypes.c_int32) for name in ("scale_format", "guarded", "margin")),
         *((name, ctypes.c_float) for name in ("max", "top", "guard_floor", "tensor_top")),
-    )
-
-
-class _Side(ctypes.Structure):
-    """The C++ file's `Side`."""
-
-    _fields_ = (
-        ("block_rows", ctypes.c_int64),
-        ("block_cols", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("cast", "out", "scale_inv", "amax")),
     )
 
 
@@ -83,8 +74,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_scales.restype = None
     library.ottava_cast.restype = _INT
     library.ottava_cast.argtypes = [ctypes.c_char_p]
-    library.ottava_quantize_both.restype = _INT
-    library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
+    library.ottava_cast_both.restype = _INT
+    library.ottava_cast_both.argtypes = [ctypes.c_char_p]
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -113,7 +104,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
     Row-major and column-major matrices are cast where they lie; others are copied first.
 
     Args:
-        staged: fp32 (3,), contiguous: a door's, raised to what this cast, which has one scale, has seen; see `Quantizer`.
+        staged: a door's, fp32 (3,), contiguous: raised to what this cast, which has one scale, has seen.
 
     Example:
         >>> from ottava.kernels import reference
@@ -191,31 +182,28 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
         cast_t, cast = quantize_both(x.t(), spec_t, spec)
         return cast, cast_t
     rows, cols = x.shape
-    specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
-    blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
-    grids = [granularities[0].grid_shape((rows, cols)), granularities[1].grid_shape((rows, cols))[::-1]]
-    data = [torch.empty((rows, cols), dtype=side.format.storage_dtype) for side in specs]
-    numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
-    plans = [plan(side) for side in specs]  # what pointers point to is held until the call has ended
-    sides = [
-        _Side(*block, side.address, codes.data_ptr(), *(t.data_ptr() for t in pair))
-        for block, side, codes, pair in zip(blocks, plans, data, numbers, strict=True)
-    ]
+    first, second = spec.granularity, plan(spec_t).transposed
+    block, block_t = first.block_shape((rows, cols)), second.block_shape((rows, cols))
+    grid, (grid_cols_t, grid_rows_t) = first.grid_shape((rows, cols)), second.grid_shape((rows, cols))
+    codes = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
+    codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=spec_t.format.storage_dtype)
+    scale_inv, amax = (torch.empty(*grid, dtype=torch.float32) for _ in range(2))
+    scale_inv_t, amax_t = (torch.empty(grid_rows_t, grid_cols_t, dtype=torch.float32) for _ in range(2))
+    height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
+    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
-    height, width = (math.lcm(*(block[i] for block in blocks)) for i in (0, 1))
-    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
-    failed = library.ottava_quantize_both(
-        *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols, height, min(width, cols)),
-        *(ctypes.byref(sides[0]), ctypes.byref(sides[1]), torch.get_num_threads()),
+    failed = library.ottava_cast_both(
+        _BOTH.pack(
+            *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols),
+            *(height, min(width, cols), torch.get_num_threads()),
+            *(*block, plan(spec).address, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
+            *(*block_t, plan(spec_t).address, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
+        )
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
-    return (
-        Cast(codes, scale_inv, amax),
-        Cast(codes_t.t(), scale_inv_t, amax_t),
-    )
+    return Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:

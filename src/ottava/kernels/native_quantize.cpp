@@ -296,9 +296,12 @@ bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile
     const int64_t top = tile / across * tile_rows, left = tile % across * tile_cols;
     for (const Walk* w : walks) {
       const int64_t bottom = smaller(top + tile_rows, w->rows), right = smaller(left + tile_cols, w->cols);
-      const Area area{top / w->block_rows, (bottom + w->block_rows - 1) / w->block_rows, left / w->block_cols,
-                      (right + w->block_cols - 1) / w->block_cols};
-      blocks<T>(*w, ALL, area, scratch.get() + thread_number() * most, Encoder(*w->cast));
+      const int64_t first = left / w->block_cols, last = (right + w->block_cols - 1) / w->block_cols;
+      const int64_t together = larger<int64_t>(CLOSE_BYTES / (w->block_rows * (right - left) * int64_t(sizeof(Int))), 1);
+      const int64_t end = (bottom + w->block_rows - 1) / w->block_rows;
+      for (int64_t band = top / w->block_rows; band < end; band += together)
+        blocks<T>(*w, ALL, Area{band, smaller(band + together, end), first, last}, scratch.get() + thread_number() * most,
+                  Encoder(*w->cast));
     }
   }
   return true;
@@ -432,23 +435,30 @@ extern "C" void ottava_scales(const float* amax, int64_t n, const Cast* cast, fl
   current_scales(amax, n, *cast, scale, scale_inv);
 }
 
-extern "C" struct Side {  // native_cpu._Side: one of the two casts that are made from one reading of x
+struct Side {  // one of the two casts that are made from one reading of x
   int64_t block_rows, block_cols;
   const Cast* cast;
   uint8_t* out;
   float *scale_inv, *amax;
 };
 
-// Both casts, with current scales, in tiles of tile_rows x tile_cols: multiples of the blocks of either side, or the
-// matrix's own. Returns 0, or 1 if there was no memory.
-extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t tile_rows,
-                                    int64_t tile_cols, const Side* first, const Side* second, int threads) {
-  const int team = int(smaller<int64_t>(larger(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
-  Array<float> factor[2], column;  // scales and amaxes of x.T go out column by column
+extern "C" struct Both {  // native_cpu._BOTH: x and threads as in Job
+  const void* x;
+  int64_t rows, cols, stride;
+  int64_t tile_rows, tile_cols;  // multiples of the blocks of either side, or the matrix's own
+  int64_t threads;
+  Side sides[2];  // of x, and of x.T: its scales and amaxes go out column by column
+};
+
+// Both casts with current scales, tile by tile. Returns 0, or 1 if there was no memory.
+extern "C" int ottava_cast_both(const Both* both) {
+  const auto [x, rows, cols, stride, tile_rows, tile_cols, threads, sides] = *both;
+  const int team = int(smaller<int64_t>(larger<int64_t>(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
+  Array<float> factor[2], column;
   Steps steps[2];
   Walk walks[2];
   for (int i = 0; i < 2; i++) {
-    const Side& s = i ? *second : *first;
+    const Side& s = sides[i];
     const int64_t grid_rows = (rows + s.block_rows - 1) / s.block_rows, grid_cols = (cols + s.block_cols - 1) / s.block_cols;
     if (!factor[i].make(grid_rows * grid_cols) || (i && !column.make(2 * grid_rows * grid_cols))) return 1;
     float *const inverses = i ? column.get() : s.scale_inv, *const amaxes = i ? inverses + grid_rows * grid_cols : s.amax;
@@ -458,6 +468,6 @@ extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, i
   }
   if (!bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols)) return 1;
   const Walk& w = walks[1];
-  turn(w.scale_inv, w.grid_rows, w.grid_cols, second->scale_inv), turn(w.amax, w.grid_rows, w.grid_cols, second->amax);
+  turn(w.scale_inv, w.grid_rows, w.grid_cols, sides[1].scale_inv), turn(w.amax, w.grid_rows, w.grid_cols, sides[1].amax);
   return 0;
 }
