@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ottava.kernels import native_cpu, reference, triton_quantize
+from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -31,7 +31,7 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -173,7 +173,7 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     Example:
         >>> from ottava.formats import E4M3
         >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
+        'native_cpu: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
     """
     lines = []
     for kernel in _casts(x):
