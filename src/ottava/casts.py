@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ottava.kernels import native_cpu, reference, triton_quantize
+from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
 from ottava.kernels.custom_operator import custom_operator
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
@@ -32,7 +32,7 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -95,7 +95,8 @@ def quantize_both(
     Args:
         x: (R, C); spec, spec_t: None for one that is not wanted.
         scale: as for `quantize`, one for both.
-        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax.
+        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax,
+            whose spec has one scale for the whole tensor.
     """
     if not torch.compiler.is_compiling():
         return _quantize_both(x, spec, spec_t, scale, staged)
@@ -107,6 +108,32 @@ def quantize_both(
     data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
     first = QuantizedTensor(data, scale_inv, spec, x.dtype)
     return Both(first, QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype), amax)
+
+
+def _both_on_cpu(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None,
+    staged: Tensor | None,
+) -> Both | None:
+    if scale is None and staged is None:
+        if spec is None or spec_t is None or native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
+            return None
+        casts = native_cpu.quantize_both(x, spec, spec_t)
+        row, col = (
+            QuantizedTensor(c.data, c.scale_inv, s, x.dtype) for c, s in zip(casts, (spec, spec_t), strict=True)
+        )
+        return Both(row, col, casts[0].amax)
+    one = spec or spec_t
+    if one is None or not one.granularity.transposes or not x.numel():
+        return None
+    if (spec_t or one) != one or native_cpu.supports_quantize(x, one, scale) is not None:
+        return None
+    data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
+    x_q = QuantizedTensor(data, scale_inv, one, x.dtype)
+    here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
+    return Both(here, there, amax if staged is None else None)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -136,10 +163,10 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     Example:
         >>> from ottava.formats import E4M3
         >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_cpu: rounds to nearest even; got stochastic\\nreference: runs'
+        'native_cpu: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
     """
     lines = []
-    for kernel in _casts(x.device):
+    for kernel in _casts(x):
         if reason := kernel.supports_quantize(x.detach(), spec, scale):
             lines.append(reason)
         else:
@@ -147,8 +174,8 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     raise AssertionError("the reference takes every cast")
 
 
-def _casts(device: torch.device) -> tuple[QuantizeKernel, ...]:
-    return _CPU_CASTS if device.type == "cpu" else _ACCELERATOR_CASTS
+def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
+    return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -159,10 +186,13 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
-    x = x.detach()  # codes carry no gradient
-    for kernel in _casts(x.device):
+    if x.requires_grad:  # codes carry no gradient
+        x = x.detach()
+    for kernel in _casts(x):
         if kernel.supports_quantize(x, spec, scale) is None:
             break
+    if kernel is native_cpu:  # no torch operation that autocast could change
+        return native_cpu.quantize(x, spec, scale)
     with no_autocast(x.device):
         return kernel.quantize(x, spec, scale)
 
@@ -175,14 +205,8 @@ def _quantize_both(
     staged: Tensor | None,
 ) -> Both | None:
     x = x.detach()
-    if (
-        (spec is not None and spec_t is not None and scale is None and staged is None)
-        and native_cpu in _casts(x.device)
-        and native_cpu.supports_quantize_both(x, spec, spec_t) is None
-    ):
-        here, there = native_cpu.quantize_both(x, spec, spec_t)
-        first = QuantizedTensor(here.data, here.scale_inv, spec, x.dtype)
-        return Both(first, QuantizedTensor(there.data, there.scale_inv, spec_t, x.dtype), here.amax)
+    if x.is_cpu:
+        return _both_on_cpu(x, spec, spec_t, scale, staged)
     if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
         return None
     casts = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)

@@ -28,6 +28,7 @@ Rounding = Literal["nearest_even", "stochastic"]
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FP64_MANTISSA_BITS, _FP64_BIAS, _FP64_EXPONENT_MASK = 52, 1023, 0x7FF
+_LOW_32 = 0xFFFFFFFF
 
 
 def check_input_dtype(x: Tensor, caller: str) -> None:
@@ -43,8 +44,9 @@ def round_to_format(
 
     Args:
         x: any shape; float32, bfloat16 or float16.
-        rounding: "nearest_even", or "stochastic": up with the probability of the distance from the lower neighbour.
-        generator: random numbers of the stochastic rounding; torch's default generator when None.
+        rounding: "nearest_even", or "stochastic": up with the probability of the distance from the lower neighbour, in
+            steps of 2**-24; the random bits of an element depend on its place, row by row, and on one seed a call.
+        generator: the seed of stochastic rounding is drawn from it; torch's default generator when None.
     Returns:
         fp32, shape of x; every entry is a number of `fmt`, or NaN.
     Raises:
@@ -193,16 +195,49 @@ def _round_on_grid(
     if rounding == "nearest_even":
         steps = steps.round()
     elif rounding == "stochastic":
-        # fp32 said aloud: under torch.set_default_dtype(bfloat16) rand has 8 bits, and the mean is off by a 512th
-        steps = (steps + torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)).floor()
-        # floor loses the sign of a zero that came from a negative number or from -0.
-        steps = torch.copysign(steps, x64)
+        bits = random_bits(draw_seed(x.device, generator), x.numel()).view(x.shape)
+        # away from zero where the fraction and 24 random bits reach the next step
+        steps = torch.copysign((steps.abs() + (bits >> 8) * 2.0**-24).floor(), x64)
     else:
         raise ValueError(unknown_name("rounding", rounding, get_args(Rounding)))
     y = (steps * quantum).clamp(fmt.lowest, fmt.max)
     if not fmt.has_nan:
         y = torch.where(y.isnan(), fmt.max, y)
     return y, _exponent(y, fmt)  # again: rounding may have carried into the next binade
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """int64 () on `device`, from torch's generator there: what torch.manual_seed and checkpointing put back is repeated."""
+    return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device, dtype=torch.int64)
+
+
+def random_bits(seed: Tensor, count: int) -> Tensor:
+    """32 random bits for each of `count` elements, as int64; element i has word i % 4 of philox(i // 4, key=seed).
+
+    They depend on nothing but seed and i: not on threads, on the device, or on how the elements lie in memory.
+
+    Example:
+        >>> random_bits(torch.tensor(0), 5)
+        tensor([1713891541, 3781805453, 3159862348, 2600524760, 4175744164])
+    """
+    number = torch.arange(-(-count // 4), device=seed.device)
+    counter = (number & _LOW_32, number >> 32, torch.zeros_like(number), torch.zeros_like(number))
+    return torch.stack(philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32)), -1).view(-1)[:count]
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four random words for each counter. All words are int64 from 0 to 2**32 - 1.
+
+    Source: Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3. SC 2011; Random123.
+    """
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        low, high = a * 0xD2511F53, c * 0xCD9E8D57  # wraps; the bits are those of the unsigned product
+        a, b = ((high >> 32) & _LOW_32) ^ b ^ first, high & _LOW_32
+        c, d = ((low >> 32) & _LOW_32) ^ d ^ second, low & _LOW_32
+        first, second = (first + 0x9E3779B9) & _LOW_32, (second + 0xBB67AE85) & _LOW_32
+    return a, b, c, d
 
 
 def _exponent(x64: Tensor, fmt: Format) -> Tensor:

@@ -22,6 +22,7 @@ from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from ottava.kernels import native_build, native_cpu, reference
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantizer import Quantizer
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
 
@@ -94,6 +95,41 @@ def test_a_given_scale_is_taken_as_the_reference_does(scaling: str, scale_format
         for x in (torch.randn(40, 70).bfloat16(), torch.zeros(3, 5), torch.full((3, 5), math.nan), torch.ones(2, 0)):
             assert_same(x, spec, torch.tensor(given))
             assert_same(x.t(), spec, torch.tensor([given]))
+
+
+@needs_library
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor"])
+@pytest.mark.parametrize("block", ["1x32", "32x1", "1x48", "*x1", "1x128", "*x16", "64x64", "row", "tensor"])
+def test_blocks_of_every_16_bit_number_are_cast_as_the_reference_does(block: str, scale_format: str) -> None:
+    """All that are finite, in bf16: beside numbers of any size, which leaves them subnormal or 0, and of their own."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    mixed = finite[torch.randperm(finite.numel())].view(-1, 1020)
+    near = torch.cat([finite.abs().sort().values.view(-1, 32)[::3], mixed.view(-1, 32)[:5]])  # neighbours in size
+    for fmt in SMALL:
+        spec = QuantizationSpec(fmt, Granularity.parse(block), scale_format)  # type: ignore[arg-type]
+        for x in (mixed, near.view(1, -1), near.t().contiguous(), near * 2.0**-9, torch.cat([near, near * 2.0**-5], 1)):
+            assert_same(x, spec)
+
+
+@needs_library
+@pytest.mark.parametrize("scaling", ["delayed", "guarded"])
+def test_what_a_door_has_seen_is_raised_as_the_door_does(scaling: str, dtype: torch.dtype) -> None:
+    """Largest amax, something not finite, another scale than the predicted one: one at a time and on top of others."""
+    spec = QuantizationSpec(E4M3, scaling=scaling)  # type: ignore[arg-type]
+    cases = ((3.0, 0.0), (3.0, 64.0), (1e-3, 64.0), (900.0, 64.0), (math.inf, 64.0), (math.nan, 2.0), (0.0, 1.0))
+    for value, given in cases:
+        for before in ([0.0, 0.0, 0.0], [5.0, 1.0, 1.0]):
+            x, staged, door = torch.full((3, 40), value).to(dtype), torch.tensor(before), Quantizer()
+            door.prepare(spec)
+            door.scale.fill_(given)
+            door.staged.copy_(staged)
+            truth = reference.quantize(x, spec, door.scale)
+            door._see(truth.amax, truth.scale_inv)
+            for operand in (x, x.t()):
+                cast = native_cpu.quantize(operand, spec, torch.tensor(given), staged)
+                assert torch.equal(raw(cast.data), raw(truth.data.t() if operand is not x else truth.data))
+                assert torch.equal(staged, door.staged), (value, given, before)
 
 
 @needs_library

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import json
 import math
+import struct
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ _TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower ti
 _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
 
 
+_JOB = struct.Struct("@PqqqqqPPPPPPqq")
+_BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
+"""The C++ file's `Job` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
+
+
 class _Cast(ctypes.Structure):
     """The C++ file's `Cast`: what a spec comes down to."""
 
@@ -43,16 +49,6 @@ class _Cast(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
         *((name, ctypes.c_int32) for name in ("scale_format", "guarded", "margin")),
         *((name, ctypes.c_float) for name in ("max", "top", "guard_floor", "tensor_top")),
-    )
-
-
-class _Side(ctypes.Structure):
-    """The C++ file's `Side`."""
-
-    _fields_ = (
-        ("block_rows", ctypes.c_int64),
-        ("block_cols", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("cast", "out", "scale_inv", "amax")),
     )
 
 
@@ -76,13 +72,10 @@ def _declare_decoder(library: ctypes.CDLL) -> None:
 
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_scales.restype = None
-    library.ottava_quantize.restype = _INT
-    library.ottava_quantize.argtypes = [
-        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE),
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
-    ]
-    library.ottava_quantize_both.restype = _INT
-    library.ottava_quantize_both.argtypes = [_POINTER, *[_SIZE] * 5, _POINTER, _POINTER, _INT]
+    library.ottava_cast.restype = _INT
+    library.ottava_cast.argtypes = [ctypes.c_char_p]
+    library.ottava_cast_both.restype = _INT
+    library.ottava_cast_both.argtypes = [ctypes.c_char_p]
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -92,7 +85,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
         'native_cpu: rounds to nearest even; got stochastic'
     """
-    if x.device.type != "cpu" or (scale is not None and scale.device.type != "cpu"):
+    if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if (reason := plan(spec).refusal) is not None:
         return reason
@@ -105,10 +98,13 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     return None
 
 
-def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
     """As `reference.quantize`, bit for bit; call `supports_quantize` first.
 
     Row-major and column-major matrices are cast where they lie; others are copied first.
+
+    Args:
+        staged: a door's, fp32 (3,), contiguous: raised to what this cast, which has one scale, has seen.
 
     Example:
         >>> from ottava.kernels import reference
@@ -121,33 +117,36 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
     if not x.numel():
-        return reference.quantize(x, spec, scale)  # nothing to cast, but a scale to make
-    if column_major(x):
-        data, scale_inv, amax = _quantize(x.t(), spec, plan(spec).transposed, scale)
-        return Cast(data.t(), scale_inv.t().contiguous(), amax.t().contiguous())
-    return _quantize(x, spec, spec.granularity, scale)
-
-
-def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
+        return reference.quantize(x, spec, scale)  # nothing to cast or to see, but a scale to make
+    planned, granularity = plan(spec), spec.granularity
     rows, cols = x.shape
-    strides = x.stride()
-    if (strides[1] != 1 and cols > 1) or (strides[0] < cols and rows > 1):
-        x = x.contiguous()
-        strides = x.stride()
-    grid = granularity.grid_shape((rows, cols))
-    data = torch.empty((rows, cols), dtype=torch.uint8)
-    scale_inv, amax = torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)
+    (stride, step), turned = x.stride(), column_major(x)
+    if turned:  # cast as x.T, whose rows lie in memory one after the other; scales and amaxes stay those of x
+        rows, cols, stride, step, granularity = cols, rows, step, stride, planned.transposed
+    if (step != 1 and cols > 1) or (stride < cols and rows > 1):
+        x = x.t().contiguous() if turned else x.contiguous()
+        stride = cols
+    grid_rows, grid_cols = granularity.grid_shape((rows, cols))
+    if turned:
+        data = torch.empty_strided((cols, rows), (1, cols), dtype=spec.format.storage_dtype)
+        grid_rows, grid_cols = grid_cols, grid_rows
+    else:
+        data = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
+    scale_inv = torch.empty(grid_rows, grid_cols, dtype=torch.float32)  # from numbers: half a microsecond less
+    amax = torch.empty(grid_rows, grid_cols, dtype=torch.float32)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
-    failed = library.ottava_quantize(
-        *(x.data_ptr(), rows, cols, strides[0] if rows > 1 else cols),
-        *granularity.block_shape((rows, cols)),
-        *(ctypes.byref(plan(spec).cast), None if scale is None else scale.data_ptr()),
-        *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), torch.get_num_threads()),
+    failed = library.ottava_cast(
+        _JOB.pack(
+            *(x.data_ptr(), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols))),
+            *(planned.address, 0 if scale is None else scale.data_ptr()),
+            *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), 0 if staged is None else staged.data_ptr()),
+            *(turned, torch.get_num_threads()),
+        )
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(_as_codes(data, spec), scale_inv, amax)
+    return Cast(data, scale_inv, amax)
 
 
 def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
@@ -183,35 +182,28 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
         cast_t, cast = quantize_both(x.t(), spec_t, spec)
         return cast, cast_t
     rows, cols = x.shape
-    specs, granularities = (spec, spec_t), (spec.granularity, spec_t.granularity.transposed)
-    blocks = [granularity.block_shape((rows, cols)) for granularity in granularities]
-    grids = [granularity.grid_shape((rows, cols)) for granularity in granularities]
-    data = [torch.empty((rows, cols), dtype=torch.uint8) for _ in specs]
-    numbers = [(torch.empty(grid, dtype=torch.float32), torch.empty(grid, dtype=torch.float32)) for grid in grids]
-    casts = [plan(side).cast for side in specs]  # what pointers point to is held until the call has ended
-    sides = [
-        _Side(*block, ctypes.addressof(cast), codes.data_ptr(), *(t.data_ptr() for t in pair))
-        for block, cast, codes, pair in zip(blocks, casts, data, numbers, strict=True)
-    ]
+    first, second = spec.granularity, plan(spec_t).transposed
+    block, block_t = first.block_shape((rows, cols)), second.block_shape((rows, cols))
+    grid, (grid_cols_t, grid_rows_t) = first.grid_shape((rows, cols)), second.grid_shape((rows, cols))
+    codes = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
+    codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=spec_t.format.storage_dtype)
+    scale_inv, amax = (torch.empty(*grid, dtype=torch.float32) for _ in range(2))
+    scale_inv_t, amax_t = (torch.empty(grid_rows_t, grid_cols_t, dtype=torch.float32) for _ in range(2))
+    height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
+    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
-    height, width = (math.lcm(*(block[i] for block in blocks)) for i in (0, 1))
-    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
-    failed = library.ottava_quantize_both(
-        *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols, height, min(width, cols)),
-        *(ctypes.byref(sides[0]), ctypes.byref(sides[1]), torch.get_num_threads()),
+    failed = library.ottava_cast_both(
+        _BOTH.pack(
+            *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols),
+            *(height, min(width, cols), torch.get_num_threads()),
+            *(*block, plan(spec).address, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
+            *(*block_t, plan(spec_t).address, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
+        )
     )
     if failed:
         raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    (codes, codes_t), ((scale_inv, amax), (scale_inv_t, amax_t)) = data, numbers
-    return (
-        Cast(_as_codes(codes, spec), scale_inv, amax),
-        Cast(_as_codes(codes_t, spec_t).t(), scale_inv_t.t().contiguous(), amax_t.t().contiguous()),
-    )
-
-
-def _as_codes(data: Tensor, spec: QuantizationSpec) -> Tensor:
-    return data if spec.format.dtype is None else data.view(spec.format.dtype)
+    return Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
@@ -298,6 +290,8 @@ class CastPlan(NamedTuple):
     """Why such casts are not made here."""
     cast: _Cast
     """What the C++ file needs of it."""
+    address: int
+    """Where that lies."""
     transposed: Granularity
     """Its granularity for x.T."""
 
@@ -318,7 +312,7 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
-        return CastPlan(refusal, _Cast(), spec.granularity.transposed)
+        return CastPlan(refusal, _Cast(), 0, spec.granularity.transposed)
     cast = _Cast(
         mantissa_bits=fmt.mantissa_bits,
         emin=fmt.emin,
@@ -334,4 +328,4 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
         guard_floor=fmt.max * 2.0**-spec.guard_bits,
         tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
     )
-    return CastPlan(None, cast, spec.granularity.transposed)
+    return CastPlan(None, cast, ctypes.addressof(cast), spec.granularity.transposed)

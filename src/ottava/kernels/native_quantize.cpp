@@ -6,32 +6,24 @@
 // Floats are taken apart as signed integers throughout: magnitudes are ordered like their bits, NaN on top, and SSE2
 // and AVX2 have signed compares only. No loop sums anything, so neither threads nor vector widths can change a bit.
 
-#include <cfloat>
+#ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
+#define OTTAVA_TYPE BFloat16
+#define OTTAVA_CASTS_BF16
+#endif
 
 #include "native_base.h"
 #include "native_float.h"
-
-#ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
-#define OTTAVA_TYPE BFloat16
-#endif
+#include "native_scales.h"
+#include "native_words.h"
 
 namespace {
 
-enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TWO_LEVEL = 4 };
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
 constexpr int64_t CLOSE = 2048;            // elements that are still in a first-level cache when they are read again
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
-constexpr int64_t UNIT_BYTES = 1 << 16;    // of x, read twice: for amax and for the codes
-
-}  // namespace
-
-extern "C" struct Cast {  // native_cpu._Cast
-  int32_t mantissa_bits, emin, emax, bias, bits, nan_code;  // nan_code -1: NaN becomes the largest number
-  int32_t scale_format, guarded, margin;
-  float max, top, guard_floor, tensor_top;
-};
-
-namespace {
+constexpr int64_t WORTH_STEPS = 2048;      // elements of one factor for which steps of its own are made
+constexpr int64_t CLOSE_BYTES = 1 << 14;   // of bands that are taken together
+constexpr int64_t UNIT_BYTES = 1 << 18;   // of x, read twice: for amax and for the codes
 
 struct Encoder {  // constants of a format, by value: a store through uint8_t* may alias anything behind a pointer
   int32_t shift, largest, smallest, magic, nan_code, sign_shift, sign_bit, nan_sign;
@@ -72,6 +64,9 @@ inline typename T::Int largest_of(const typename T::Int* x, int64_t n) {
   return most;
 }
 
+template <class T>
+__attribute__((noinline)) typename T::Int largest_of_many(const typename T::Int* x, int64_t n) { return largest_of<T>(x, n); }
+
 struct OneFactor {
   float factor;
   inline float operator[](int64_t) const { return factor; }
@@ -102,92 +97,44 @@ __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, En
 
 // Pieces of a known length: a loop of unknown length is compiled several times over, for each length of its rest.
 template <class T, bool NANS, class Factor>
-inline void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
+__attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
   if (!NANS && n >= 64) return encode_pieces<T, false, 64>(x, out, n, factor, code);
-  if (!NANS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
+  if (!NANS && !OTTAVA_WORDS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
   if (n >= 16) return encode_pieces<T, NANS, 16>(x, out, n, factor, code);
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
 
+// What codes are made with by words, see native_words.h; nothing where they are not made so.
+Steps steps_of(float factor, const Cast& c) {
+  Steps steps;
+#if OTTAVA_WORDS
+  const Encoder code(c);
+  const auto encode_some = [=](const int16_t* x, uint8_t* out, int64_t n) {
+    encode<BFloat16, false>(x, out, n, OneFactor{factor}, code);
+  };
+  steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_some);
+#endif
+  return steps;
+}
+
+// As `encode`, without NaN; `steps`: of that factor, or not made.
+template <class T>
+inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+  if (!steps.made) return encode<T, false>(x, out, n, OneFactor{factor}, code);
+  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
+}
+
 template <class T>  // the scale is known: one pass
-inline typename T::Int encode_and_look(const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
-  for (int64_t i = 0; i < n; i += CLOSE) {
+  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
+  for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
-    most = larger(most, largest_of<T>(x + i, count));
+    most = larger(most, largest_of_many<T>(x + i, count));
     encode<T, false>(x + i, out + i, count, OneFactor{factor}, code);
   }
   if (is_nan(T::value(most)) || !is_finite(factor)) encode<T, true>(x, out, n, OneFactor{factor}, code);
   return most;
-}
-
-// --- scales, see scaling.compute_scale: one loop a format, without branches, for blocks may be as small as 16 --------
-
-inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
-
-// The exponent of a power of two as fp32, down to its smallest subnormal number 2**-127 that a scale may be.
-inline float power_of_two(int32_t exponent) { return float_of(exponent > -127 ? (exponent + 127) << 23 : 1 << 22); }
-
-inline float floor_power_of_two(float x) {
-  const int32_t normal = bits_of(x) & INFINITE, subnormal = bits_of(x * 16777216.0f) & INFINITE;  // 2**24
-  return normal ? float_of(normal) : float_of(subnormal) * (1 / 16777216.0f);
-}
-
-void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  const int32_t top = bits_of(c.max) & 0x7fffff, up = c.scale_format == E8M0_UP, offset = c.margin - c.emax;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f;
-    const bool tiny = bits_of(a) < (1 << 23);
-    const int32_t b = tiny ? bits_of(a * 16777216.0f) : bits_of(a);
-    // one octave more exactly where amax's significand exceeds that of the largest number
-    const int32_t wanted = (b >> 23) - (tiny ? 127 + 24 : 127) + offset + (up & int32_t((b & 0x7fffff) > top));
-    const int32_t exponent = between(wanted, -127, 127);
-    scale_inv[i] = usable(amax[i]) ? power_of_two(exponent) : 1.0f;
-    scale[i] = usable(amax[i]) ? power_of_two(-exponent) : 1.0f;
-  }
-}
-
-void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  const bool rounded = c.scale_format == POW2;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f;
-    const float exact = smaller(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
-    scale[i] = usable(amax[i]) ? s : 1.0f;
-    scale_inv[i] = 1.0f / scale[i];
-  }
-}
-
-// NVFP4: a scale in E4M3 for the block times one in fp32 for the tensor
-void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  float tensor = 0;
-  for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
-  const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
-  const float per_block = encode / c.max, decode = 1.0f / encode;
-  for (int64_t i = 0; i < n; i++) {
-    const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);
-    const float magic = float_of(larger(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
-    const float inverse = ((wanted + magic) - magic) * decode;
-    scale_inv[i] = usable(amax[i]) ? inverse : 1.0f;
-    scale[i] = smaller(1.0f / scale_inv[i], FLT_MAX);
-  }
-}
-
-void current_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
-  if (c.scale_format == E8M0_UP || c.scale_format == E8M0_FLOOR) e8m0_scales(amax, n, c, scale, scale_inv);
-  else if (c.scale_format == TWO_LEVEL) two_level_scales(amax, n, c, scale, scale_inv);
-  else float_scales(amax, n, c, scale, scale_inv);
-}
-
-void scales(const float* amax, int64_t n, const Cast& c, const float* given, float* scale, float* scale_inv) {
-  current_scales(amax, n, c, scale, scale_inv);
-  if (given == nullptr || !(*given > 0)) return;
-  for (int64_t i = 0; i < n; i++) {
-    const float reached = amax[i] * *given;
-    const bool inside = reached <= c.max && reached >= c.guard_floor;
-    if (c.guarded && !inside && amax[i] != 0) continue;
-    scale[i] = *given;
-    scale_inv[i] = 1.0f / *given;
-  }
 }
 
 // --- the walk --------------------------------------------------------------------------------------------------------
@@ -199,6 +146,7 @@ struct Walk {
   const Cast* cast;
   const float* given;
   float *scale_inv, *amax, *factor;
+  const Steps* steps;  // of factor 1: powers of two share them
   int threads;
 };
 
@@ -212,12 +160,17 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
     }
     return;
   }
+#if OTTAVA_WORDS
+  if (w.block_cols % 32 == 0)
+    for (; first < last && (first + 1) * w.block_cols <= w.cols; first++, x += w.block_cols, most++)
+      *most = larger(*most, largest_word(x, w.block_cols));
+#endif
   for (int64_t g = first; g < last; g++, x += w.block_cols, most++) {
     const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
     const Int here = n == 16    ? largest_of<T>(x, 16)  // known lengths need no loop for the rest
                      : n == 32  ? largest_of<T>(x, 32)
                      : n == 128 ? largest_of<T>(x, 128)
-                                : largest_of<T>(x, n);
+                                : largest_of_many<T>(x, n);
     *most = larger(*most, here);
   }
 }
@@ -230,35 +183,73 @@ __attribute__((noinline)) void row_encode(const Walk& w, const typename T::Int* 
     encode<T, NANS>(x, out, smaller(w.block_cols, w.cols - g * w.block_cols), OneFactor{*factor}, code);
 }
 
+inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* base) {
+  return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
+}
+
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
 inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
-  for (int64_t i = 0; i < n; i++)
-    if (is_nan(amax[i]) || !is_finite(factor[i])) return true;
-  return false;
+  int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
+  for (int64_t i = 0; i < n; i++) {
+    largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
+    largest_factor = larger(largest_factor, bits_of(factor[i]) & MAGNITUDE);
+  }
+  return largest > INFINITE || largest_factor >= INFINITE;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };
 
-// Blocks [first, last) of one band of block_rows rows; `most` has room for a number each.
+struct Area {  // bands of block_rows rows, and blocks of each
+  int64_t top, bottom, first, last;
+};
+
+// The rows of one band; base: those of its factors, or null.
 template <class T>
-void blocks(const Walk& w, int phases, int64_t band, int64_t first, int64_t last, typename T::Int* most, Encoder code) {
-  using Int = typename T::Int;
+void encode_band(const Walk& w, int64_t band, int64_t first, int64_t last, bool nans, const int16_t* base, Encoder code) {
   const int64_t top = band * w.block_rows, bottom = smaller(top + w.block_rows, w.rows), left = first * w.block_cols;
-  const int64_t place = band * w.grid_cols + first;
-  const Int* x = static_cast<const Int*>(w.x) + left;
-  if (phases & AMAX) {
-    fill(most, last - first, Int(0));
-    for (int64_t row = top; row < bottom; row++) row_amax<T>(w, x + row * w.stride, most, first, last);
-    for (int64_t g = 0; g < last - first; g++) w.amax[place + g] = T::value(most[g]);
-  }
-  if (phases & SCALE)
-    scales(w.amax + place, last - first, *w.cast, w.given, w.factor + place, w.scale_inv + place);
-  if (phases & ENCODE) {
-    const bool nans = may_have_nan(w.amax + place, w.factor + place, last - first);
+  const int64_t n = smaller(last * w.block_cols, w.cols) - left;
+  const auto* x = static_cast<const typename T::Int*>(w.x) + top * w.stride + left;
+  const float* factor = w.factor + band * w.grid_cols + first;
+  uint8_t* out = w.out + top * w.cols + left;
+  if (base != nullptr) {
+    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols)
+      encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{base, w.block_cols}, *w.steps);
+  } else if (!nans && w.steps->made && w.block_cols * (bottom - top) >= WORTH_STEPS) {
+    for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
+      const Steps own = steps_of(*factor, *w.cast);
+      const int64_t width = smaller(w.block_cols, w.cols - g * w.block_cols);
+      for (int64_t row = 0; row < bottom - top; row++)
+        encode_by<T>(own, x + row * w.stride, out + row * w.cols, width, *factor, code);
+    }
+  } else {
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
-    for (int64_t row = top; row < bottom; row++)
-      row_of(w, x + row * w.stride, w.out + row * w.cols + left, w.factor + place, first, last, code);
+    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols) row_of(w, x, out, factor, first, last, code);
   }
+}
+
+template <class T>
+void blocks(const Walk& w, int phases, Area a, typename T::Int* most, Encoder code) {  // `most`: a number for each
+  using Int = typename T::Int;
+  const int64_t n = a.last - a.first, step = n == w.grid_cols ? a.bottom - a.top : 1;  // bands whose scales are neighbours
+  const Int* x = static_cast<const Int*>(w.x) + a.first * w.block_cols;
+  if (phases & AMAX) {
+    fill(most, (a.bottom - a.top) * n, Int(0));
+    for (int64_t row = a.top * w.block_rows; row < smaller(a.bottom * w.block_rows, w.rows); row++)
+      row_amax<T>(w, x + row * w.stride, most + (row / w.block_rows - a.top) * n, a.first, a.last);
+    for (int64_t band = a.top; band < a.bottom; band += step)
+      for (int64_t i = 0; i < step * n; i++)
+        w.amax[band * w.grid_cols + a.first + i] = T::value(most[(band - a.top) * n + i]);
+  }
+  int16_t* const base = reinterpret_cast<int16_t*>(most);
+  bool nans = false, by_bases = true;
+  for (int64_t band = a.top; band < a.bottom; band += step) {
+    const int64_t place = band * w.grid_cols + a.first;
+    if (phases & SCALE) scales(w.amax + place, step * n, *w.cast, w.given, w.factor + place, w.scale_inv + place);
+    nans |= may_have_nan(w.amax + place, w.factor + place, step * n);
+    by_bases = by_bases && !nans && bases_of(w, w.factor + place, step * n, base + (band - a.top) * n);
+  }
+  for (int64_t band = a.top; phases & ENCODE && band < a.bottom; band++)
+    encode_band<T>(w, band, a.first, a.last, nans, by_bases ? base + (band - a.top) * n : nullptr, code);
 }
 
 inline int thread_number() {
@@ -269,21 +260,22 @@ inline int thread_number() {
 #endif
 }
 
-// Band after band, in groups of columns that stay in a cache between the phases.
+// Bands in groups of columns, or groups of bands, that stay in a cache between the phases.
 template <class T>
 bool bands(const Walk& w, int phases) {
   using Int = typename T::Int;
-  const int64_t height = smaller(w.block_rows, w.rows);
+  const int64_t height = smaller(w.block_rows, w.rows), row_bytes = w.cols * int64_t(sizeof(Int));
   const int64_t columns = larger<int64_t>(UNIT_BYTES / (height * int64_t(sizeof(Int))), 64);
   const int64_t group = smaller(larger<int64_t>(columns / w.block_cols, 1), w.grid_cols);
   const int64_t groups = (w.grid_cols + group - 1) / group;
-  const Array<Int> scratch(w.threads * group);
+  const int64_t together = groups > 1 ? 1 : larger<int64_t>(CLOSE_BYTES / (height * row_bytes), 1);
+  const Array<Int> scratch(w.threads * group * together);
   if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(w.threads)
-  for (int64_t unit = 0; unit < w.grid_rows * groups; unit++) {
-    const int64_t first = unit % groups * group;
-    blocks<T>(w, phases, unit / groups, first, smaller(first + group, w.grid_cols),
-              scratch.get() + thread_number() * group, Encoder(*w.cast));
+  for (int64_t unit = 0; unit < (w.grid_rows + together - 1) / together * groups; unit++) {
+    const int64_t top = unit / groups * together, first = unit % groups * group;
+    const Area area{top, smaller(top + together, w.grid_rows), first, smaller(first + group, w.grid_cols)};
+    blocks<T>(w, phases, area, scratch.get() + thread_number() * group * together, Encoder(*w.cast));
   }
   return true;
 }
@@ -293,17 +285,23 @@ template <class T>
 bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile_cols) {
   using Int = typename T::Int;
   const int64_t across = (a.cols + tile_cols - 1) / tile_cols, down = (a.rows + tile_rows - 1) / tile_rows;
-  const Array<Int> scratch(a.threads * tile_cols);
+  const Walk* const walks[2] = {&a, &b};
+  int64_t most = 0;  // blocks of a tile
+  for (const Walk* w : walks)
+    most = larger(most, ((tile_rows + w->block_rows - 1) / w->block_rows) * ((tile_cols + w->block_cols - 1) / w->block_cols));
+  const Array<Int> scratch(a.threads * most);
   if (!scratch) return false;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
   for (int64_t tile = 0; tile < across * down; tile++) {
     const int64_t top = tile / across * tile_rows, left = tile % across * tile_cols;
-    for (int which = 0; which < 2; which++) {
-      const Walk& w = which ? b : a;
-      const int64_t bottom = smaller(top + tile_rows, w.rows), right = smaller(left + tile_cols, w.cols);
-      const int64_t last = (right + w.block_cols - 1) / w.block_cols;
-      for (int64_t band = top / w.block_rows; band * w.block_rows < bottom; band++)
-        blocks<T>(w, ALL, band, left / w.block_cols, last, scratch.get() + thread_number() * tile_cols, Encoder(*w.cast));
+    for (const Walk* w : walks) {
+      const int64_t bottom = smaller(top + tile_rows, w->rows), right = smaller(left + tile_cols, w->cols);
+      const int64_t first = left / w->block_cols, last = (right + w->block_cols - 1) / w->block_cols;
+      const int64_t together = larger<int64_t>(CLOSE_BYTES / (w->block_rows * (right - left) * int64_t(sizeof(Int))), 1);
+      const int64_t end = (bottom + w->block_rows - 1) / w->block_rows;
+      for (int64_t band = top / w->block_rows; band < end; band += together)
+        blocks<T>(*w, ALL, Area{band, smaller(band + together, end), first, last}, scratch.get() + thread_number() * most,
+                  Encoder(*w->cast));
     }
   }
   return true;
@@ -322,6 +320,9 @@ bool tall(const Walk& w) {
   const Array<Int> scratch(w.threads * w.grid_cols);
   if (!scratch) return false;
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
+  Steps steps = known ? steps_of(*w.given, *w.cast) : Steps();
+  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // when amaxes are no longer wanted
+  bool nans = false, by_bases = false;
 #pragma omp parallel num_threads(w.threads)
   {
     const int thread = thread_number();
@@ -333,8 +334,8 @@ bool tall(const Walk& w) {
     Int* most = scratch.get() + thread * w.grid_cols;
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (known) *most = larger(*most, encode_and_look<T>(x + i * step, w.out + i * length, n, *w.given, code));
-      else if (w.grid_cols == 1) *most = larger(*most, largest_of<T>(x + i * step, n));
+      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, n, *w.given, code));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, n));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
 #pragma omp barrier
@@ -345,14 +346,20 @@ bool tall(const Walk& w) {
       w.amax[g] = T::value(all);
     }
 #pragma omp single
-    scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-    const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols);
+    {
+      scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
+      nans = may_have_nan(w.amax, w.factor, w.grid_cols);
+      if (w.grid_cols > 1 && !nans) by_bases = bases_of(w, w.factor, w.grid_cols, base);
+      else if (w.grid_cols == 1 && !nans && !known && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
+    }
     const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
     for (int64_t i = known ? end : begin; i < end; i++) {
       const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
+      const auto* words = reinterpret_cast<const int16_t*>(x + i * step);
+      if (by_bases) encode_words<false>(words, w.out + i * length, n, Bases{base, w.block_cols}, *w.steps);
+      else if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
       else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
-      else encode<T, false>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
+      else encode_by<T>(steps, x + i * step, w.out + i * length, n, w.factor[0], code);
     }
   }
   return true;
@@ -367,19 +374,60 @@ bool walk(const Walk& w) {
   return bands<T>(w, ENCODE);
 }
 
+void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
+  for (int64_t left = 0; left < cols; left += 16)
+    for (int64_t row = 0; row < rows; row++) {
+      const float* line = from + row * cols + left;
+      float* out = to + left * rows + row;
+      if (left + 16 <= cols) for (int i = 0; i < 16; i++) out[i * rows] = line[i];
+      else for (int64_t i = 0; i < cols - left; i++) out[i * rows] = line[i];
+    }
+}
+
 }  // namespace
 
-// x: (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row; out: (rows, cols) contiguous; scale_inv, amax: one
-// a block. given: the scale to use, or null. Returns 0, or 1 if there was no memory.
+extern "C" struct Job {  // native_cpu._JOB
+  const void* x;  // (rows, cols) of OTTAVA_TYPE, `stride` elements from row to row
+  int64_t rows, cols, stride, block_rows, block_cols;
+  const Cast* cast;
+  const float* given;      // the scale to use, or null
+  uint8_t* out;            // (rows, cols), contiguous
+  float *scale_inv, *amax;  // one a block, column by column where `turned`
+  float* staged;  // of a cast with one scale, or null: raised to amax, whether that is not finite, and whether another
+                  // scale than the given one was taken
+  int64_t turned, threads;
+};
+
+// Returns 0, or 1 if there was no memory.
+extern "C" int ottava_cast(const Job* job) {
+  const auto [x, rows, cols, stride, block_rows, block_cols, cast, given, out, scale_inv, amax, staged, turned, threads] = *job;
+  const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
+  const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
+  const int64_t blocks = grid_rows * grid_cols;
+  const bool apart = turned && grid_rows > 1 && grid_cols > 1;
+  const Array<float> factor(apart ? 3 * blocks : blocks);
+  if (!factor) return 1;
+  float *const inverses = apart ? factor.get() + blocks : scale_inv, *const amaxes = apart ? inverses + blocks : amax;
+  const Steps steps = blocks > 1 ? steps_of(1.0f, *cast) : Steps();
+  const Walk w{x,    out,   rows,     cols,   stride,       block_rows, block_cols, grid_rows, grid_cols,
+               cast, given, inverses, amaxes, factor.get(), &steps,     int(smaller<int64_t>(larger<int64_t>(threads, 1), share))};
+  if (!walk<OTTAVA_TYPE>(w)) return 1;
+  if (staged != nullptr) {
+    const bool fired = given != nullptr && *given > 0 && !(*scale_inv == 1.0f / *given);
+    staged[0] = is_finite(*amax) ? larger(staged[0], *amax) : staged[0];
+    staged[1] = larger(staged[1], is_finite(*amax) ? 0.0f : 1.0f);
+    staged[2] = larger(staged[2], fired ? 1.0f : 0.0f);
+  }
+  if (apart) turn(inverses, grid_rows, grid_cols, scale_inv), turn(amaxes, grid_rows, grid_cols, amax);
+  return 0;
+}
+
+// The same for another library, native_measure's, which calls it for codes, scales and amaxes.
 extern "C" int ottava_quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows,
                                int64_t block_cols, const Cast* cast, const float* given, uint8_t* out, float* scale_inv,
                                float* amax, int threads) {
-  const int64_t grid_rows = (rows + block_rows - 1) / block_rows, grid_cols = (cols + block_cols - 1) / block_cols;
-  const int64_t share = larger<int64_t>(rows * cols / SMALLEST_SHARE, 1);
-  const Array<float> factor(grid_rows * grid_cols);
-  const Walk w{x,    out,   rows,      cols, stride,       block_rows, block_cols, grid_rows, grid_cols,
-               cast, given, scale_inv, amax, factor.get(), int(smaller<int64_t>(larger(threads, 1), share))};
-  return factor && walk<OTTAVA_TYPE>(w) ? 0 : 1;
+  const Job job{x, rows, cols, stride, block_rows, block_cols, cast, given, out, scale_inv, amax, nullptr, 0, threads};
+  return ottava_cast(&job);
 }
 
 // Current scales of n amaxes.
@@ -387,26 +435,39 @@ extern "C" void ottava_scales(const float* amax, int64_t n, const Cast* cast, fl
   current_scales(amax, n, *cast, scale, scale_inv);
 }
 
-extern "C" struct Side {  // native_cpu._Side: one of the two casts that are made from one reading of x
+struct Side {  // one of the two casts that are made from one reading of x
   int64_t block_rows, block_cols;
   const Cast* cast;
   uint8_t* out;
   float *scale_inv, *amax;
 };
 
-// Both casts, with current scales, in tiles of tile_rows x tile_cols: multiples of the blocks of either side, or the
-// matrix's own. Returns 0, or 1 if there was no memory.
-extern "C" int ottava_quantize_both(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t tile_rows,
-                                    int64_t tile_cols, const Side* first, const Side* second, int threads) {
-  const int team = int(smaller<int64_t>(larger(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
-  Array<float> factor[2];
+extern "C" struct Both {  // native_cpu._BOTH: x and threads as in Job
+  const void* x;
+  int64_t rows, cols, stride;
+  int64_t tile_rows, tile_cols;  // multiples of the blocks of either side, or the matrix's own
+  int64_t threads;
+  Side sides[2];  // of x, and of x.T: its scales and amaxes go out column by column
+};
+
+// Both casts with current scales, tile by tile. Returns 0, or 1 if there was no memory.
+extern "C" int ottava_cast_both(const Both* both) {
+  const auto [x, rows, cols, stride, tile_rows, tile_cols, threads, sides] = *both;
+  const int team = int(smaller<int64_t>(larger<int64_t>(threads, 1), larger<int64_t>(rows * cols / SMALLEST_SHARE, 1)));
+  Array<float> factor[2], column;
+  Steps steps[2];
   Walk walks[2];
   for (int i = 0; i < 2; i++) {
-    const Side& s = i ? *second : *first;
+    const Side& s = sides[i];
     const int64_t grid_rows = (rows + s.block_rows - 1) / s.block_rows, grid_cols = (cols + s.block_cols - 1) / s.block_cols;
-    if (!factor[i].make(grid_rows * grid_cols)) return 1;
+    if (!factor[i].make(grid_rows * grid_cols) || (i && !column.make(2 * grid_rows * grid_cols))) return 1;
+    float *const inverses = i ? column.get() : s.scale_inv, *const amaxes = i ? inverses + grid_rows * grid_cols : s.amax;
+    steps[i] = steps_of(1.0f, *s.cast);
     walks[i] = Walk{x,         s.out,  rows,    cols,        stride, s.block_rows,    s.block_cols, grid_rows,
-                    grid_cols, s.cast, nullptr, s.scale_inv, s.amax, factor[i].get(), team};
+                    grid_cols, s.cast, nullptr, inverses, amaxes, factor[i].get(), &steps[i],    team};
   }
-  return bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols) ? 0 : 1;
+  if (!bands_of_both<OTTAVA_TYPE>(walks[0], walks[1], tile_rows, tile_cols)) return 1;
+  const Walk& w = walks[1];
+  turn(w.scale_inv, w.grid_rows, w.grid_cols, sides[1].scale_inv), turn(w.amax, w.grid_rows, w.grid_cols, sides[1].amax);
+  return 0;
 }

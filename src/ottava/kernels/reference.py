@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import check_input_dtype, decode, encode_
-from ottava.scaling import Granularity, amax, column_major, compute_scale
+from ottava.scaling import Granularity, Scale, amax, column_major, compute_scale
 
 NAME = "reference"
 NATIVE = False
@@ -63,20 +63,23 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
-    current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
-    if scale is None:
-        factor, scale_inv = current
-    else:
-        given = scale.reshape(1, 1).expand_as(block_amax)
-        taken = given > 0
-        if spec.scaling == "guarded":
-            top = block_amax * given
-            inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
-            taken = taken & (inside | (block_amax == 0))
-        factor = torch.where(taken, given, current.scale)
-        scale_inv = torch.where(taken, given.reciprocal(), current.scale_inv)
+    factor, scale_inv = factors(block_amax, spec, scale)
     y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
+
+
+def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:
+    """What each block is multiplied with, and its inverse: `scale` where that is taken, else the current scale."""
+    current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
+    if scale is None:
+        return current
+    given = scale.reshape(1, 1).expand_as(block_amax)
+    taken = given > 0
+    if spec.scaling == "guarded":
+        top = block_amax * given
+        inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
+        taken = taken & (inside | (block_amax == 0))
+    return Scale(torch.where(taken, given, current.scale), torch.where(taken, given.reciprocal(), current.scale_inv))
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
