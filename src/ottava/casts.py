@@ -205,7 +205,7 @@ def _quantize_both(
     staged: Tensor | None,
 ) -> Both | None:
     x = x.detach()
-    if x.is_cpu:
+    if native_cpu in _casts(x):
         return _both_on_cpu(x, spec, spec_t, scale, staged)
     if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
         return None
