@@ -101,7 +101,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
 
 
 def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
-    """What `survey` would say of the tensor of so many elements that x_q is a cast of; None if the cast did not find it.
+    """What `survey` would say of a tensor of so many elements, told by its cast; None where a cast does not know it.
 
     Example:
         >>> import ottava

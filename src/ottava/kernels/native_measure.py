@@ -39,6 +39,7 @@ EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_
 """What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
 _ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
+_SHARED = 1 << 15  # elements to copy for which another thread is worth waking
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -93,7 +94,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.restype = ctypes.c_int
     library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_survey.restype = ctypes.c_int
-    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, _SIZES, _POINTERS]
+    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, *[_SIZES] * 3, _POINTERS, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_take.restype = None
 
 
@@ -172,7 +173,9 @@ def take(x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
     library = built(torch.bfloat16 if x.dtype == torch.uint8 else x.dtype).library
     assert library is not None  # supports_take was asked
     numbers = (_SIZES * len(ends))(*ends)
-    library.ottava_take(x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr())
+    threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
+    from_to = x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr()
+    library.ottava_take(*from_to, threads)
     return taken
 
 
