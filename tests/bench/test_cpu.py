@@ -29,7 +29,8 @@ def test_every_case_measures_bf16_and_every_recipe() -> None:
     assert [case.suite for case in cases] == ["cast", "linear", "block"]
     assert cases[0].timings[0].name == "copy"
     for case in cases[1:]:
-        assert [timing.name for timing in case.timings] == [*NAMES, "torchao tensorwise"]
+        names = [timing.name for timing in case.timings if "microxcaling" not in timing.name]  # where it is installed
+        assert names == [*NAMES, "torchao tensorwise"]
     assert all(timing.milliseconds > 0 for case in cases for timing in case.timings)
     assert all(case.timings[0].ratio == 1.0 for case in cases)
     assert "ratio to BF16" in str(cases[1])

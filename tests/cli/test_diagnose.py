@@ -40,7 +40,11 @@ def test_a_clean_run_exits_0_and_names_its_coverage(tmp_path: Path) -> None:
     code, text = call(record(tmp_path / "run", massive=False))
     assert code == 0
     assert text.startswith("no FP8 evidence found; coverage 75 %")
-    assert "Not tested:" in text
+    assert "(--all lists them)" in text
+    assert "for want of a BF16 twin (--baseline RUN)" in text
+    assert "Two models share FP8 state" not in text
+    _, whole = call(tmp_path / "run", "--all")
+    assert "B8   Two models share FP8 state: needs an answer to 'shared_state'" in whole
 
 
 @pytest.mark.parametrize("fail_on, code", [("critical", 1), ("warning", 1), ("never", 0)])

@@ -1,6 +1,6 @@
 """`ottava bench cpu`: casts, linear layers, models and their memory on a CPU, beside BF16, memcpy and torchao.
 
-torchao emulates FP8 on a CPU (emulate=True). Rivals that are not installed are left out and named in the result.
+Other emulations that are not installed are left out; the result has None for their version.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
+from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
@@ -126,7 +127,7 @@ def bench(suites: Iterable[str] | None = None, settings: Settings | None = None)
 def machine() -> dict[str, Any]:
     """What ratios depend on: CPU, threads, versions."""
     versions: dict[str, str | None] = {}
-    for name in ("ottava", "torch", "torchao"):
+    for name in ("ottava", "torch", "torchao", "mx"):  # the last is microxcaling
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -191,7 +192,7 @@ def _casts(n: int) -> Variants:
 def _linear(settings: Settings) -> Iterator[Case]:
     for rows, k, n in LINEAR_SHAPES:
         x, dy = torch.randn(rows, k), torch.randn(rows, n)
-        models = _models(lambda k=k, n=n: nn.Linear(k, n))  # type: ignore[misc]
+        models = _models(lambda k=k, n=n: nn.Linear(k, n), others=("torchao tensorwise",))  # type: ignore[misc]
         timings = settings.time(_steps(models, x, dy, settings.compiled))
         yield Case("linear", f"fwd+bwd ({rows}, {k}, {n})", timings, _kept(models, x))
 
@@ -209,7 +210,7 @@ def _statistics(settings: Settings) -> Iterator[Case]:
     width, heads, tokens, sequences = BLOCK_SIZES
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
     for recipe in ("tensorwise", "blockwise"):
-        model = _models(lambda: Block(width, heads), (recipe,))[f"ottava {recipe}"]
+        model = _models(lambda: Block(width, heads), (recipe,), others=())[f"ottava {recipe}"]
         step = _steps({recipe: model}, x, dy, False)[recipe]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its step is where the watch's ends
 
@@ -281,7 +282,7 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
         model.load_state_dict(source.state_dict())
         return model
 
-    models = _models(make, ("tensorwise", "mxfp8"))
+    models = _models(make, ("tensorwise", "mxfp8"), others=("torchao tensorwise",))
     ids = torch.randint(0, vocabulary, (1, tokens))
     variants: Variants = {}
     for name, (run, model) in _runs(models, settings.compiled).items():
@@ -322,8 +323,10 @@ def _perplexity(model: nn.Module, ids: Tensor) -> float:
         return float(torch.stack([model(row[None]) for row in ids]).mean().exp())
 
 
-def _models(make: Callable[[], nn.Module], recipes: Iterable[str] | None = None) -> dict[str, nn.Module]:
-    """The same BF16 module as it is, under ottava's recipes, and under torchao where that is installed."""
+def _models(
+    make: Callable[[], nn.Module], recipes: Iterable[str] | None = None, others: Iterable[str] = tuple(EMULATORS)
+) -> dict[str, nn.Module]:
+    """The same BF16 module as it is, under ottava's recipes, and under other emulations that are installed."""
 
     def module() -> nn.Sequential:
         torch.manual_seed(0)
@@ -334,13 +337,7 @@ def _models(make: Callable[[], nn.Module], recipes: Iterable[str] | None = None)
         model = module()
         convert(model, recipe, filter=lambda name, layer: True)
         models[f"ottava {recipe}"] = model
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        return models
-    model = module()
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    return models | {"torchao tensorwise": model}
+    return models | emulated(module, others)
 
 
 def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: bool) -> Variants:

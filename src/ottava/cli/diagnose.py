@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,13 +43,14 @@ def diagnose(
     fail_on: Annotated[
         str, typer.Option("--fail-on", metavar="NAME", help="Exit 1 from which severity on: critical, warning, never.")
     ] = "critical",
+    every: Annotated[bool, typer.Option("--all", help="Name each rule that could not be tested.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Explain a run: symptoms, causes, remedies in order of cost, each with the numbers behind it.
 
     Rules are asked in this order: software bugs, configuration, numerics. Where none fires, the answer is "no FP8
-    evidence found" with the share of layers that was seen. Rules that could not be asked are listed with what they
-    need.
+    evidence found" with the share of layers that was seen. Rules that could not be asked are counted by what they
+    need; --all lists them.
 
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
@@ -74,7 +76,7 @@ def diagnose(
         values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
         typer.echo(json.dumps(values, allow_nan=False))
     else:
-        typer.echo(_text(result, framework))
+        typer.echo(_text(result, framework, every))
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -110,7 +112,7 @@ def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str
             book.check_answers(answers)
 
 
-def _text(result: Diagnosis, framework: str) -> str:
+def _text(result: Diagnosis, framework: str, every: bool) -> str:
     known = result.coverage_pct == result.coverage_pct  # not NaN
     seen = f" Coverage {result.coverage_pct:.0f} %." if known else " Coverage is not known."
     lines = [result.sentence + (seen if result.findings else "")]
@@ -122,9 +124,22 @@ def _text(result: Diagnosis, framework: str) -> str:
         say = f"  {step['say']}" if step["say"] else ""
         lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{say}")
     if result.untested:
-        lines += ["", f"Not tested: {len(result.untested)} rules"]
-        lines += [f"  {rule['id']:4} {rule['title']}: needs {rule['needs']}" for rule in result.untested]
+        lines += ["", f"Not tested: {len(result.untested)} rules" + ("" if every else " (--all lists them)")]
+        lines += _each(result) if every else _wants(result)
     return "\n".join(lines)
+
+
+def _each(result: Diagnosis) -> list[str]:
+    return [f"  {rule['id']:4} {rule['title']}: needs {rule['needs']}" for rule in result.untested]
+
+
+def _wants(result: Diagnosis) -> list[str]:
+    """What would let rules be tested, the need that stops most of them first."""
+    wants: Counter[str] = Counter()
+    for rule in result.untested:
+        needs = rule["needs"].split("; ")
+        wants.update({"an answer (--ask asks for it)" if need.startswith("an answer to") else need for need in needs})
+    return [f"  {count:4} for want of {need}" for need, count in wants.most_common()]
 
 
 def _finding(number: int, finding: Finding, framework: str) -> list[str]:

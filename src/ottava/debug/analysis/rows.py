@@ -265,7 +265,7 @@ class StepRows(AnyRows):
         """
         values = self.columns.get(name)
         if values is None or not np.isfinite(np.asarray(values, dtype=np.float64)).any():
-            raise Missing(f"{name!r} in steps.jsonl ({why}; watch.log({name}=...))")
+            raise Missing(f"{name!r} in steps.jsonl ({why}: watch.log({name}=...))")
         return np.asarray(values, dtype=np.float64)
 
     def since(self, kind: str) -> Values:
