@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ottava import casts
 from ottava.casts import quantize, quantize_both, quantize_with_amax
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import reference
@@ -38,6 +39,9 @@ def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -
     assert torch.equal(x_q.scale_inv, truth.scale_inv)
     assert torch.equal(seen, truth.amax)
     assert (x_q.dtype, x_q.spec) == (dtype, spec)
+    assert x_q.amax is None or torch.equal(x_q.amax, x.abs().max().float().reshape(1, 1))
+    assert (x_q.amax is None) == (x_q.scale_inv.numel() > 1)
+    assert not spec.granularity.transposes or x_q.t().amax is x_q.amax
 
 
 def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> None:
@@ -118,6 +122,8 @@ def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> N
     }[view]
     spec = replace(pair[0], rounding="nearest_even")  # opcheck runs it twice and compares
     torch.library.opcheck(torch.ops.ottava.quantize.default, (x, spec.key, None))
+    strides = torch.ops.ottava.quantize(x, spec.key, None)[0].stride()
+    assert strides == casts._promised(x, spec.key, None)[0].stride()  # also where a length of 1 makes one meaningless
 
 
 def test_the_quantize_operator_takes_a_scale() -> None:

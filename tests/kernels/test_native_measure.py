@@ -91,6 +91,39 @@ def test_numbers_at_the_ends_of_fp32_are_measured(amax: float) -> None:
         assert_same(x, quantize(x, spec))
 
 
+@pytest.mark.parametrize("octaves", [6, 7, 8, 9, 23, 24, 25, 60, 100, 130])
+@pytest.mark.parametrize("by", ["rows of a block", "parts of a row", "elements"])
+def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: int, by: str, dtype: torch.dtype) -> None:
+    """Elements are counted in two blocks at once, and two neighbours at once, where they lie close to each other and to
+    the largest of all; so at every limit of that, beyond it, among zeros, and where not even inverses are normal."""
+    x = torch.randn(256, 320, dtype=torch.float64)
+    low = 2.0 ** -(octaves + torch.rand(8, dtype=torch.float64))
+    if by == "elements":
+        x[torch.rand(x.shape) < 0.3] *= low[0]
+        x[:, 100:140] = 0
+    elif by == "parts of a row":
+        x *= low.repeat_interleave(32).new_tensor([1.0, *low.tolist(), 1.0]).repeat_interleave(32)
+    else:
+        x[1::2] *= low[0]
+        x[7] = 0
+    x = (x / x.abs().max() * float(torch.finfo(dtype).max) / 4).to(dtype)
+    for spec in (QuantizationSpec(E4M3), QuantizationSpec(E5M2, BLOCK_1X32, "e8m0")):
+        assert_same(x, quantize(x, spec))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_quotient_on_the_edge_of_a_bin_is_in_the_right_one(dtype: torch.dtype) -> None:
+    """Magnitudes of 16 bits within 8 octaves of amaxes of many significands, edges included: no division is made."""
+    one, top = torch.ones((), dtype=dtype).view(torch.int16), torch.full((), 2.0, dtype=dtype).view(torch.int16)
+    step = max(int(top - one) // 128, 1)
+    for amax in range(int(one), int(top), 5 * step + 1):
+        bits = torch.arange(amax - 8 * int(top - one), amax + 1, dtype=torch.int16)
+        x = bits[-(len(bits) // 32 * 32) :].reshape(-1, 32).view(dtype)
+        x = torch.cat([x, torch.full_like(x[:, :1], 0)], 1)[:, :32]
+        x[:, 0] = x.max()  # one amax for all
+        assert_same(x, quantize(x, QuantizationSpec(E4M3)))
+
+
 @pytest.mark.parametrize("fmt", SMALL, ids=str)
 @pytest.mark.parametrize("octaves", [-40, 0, 1, 9])
 def test_predicted_scales_are_measured(fmt: object, octaves: int) -> None:
@@ -174,6 +207,26 @@ def test_an_amax_is_rounded_as_its_tensor_would_be(target: torch.dtype) -> None:
         extent = native_measure.survey(number.reshape(1, 1), target)
         assert float(extent[0]) == float(y)
         assert float(extent[1]) == (float(y) if y.isfinite() else 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) -> None:
+    """Of every layout in rows or columns, of numbers and of codes; in memory of their own."""
+    xs = [make(dtype) for make in LAYOUTS.values()]
+    xs += [tiles(300, 700, dtype), tiles(700, 300, dtype).t(), tiles(777, 133, dtype).t()]
+    torch.set_num_threads(threads)
+    try:
+        for x in xs:
+            bands = [(0, len(x) // 3), (len(x) // 2, len(x))]
+            for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
+                if reason := native_measure.supports_take(matrix):
+                    assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
+                    continue
+                taken = native_measure.take(matrix, bands)
+                assert torch.equal(taken, torch.cat([matrix[start:stop] for start, stop in bands]))
+                assert taken.is_contiguous()
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_threads_change_no_bit() -> None:

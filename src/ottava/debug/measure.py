@@ -101,7 +101,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
 
 
 def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
-    """What `survey` would say of the tensor of so many elements that x_q is a cast of; None if the cast did not find it.
+    """What `survey` would say of a tensor of so many elements, told by its cast; None where a cast does not know it.
 
     Example:
         >>> import ottava
@@ -204,6 +204,8 @@ def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Ten
     """A copy of those rows of a matrix."""
     if dtype in (None, x.dtype) and native_measure.supports_take(x) is None:
         return native_measure.take(x, bands)
+    if x.dtype.itemsize == 1 and x.dtype != torch.uint8:  # torch joins no codes
+        return take_bands(x.view(torch.uint8), bands).view(x.dtype)
     dim, lying = (1, x.t()) if column_major(x) else (0, x)
     parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
     taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
@@ -215,11 +217,10 @@ def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Ten
 
 def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
     """Those rows of a cast, with their scales."""
-    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv.clone()
+    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv
     if height is not None:
         scale_inv = torch.cat([scale_inv[start // height : -(-stop // height)] for start, stop in bands])
-    data = take_bands(x_q.data.view(torch.uint8), bands).view(x_q.data.dtype)
-    return QuantizedTensor(data, scale_inv, x_q.spec, x_q.dtype)
+    return QuantizedTensor(take_bands(x_q.data, bands), scale_inv, x_q.spec, x_q.dtype)
 
 
 def _f64(value: float, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ namespace {
 struct Team {
   Scratch* each;
 
-  explicit Team(int size) : each(new Scratch[size]) {}
+  explicit Team(int size) : each(new (std::nothrow) Scratch[size]) {}
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
   ~Team() { delete[] each; }
@@ -102,7 +102,7 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
   Array<Int> in_rows;
   if (job.x_col != 1) {
     need(in_rows.make(rows * cols));
-    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.get());
+    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.get(), cols);
     job.x = in_rows.get(), job.x_row = cols, job.x_col = 1;
   }
   float scale, scale_inv;
@@ -185,9 +185,9 @@ extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, 
 
 // Copies n bands of rows, (first, the one after the last) each, of x or of codes (1 byte each), one below the other.
 extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t cols,
-                            const int64_t* bands, int64_t n, void* to) {
-  if (bytes == 1) take<uint8_t>(from, row_step, col_step, cols, bands, n, to);
-  else take<OTTAVA_TYPE::Int>(from, row_step, col_step, cols, bands, n, to);
+                            const int64_t* bands, int64_t n, void* to, int threads) {
+  if (bytes == 1) take<uint8_t>(from, row_step, col_step, cols, bands, n, to, threads);
+  else take<OTTAVA_TYPE::Int>(from, row_step, col_step, cols, bands, n, to, threads);
 }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
@@ -195,7 +195,8 @@ extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64
 extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
   int failed = 0;
   const int team = n > 1 ? int(smaller<int64_t>(n, threads)) : 1, share = n > 1 ? 1 : threads;
-  const Team scratch(team * share);  // once: of memory that comes and goes, each page is made anew
+  const Team scratch(team * share);
+  if (scratch.each == nullptr) return 1;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed) if (team > 1)
   for (int64_t i = 0; i < n; i++) {
     try {

@@ -58,15 +58,21 @@ constexpr int64_t BAND = 128, CHUNK = 128, FLUSH = 8, WAVE = 16;  // rows, colum
 
 // Some rows of a matrix, one below the other.
 template <class Item>
-void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to) {
+void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to,
+          int threads) {
+  constexpr int64_t WIDTH = 256, HEIGHT = 16;  // columns, or rows, that a thread takes at once
   Item* out = static_cast<Item*>(to);
   for (int64_t i = 0; i < n; i++, bands += 2) {
     const Item* first = static_cast<const Item*>(from) + bands[0] * row_step;
-    const int64_t rows = bands[1] - bands[0];
-    if (col_step != 1) transpose(first, col_step, rows, cols, out);
-    else
-      for (int64_t row = 0; row < rows; row++)
-        std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
+    const int64_t rows = bands[1] - bands[0], length = col_step == 1 ? rows : cols, step = col_step == 1 ? HEIGHT : WIDTH;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t start = 0; start < length; start += step) {
+      const int64_t end = smaller(start + step, length);
+      if (col_step != 1) transpose(first + start * col_step, col_step, rows, end - start, out + start, cols);
+      else
+        for (int64_t row = start; row < end; row++)
+          std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
+    }
     out += rows * cols;
   }
 }
@@ -88,6 +94,7 @@ struct Scratch {  // of one thread
   uint32_t exponents[EXPONENT_BINS], pairs[WINDOW * WINDOW];  // of two neighbours at once
   alignas(64) int32_t places[CHUNK], bins[CHUNK];  // for each element: where it is in `pairs`; in `joint`, or in `below`
   alignas(64) float square[CHUNK], scale[CHUNK];
+  float least_scale;
   alignas(64) D2 energy[CHUNK];
 };
 
@@ -110,8 +117,9 @@ struct Walk {
     const uint8_t* codes = job.codes + top * job.code_row;
     int64_t x_row = job.x_row, code_row = job.code_row;
     if (job.x_col != 1)
-      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.get())), x_row = job.cols;
-    if (job.code_col != 1) codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get()), code_row = job.cols;
+      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.get()), job.cols), x_row = job.cols;
+    if (job.code_col != 1)
+      codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get(), job.cols), code_row = job.cols;
     look(x, x_row, rows, s, out);
     std::memset(s.below, 0, sizeof(s.below));
     std::memset(s.exponents, 0, sizeof(s.exponents));
@@ -206,7 +214,7 @@ struct Walk {
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK;
     for (int64_t c = 0; c < chunks; c++) {
       const int64_t left = c * CHUNK, n = smaller(CHUNK, job.cols - left);
-      scales(number, left, n, s.scale);
+      if (c == 0 || job.grid_cols > 1) scales(number, left, n, s);
       chunk(x + left, codes + left, n, in_band, c, unit, lanes, s, out);
       if (c % FLUSH == FLUSH - 1 || c + 1 == chunks)
         for (int k = 0; k < SUMS; k++) {
@@ -222,26 +230,32 @@ struct Walk {
       out[places[ROWS]]++;
       out[places[ROW_SQNR] + (bin > 0 ? int(smaller(bin, SQNR_BINS - 1.0)) : 0)]++;
     }
-    int64_t kept = 0, here = 0;
+    int64_t kept = 0, here = 0, subnormal = 0;
+    int32_t smallest = MAGNITUDE;
+    float max_error = 0;
     for (int l = 0; l < LANES; l++) {
       here -= lanes.nonzero[l];
       kept -= lanes.kept[l];
       infinite -= lanes.infinite[l];
-      out[places[SUBNORMAL]] -= lanes.subnormal[l];
-      if (lanes.smallest[l] < MAGNITUDE)
-        extremes[AMIN] = larger(extremes[AMIN], -double(float_of(lanes.smallest[l] + 1)));
-      extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(lanes.max_error[l]));
+      subnormal -= lanes.subnormal[l];
+      smallest = smaller(smallest, lanes.smallest[l]);
+      max_error = larger(max_error, lanes.max_error[l]);
     }
+    out[places[SUBNORMAL]] += double(subnormal);
+    if (smallest < MAGNITUDE) extremes[AMIN] = larger(extremes[AMIN], -double(float_of(smallest + 1)));
+    extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(max_error));
     nonzero += here;
     out[places[NONZERO]] += double(here);
     out[places[UNDERFLOW_]] += double(here - kept);
   }
 
-  void scales(int64_t row, int64_t left, int64_t n, float* scale) const {
+  void scales(int64_t row, int64_t left, int64_t n, Scratch& s) const {
     const float* from = job.scale_inv + row / job.block_rows * job.grid_cols;
+    s.least_scale = from[left / job.block_cols];
     for (int64_t i = 0; i < n;) {
       const int64_t block = (left + i) / job.block_cols, end = smaller((block + 1) * job.block_cols - left, n);
-      fill(scale + i, end - i, from[block]);
+      fill(s.scale + i, end - i, from[block]);
+      s.least_scale = smaller(s.least_scale, from[block]);
       i = end;
     }
   }
@@ -262,7 +276,8 @@ struct Walk {
     const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], s.blocks[3][c],
                         s.blocks[2].get() + row * thirties + 4 * c, (n + 31) / 32);
     int32_t smallest;
-    if (vectors(x, codes, n, blocks, unit, a, s, smallest)) count_clipped(x, codes, n, s, out);
+    vectors(x, codes, n, blocks, unit, a, s, smallest);
+    if (smallest && !(blocks.chunk < job.clip * (1 - 1.0 / 64) * s.least_scale)) count_clipped(x, codes, n, s, out);
     count_exponents(x, n, smallest, blocks.chunk, s);
     if (job.fine) count_below(x, n, smallest, blocks, 1 / (double(unit) * double(unit)), s);
   }
@@ -296,16 +311,15 @@ struct Walk {
     }
   };
 
-  // Sums of a chunk, and for each element the places it is counted at. Returns whether something may have been clipped.
-  inline bool vectors(const Int* x, const uint8_t* codes, int64_t n, const Blocks& blocks, float unit, Lanes& lanes,
+  // Sums of a chunk, and for each element the places it is counted at.
+  inline void vectors(const Int* x, const uint8_t* codes, int64_t n, const Blocks& blocks, float unit, Lanes& lanes,
                       Scratch& s, int32_t& smallest) const {
     Lanes a = lanes;
     const Decoder d = decode;
     const bool fine = job.fine;
-    const float nearly = float(job.clip * (1 - 1.0 / 64));
     const Divided by_row(blocks.row, unit), by_chunk(blocks.chunk, unit), by_square(blocks.square, unit);
     const int32_t lowest = this->lowest;
-    I candidates{}, second{}, low = spread(MAGNITUDE);
+    I second{}, low = spread(MAGNITUDE);
     for (int l = 1; l < LANES; l += 2) second[l] = 6;
     for (int64_t i = 0; i < n; i += LANES) {
       const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
@@ -332,7 +346,6 @@ struct Walk {
       a.infinite += beyond;
       const I below_zero_last = (magnitude_bits - 1) & MAGNITUDE;  // zeros wrap around to the top
       low = below_zero_last < low ? below_zero_last : low;
-      candidates |= magnitude >= nearly * scale;
       const I exponent = (magnitude_bits >> QUARTER_OCTAVE) - lowest, place = (exponent > 0 ? exponent : I{}) << second;
       std::memcpy(s.places + i, &place, sizeof(place));
       if (!fine) continue;
@@ -349,7 +362,6 @@ struct Walk {
     smallest = MAGNITUDE;
     for (int l = 0; l < LANES; l++) smallest = smaller(smallest, low[l]);
     smallest = smallest < MAGNITUDE ? smallest + 1 : 0;
-    return any(candidates);
   }
 
   static inline I from_the_top(I bin) {  // NEAR for an amax, 0 for what is not near

@@ -39,6 +39,7 @@ EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_
 """What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
 _ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
+_SHARED = 1 << 15  # elements to copy for which another thread is worth waking
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -93,7 +94,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.restype = ctypes.c_int
     library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_survey.restype = ctypes.c_int
-    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, _SIZES, _POINTERS]
+    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, *[_SIZES] * 3, _POINTERS, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_take.restype = None
 
 
@@ -142,20 +143,25 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def supports_take(x: Tensor) -> str | None:
-    """Why this kernel copies no rows of a matrix, of numbers or of codes as uint8; None if it does.
+    """Why this kernel copies no rows of a matrix, of numbers or of codes; None if it does.
 
     Example:
         >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
-        'native_measure: takes rows of floats of at most 32 bits, or of bytes; got torch.int64 (4, 4)'
+        'native_measure: takes rows of float32, bfloat16, float16 or single bytes; got torch.int64 (4, 4)'
     """
     if type(x) is not Tensor or x.device.type != "cpu":
         return f"{NAME}: takes plain tensors on a cpu; got {type(x).__name__} on {x.device.type}"
-    if (x.dtype not in native_cpu.VARIANTS and x.dtype != torch.uint8) or x.dim() != 2:
-        return f"{NAME}: takes rows of floats of at most 32 bits, or of bytes; got {x.dtype} {tuple(x.shape)}"
+    if (x.dtype not in native_cpu.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
+        return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
     if _steps(x) == (0, 0):
         return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
-    reason = built(torch.bfloat16 if x.dtype == torch.uint8 else x.dtype).reason
+    reason = built(_holds(x)).reason
     return f"{NAME}: {reason}" if reason else None
+
+
+def _holds(x: Tensor) -> torch.dtype:
+    """The dtype of the library that copies x: any knows bytes."""
+    return torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
 
 
 def take(x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
@@ -169,10 +175,12 @@ def take(x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
     """
     cols, ends = x.shape[1], [end for band in bands for end in band]
     taken = torch.empty(sum(ends[1::2]) - sum(ends[::2]), cols, dtype=x.dtype)
-    library = built(torch.bfloat16 if x.dtype == torch.uint8 else x.dtype).library
+    library = built(_holds(x)).library
     assert library is not None  # supports_take was asked
     numbers = (_SIZES * len(ends))(*ends)
-    library.ottava_take(x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr())
+    threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
+    from_to = x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr()
+    library.ottava_take(*from_to, threads)
     return taken
 
 

@@ -45,13 +45,6 @@ template <> inline I fp32_bits<Float16>(const int16_t* x) {
   return (magnitude < (1 << 23) ? subnormal : magnitude + rebias) | (half & ~MAGNITUDE);
 }
 
-inline bool any(I mask) {
-  int64_t parts[LANES / 2], all = 0;
-  std::memcpy(parts, &mask, sizeof(mask));
-  for (int64_t part : parts) all |= part;
-  return all != 0;
-}
-
 // --- columns into rows ------------------------------------------------------------------------------------------------
 
 #ifdef __clang__
@@ -103,15 +96,15 @@ inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t
 }
 
 template <class Item>  // columns `stride` apart -> rows; so many columns at a time that lines of a cache are written whole
-const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to) {
+const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to, int64_t to_stride) {
   constexpr int N = 16 / int(sizeof(Item)), LINE = 4 * N;
   const int64_t high = rows / N * N, wide = cols / N * N;
   for (int64_t left = 0; left < wide; left += LINE)
     for (int64_t row = 0; row < high; row += N)
       for (int64_t col = left; col < smaller(left + LINE, wide); col += N)
-        transpose_square<Item, N>(from + col * stride + row, stride, to + row * cols + col, cols);
+        transpose_square<Item, N>(from + col * stride + row, stride, to + row * to_stride + col, to_stride);
   for (int64_t col = 0; col < cols; col++)
-    for (int64_t row = col < wide ? high : 0; row < rows; row++) to[row * cols + col] = from[col * stride + row];
+    for (int64_t row = col < wide ? high : 0; row < rows; row++) to[row * to_stride + col] = from[col * stride + row];
   return to;
 }
 

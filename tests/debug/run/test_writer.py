@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ottava.debug.measure import measure
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import EVENTS, MANIFEST, STATS, STEPS, RunError, SlotKey
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, Tally
 
 KEY = SlotKey("layers.0.mlp.fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
 
@@ -39,7 +40,7 @@ import itertools, sys
 from pathlib import Path
 from tests_key import KEY
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Tallies, Tally
 writer = RunWriter(Path(sys.argv[1]), flush_rows=8)
 for step in itertools.count():
     writer.step(step, loss=1.0 / (step + 1))
@@ -174,6 +175,24 @@ def test_a_tally_comes_back_as_it_was(tmp_path: Path) -> None:
             assert np.allclose(getattr(back, name), value, rtol=2.0**-23, atol=0), name
         else:
             assert np.array_equal(getattr(back, name), value), name
+
+
+def test_looks_that_wait_are_written_as_their_rows(tmp_path: Path) -> None:
+    """In their order, with rows between them; empty ones leave none."""
+    keys = [KEY._replace(layer=f"fc{i}") for i in range(3)]
+    looks = [Tallies.of({key: real_tally(10 * step + i) for i, key in enumerate(keys)}) for step in range(3)]
+    looks[1] = Tallies.of({keys[0]: Tally(amax=1.0)})  # of no element: without histograms
+    with RunWriter(tmp_path / "looks") as writer, RunWriter(tmp_path / "rows") as other:
+        for step, look in enumerate([*looks, Tallies.of({})]):
+            writer.tallies(step, look)
+            for key, tally in look.items():
+                other.tally(step, key, tally)
+            if step == 1:
+                for each in (writer, other):
+                    each.tally(step, keys[2], Tally(amax=3.0), phase="light")
+    ours, truth = (pq.read_table(tmp_path / name / STATS) for name in ("looks", "rows"))
+    assert ours.column("layer").to_pylist() == truth.column("layer").to_pylist()
+    assert ours.to_pylist() == truth.to_pylist()
 
 
 def test_light_rows_have_numbers_only(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import ottava
+from ottava.debug import measure as measure_module
 from ottava.debug.measure import measure
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
+from ottava.debug.watch import collector as collector_module
 from ottava.debug.watch.collector import Collector, cells
 from ottava.debug.watch.config import WatchConfig
 from ottava.quantized_tensor import QuantizationSpec
+from ottava.scaling import Granularity
 
 
 def collector(**settings: object) -> Collector:
@@ -137,6 +140,42 @@ def test_light_steps_know_the_scale_of_a_real_cast() -> None:
     x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3))
     made.cast("fc", "input", "row", x, x_q, source="door", recipe="tensorwise")
     assert made.drain()[1].scale_inv.tolist() == [pytest.approx(2 / 448)]
+
+
+@pytest.mark.parametrize("looking", [True, False])
+@pytest.mark.parametrize("spoil", [None, math.inf, math.nan])
+def test_what_a_cast_found_is_not_read_again(
+    looking: bool, spoil: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amaxes and tallies are those of a survey; it is made where elements are not finite, for a cast does not count
+    them, where there are many scales, and of weights, whose kept cast may be of an earlier one."""
+    x = torch.randn(32, 64)
+    if spoil is not None:
+        x[3, 5] = x[9, 9] = spoil
+    surveyed = []
+
+    def survey(x: torch.Tensor, *args: object, **settings: bool) -> torch.Tensor:
+        surveyed.append(x)
+        return measure_module.survey(x, *args, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collector_module, "survey", survey)
+    for block, tensor, reads in (
+        ("tensor", "input", spoil is not None),
+        ("row", "input", True),
+        ("tensor", "weight", True),
+    ):
+        x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3, Granularity.parse(block)))
+        seen = []
+        for known in (x_q, dataclasses.replace(x_q, amax=None)):
+            made = collector()
+            made.looking = looking
+            surveyed.clear()
+            made.cast("fc", tensor, "row", x, known, source="door", recipe="tensorwise")
+            assert bool(surveyed) == (reads or known is not x_q)
+            tallies, light = made.drain()
+            seen.append((list(tallies.values()), light.keys, light.amax.nan_to_num(-1).tolist()))
+        assert seen[0] == seen[1]
+        assert not looking or seen[0][0][0].n_nonfinite == (0 if spoil is None else 2)
 
 
 def test_only_what_is_asked_for_is_wanted() -> None:

@@ -134,8 +134,6 @@ class RunWriter:
             first, last = int(filled[0]), int(filled[-1])
             row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
         row[REPORTED] = list(reported.items()) if reported else None
-        if self._looks:
-            self._tabulate()  # rows keep their order
         self._rows.append(row)
         self._flush_many()
 
@@ -143,7 +141,7 @@ class RunWriter:
         """A row of statistics for each, with phase "full"; quicker than one by one."""
         if not tallies:
             return
-        if self._rows:
+        if self._rows:  # they keep their order
             self._tabulate()
         self._looks.append((step, tallies))  # a table of all that wait costs as much as one of a single look
         self._flush_many()
@@ -172,7 +170,7 @@ class RunWriter:
             self.flush()
 
     def _tabulate(self) -> None:
-        """Waiting rows, or looks, become a table."""
+        """Waiting looks become a table, and the rows after them."""
         rows, self._rows = self._rows, []
         looks, self._looks = self._looks, []
         if looks:
