@@ -52,7 +52,8 @@ def _multiply(
     table = array("f", [128.0 - code if code > 127 else code for code in range(256)])  # sign and magnitude, as formats
     held, sides = [], []
     for x, scales in ((a, array("f", of_a)), (b, array("f", [1.0]))):
-        codes = array("B", [v if v >= 0 else 128 - v for line in (zip(*x, strict=True) if by_columns else x) for v in line])
+        lines = zip(*x, strict=True) if by_columns else x
+        codes = array("B", [v if v >= 0 else 128 - v for line in lines for v in line])
         strides = (1, len(x)) if by_columns else (K, 1)
         blocks = len(scales) // len(x)
         layout = (blocks, 1, 1, BLOCK) if blocks else (0, 0, len(x), K)
