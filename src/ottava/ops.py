@@ -52,6 +52,7 @@ _WRONG = 2.0**-5  # relative error, in norm
 # The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
 # rounds more often than the others: an oracle there, not an engine, and never moved.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
+_CPU_ENGINES: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference)
 # Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
@@ -179,7 +180,7 @@ def explain(
             lines.append(f"{kernel.NAME}: runs")
         else:
             lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} {why_first}")
-    if a.device.type == "cpu":
+    if choice is None and a.device.type == "cpu":
         lines.append(f"measured: {cpu_ranking()}")
     elif choice is not None or a.device.type == "cuda":
         lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
@@ -306,7 +307,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.R
     a, b = cpu_choice.operands(2, 2, 2)
     ways = {}
     for kernel in kernels:
-        if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
+        if kernel in _CPU_ENGINES and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
     return cpu_choice.rank("kernels", ways, native.key)

@@ -53,7 +53,7 @@ class Ranking(NamedTuple):
 
     def __str__(self) -> str:
         if self.choice is None:
-            return self.note or "one way only"
+            return self.note or "nothing, for there is one way only"
         m, n, k = SIZES
         kept = f"delete {self.path} to measure again" if self.path is not None else self.note
         return f"{self.choice} ({m} x {n} x {k}, one thread, once a machine; {kept})"
