@@ -6,24 +6,17 @@ laptop without it runs; and at the AMX level on a model of its tiles (amx_model.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
-import re
-import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.amx_model import AMX, model
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_build, native_gemm, reference
-from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 
@@ -31,10 +24,6 @@ Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 
 BUILT = native_gemm.built()
-AMX = native_gemm.LEVELS.index("AMX")
-SOURCE = Path(native_gemm.__file__).with_suffix(".cpp")
-CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-MODEL = Path(__file__).with_name("amx_model.h")
 LEVELS = {native_gemm.LEVELS[level]: level for level in native_gemm.levels()}
 LEVELS |= {"AMX model": AMX} if LEVELS else {}
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
@@ -61,23 +50,6 @@ def taken(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 def in_columns(x_q: QuantizedTensor) -> QuantizedTensor:
     """The same codes, column by column."""
     return replace(x_q, data=x_q.data.t().contiguous().t())
-
-
-@functools.cache
-def model() -> Built:
-    """The AMX level on plain C++; its trial passes as the real one's must."""
-    settings = native_build.from_environment()
-    compiler = native_build.find_compiler(settings)
-    assert not isinstance(compiler, str), compiler
-    command = shlex.join([*compiler, f'-DOTTAVA_AMX_MODEL="{MODEL}"', f"-DMODEL_{hash_of(MODEL)}"])
-    found = native_build.build("native_gemm", replace(settings, compiler=command), f"OTTAVA_LEVEL={AMX}")
-    assert found.library is not None, found.reason
-    return found
-
-
-def hash_of(path: Path) -> str:
-    """Of what the cache of libraries cannot know: a header that is not beside the source."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 @pytest.fixture(params=LEVELS.values(), ids=LEVELS.keys())
@@ -283,52 +255,6 @@ def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: F
     exact, accumulation = float64_gemm(a, b, None)
     y = native_gemm.run(a, b, torch.float32, None, level)[0]
     assert ((y.double() - exact).abs() <= accumulation).all()
-
-
-# --- instruction sets that are not here ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("amx", [pytest.param(AMX, id="model"), pytest.param(None, id="this CPU")])
-def test_amx_sums_even_and_odd_steps_apart(amx: int | None) -> None:
-    """2**24 + 1 + 1 + 1 over four steps of k: 2**24 one by one, 2**24 + 2 by Intel's manual. The model, and the CPU."""
-    if not LEVELS or (amx is None and "AMX" not in LEVELS):
-        pytest.skip("needs a CPU with AMX, and a C++ compiler")
-    rows = [torch.tensor([[value, 1.0, 1.0, 1.0]]).to(torch.float8_e5m2) for value in (2.0**14, 2.0**10)]
-    a, b = (QuantizedTensor(row, torch.ones(1, 1), QuantizationSpec(E5M2), torch.float32) for row in rows)
-    with pytest.MonkeyPatch.context() as patch:
-        if amx is not None:
-            patch.setattr(native_gemm, "built", lambda level=None: model())
-        assert float(native_gemm.run(a, b, torch.float32, None, AMX)[0]) == 2**24 + 2
-
-
-@needs_library
-def test_amx_compiles_to_amx() -> None:
-    """Its instructions are there, and the tiles are configured and released."""
-    compiler = native_build.find_compiler(native_build.from_environment())
-    assert not isinstance(compiler, str)
-    flags = ["-march=sapphirerapids", "-O2", "-std=c++17", "-fPIC", "-S", "-o", "-", f"-DOTTAVA_LEVEL={AMX}"]
-    ran = subprocess.run([*compiler, *flags, str(SOURCE)], capture_output=True, text=True)
-    if "sapphirerapids" in ran.stderr:
-        pytest.skip("this compiler knows no CPU with AMX")
-    assert ran.returncode == 0, ran.stderr
-    assert {"ldtilecfg", "tdpbf16ps", "tileloadd", "tilestored", "tilerelease"} <= set(
-        re.findall(r"^\t(\w+)", ran.stdout, re.M)
-    )
-
-
-@pytest.mark.skipif(not all(map(shutil.which, (CROSS, EMULATOR))), reason=f"needs {CROSS} and {EMULATOR}")
-@pytest.mark.parametrize("name", ["NEON", "NEON-BF16"])
-def test_aarch64_is_right_on_an_emulator(name: str, tmp_path: Path) -> None:
-    """Every mode and layout, tails, threads, exact integers, the bound of an fp32 accumulation; and one output in 10,000
-    that is not correctly rounded, though BFMMLA rounds to odd (4 standard deviations of 16,384 draws are 5 more)."""
-    binary = tmp_path / "harness"
-    flags = ["-O2", "-ftree-vectorize", "-std=c++17", "-static", "-ffp-contract=off", "-fopenmp", f"-I{SOURCE.parent}"]
-    flags += ["-march=armv8.2-a+bf16", f"-DOTTAVA_LEVEL={native_gemm.LEVELS.index(name)}"]
-    command = [CROSS, *flags, str(Path(__file__).with_name("gemm_harness.cpp")), "-o", str(binary)]
-    subprocess.run(command, check=True, capture_output=True)
-    ran = subprocess.run([EMULATOR, "-cpu", "max", str(binary)], capture_output=True, text=True, timeout=300)
-    assert ran.stdout.startswith("ok "), ran.stdout + ran.stderr
-    assert int(ran.stdout.split()[1]) <= 1.6 + 5
 
 
 # --- what is not taken -----------------------------------------------------------------------------------------------

@@ -113,13 +113,13 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedTensor, QuantizedTensor]:
 
     Example:
         >>> operands(1, 1, 2)[0].data.float()
-        tensor([[ 0., -1.]])
+        tensor([[-8., -7.]])
     """
     spec = QuantizationSpec(E4M3)
     sides = []
-    for rows, factor in ((m, 5), (n, 7)):
+    for rows, factor in ((m, 2654435761), (n, 2246822519)):  # as hashes scatter; no generator is touched
         i = torch.arange(rows * k, device="cpu").reshape(rows, k)
-        numbers = (i * factor + i // 13 * 3 + 8) % 17 - 8
+        numbers = (i * factor % 2**32 >> 15) % 17 - 8
         codes = numbers.to(torch.float32).to(E4M3.storage_dtype)
         sides.append(QuantizedTensor(codes, torch.ones(1, 1, dtype=torch.float32, device="cpu"), spec, torch.bfloat16))
     return sides[0], sides[1]
