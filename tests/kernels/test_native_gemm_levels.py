@@ -93,7 +93,7 @@ def test_the_fastest_level_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (cast(torch.randn(rows, 300), MX) for rows in (40, 70))
     try:
         for favourite in names:
-            ranking = Ranking(tuple(sorted(names, key=lambda name: name != favourite)), None, None)  # noqa: B023
+            ranking = Ranking(tuple(sorted(names, key=lambda name: name != favourite)), None, None)
             monkeypatch.setattr(cpu_choice, "rank", lambda *_, ranking=ranking: ranking)
             native_gemm._ranking.cache_clear()
             native_gemm._fastest.cache_clear()
