@@ -15,6 +15,7 @@ import ctypes
 import functools
 import math
 import os
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ NATIVE = False
 
 LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", "NEON-BF16")
 """Instruction sets by the number that the library knows them by."""
+_RIVALS = MappingProxyType({4: 3, 2: 1, 6: 5})
+"""Best level -> the one that might beat it: tiles must be filled, clocks fall with wide vectors, cores split BFMMLA. Of
+other neighbours the better has at least twice the products an instruction: a library is not built (0.7 s) to see it."""
 MODES = ("plain", "fold", "steps")
 """How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
 
@@ -82,7 +86,7 @@ def levels() -> tuple[int, ...]:
 
 
 def ranking() -> Ranking:
-    """The two best of `levels` as they were measured on this machine; builds both, where that has not happened yet."""
+    """The best of `levels` and its rival as measured on this machine; builds both, where that has not happened yet."""
     return _ranking(built())
 
 
@@ -91,7 +95,8 @@ def _ranking(best: Built) -> Ranking:
     def way(level: int, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         return run(a, b, torch.bfloat16, None, level)[0]
 
-    ways = {LEVELS[level]: functools.partial(way, level) for level in levels()[:2] if not _refusal(built(level))}
+    candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
+    ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not _refusal(built(level))}
     return cpu_choice.rank("levels of native_gemm", ways, best.key)
 
 
