@@ -1,7 +1,7 @@
 // Operands of native_gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
 #pragma once
 // Instruction sets, as `native_gemm.LEVELS` numbers them: 0 any; x86-64 1 to 4; aarch64 5 and 6.
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) || defined(OTTAVA_AMX_MODEL)
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) || defined(OTTAVA_AMX_MODEL)
 #define OTTAVA_BEST 4
 #elif defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define OTTAVA_BEST 3
