@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ottava import ops
 from ottava.casts import quantize
 from ottava.formats import E2M1, E4M3, E5M2
-from ottava.kernels import reference, scaled_mm
+from ottava.kernels import cpu_choice, reference, scaled_mm
+from ottava.kernels.cpu_choice import Ranking
 from ottava.ops import GemmRecord, explain, gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
@@ -154,21 +155,48 @@ def test_explain_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [kernel.NAME for kernel in ops._CPU_KERNELS]
     assert names == ["native_gemm", "bf16_mm", "reference", "scaled_mm"]
     lines = explain(a, a, out_dtype=torch.bfloat16).splitlines()
-    assert [line.split(":")[0] for line in lines] == names
+    assert sorted(line.split(":")[0] for line in lines[:3]) == sorted(names[:3])  # in the order of their times
     assert sum(line.endswith(": runs") for line in lines) == 1
     chosen = next(line for line in lines if line.endswith(": runs")).split(":")[0]
     assert lines[3] == f"scaled_mm: supported, but {chosen} comes first on cpu"
-    assert explain(rows, a, out_dtype=torch.float16).splitlines()[1::2] == [
+    assert lines[4] == f"measured: {ops.cpu_ranking()}"
+    assert {
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float16",
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
-    ]
+    } < set(explain(rows, a, out_dtype=torch.float16).splitlines())
     monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm, reference))
     assert explain(rows, a, out_dtype=torch.float16).splitlines() == [
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
         "reference: runs",
+        "measured: nothing, for there is one way only",
     ]
     with pytest.raises(ValueError, match=r"needs \(M, K\) and \(N, K\)"):
         explain(a, cast(torch.ones(2, 16), E4), out_dtype=torch.bfloat16)
+
+
+def test_kernels_on_a_cpu_are_tried_in_the_order_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were measured change places among themselves; torch's scaled GEMM, an oracle, stays where it is."""
+    a = cast(torch.ones(4, 32), E4)
+    for order in (("reference", "native_gemm AVX2", "bf16_mm"), ("bf16_mm", "reference"), ("reference",)):
+        ops._cpu_ranking.cache_clear()
+        ops._in_order.cache_clear()
+        monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
+        names = [way.split()[0] for way in order]
+        others = [kernel.NAME for kernel in ops._CPU_KERNELS if kernel.NAME not in names]
+        got = [kernel.NAME for kernel in ops._kernels(a.device)]
+        assert [name for name in got if name in names] == names
+        assert [name for name in got if name not in names] == others
+        assert got[3] == "scaled_mm"
+    ops._cpu_ranking.cache_clear()
+    ops._in_order.cache_clear()
+
+
+def test_what_can_multiply_here_was_measured() -> None:
+    """By name and level, none of it wrong; and `explain` says where the times are."""
+    ranking = ops.cpu_ranking()
+    assert {way.split()[0] for way in ranking.order} <= {"native_gemm", "bf16_mm", "reference"}
+    assert "reference" in ranking.order
+    assert ranking.choice is None or ranking.choice.failed == {}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """`gemm`, and the choice of the kernel that runs it; casts are in `casts`.
 
-The first kernel of an explicit tuple that supports a call gets it, unless `tune_gemm` measured another to be faster;
-`explain` lists every refusal. Nothing falls back silently: what ran is handed to `log`, and `receipt` shows it. Inside
-torch.compile it is an opaque custom operator (`ottava::gemm`), so a compiled model gives the bits of an eager one.
+The first kernel of an explicit tuple that supports a call gets it, unless another was measured to be faster: by
+`tune_gemm` on a GPU, once a machine on a CPU (`cpu_ranking`). `explain` lists every refusal. Nothing falls back
+silently: what ran is handed to `log`, and `receipt` shows it. Inside torch.compile it is an opaque custom operator
+(`ottava::gemm`), so a compiled model gives the bits of an eager one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ottava.casts import dequantize, no_autocast, spec_from_key
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
+from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
 from ottava.kernels.custom_operator import custom_operator
+from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute
 
@@ -48,8 +50,10 @@ class GemmKernel(Protocol):
 _LOGGER = logging.getLogger(__name__)
 _WRONG = 2.0**-5  # relative error, in norm
 
-# On a CPU torch's scaled GEMM is slower than the reference and rounds more often: an oracle there, not an engine.
+# The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
+# rounds more often than the others: an oracle there, not an engine, and never moved.
 _CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
+_CPU_ENGINES: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference)
 # Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
 _ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
@@ -152,7 +156,8 @@ def explain(
 ) -> str:
     """Which kernel `gemm` would run on these operands, and why not the others, one a line.
 
-    On a GPU a last line tells what `tune_gemm` measured for this call, which is what the order follows then.
+    A last line tells what was measured: on a GPU by `tune_gemm` for this call, on a CPU once for all calls; the order
+    follows that.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
@@ -160,8 +165,8 @@ def explain(
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
         >>> [line.split(":")[0] for line in lines]
-        ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm']
-        >>> lines[1]
+        ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm', 'measured']
+        >>> next(line for line in lines if line.startswith("bf16_mm"))
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
@@ -176,7 +181,9 @@ def explain(
             lines.append(f"{kernel.NAME}: runs")
         else:
             lines.append(reason or f"{kernel.NAME}: supported, but {chosen.NAME} {why_first}")
-    if choice is not None or a.device.type == "cuda":
+    if choice is None and a.device.type == "cpu":
+        lines.append(f"measured: {cpu_ranking()}")
+    elif choice is not None or a.device.type == "cuda":
         lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
     return "\n".join(lines)
 
@@ -270,7 +277,41 @@ def _shapes(a: Operand, b: Operand) -> str:
 
 
 def _kernels(device: torch.device) -> tuple[GemmKernel, ...]:
-    return _CPU_KERNELS if device.type == "cpu" else _ACCELERATOR_KERNELS
+    if device.type != "cpu":
+        return _ACCELERATOR_KERNELS
+    return _in_order(_CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
+    """Those that were measured change places among themselves."""
+    order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
+    fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
+    return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
+
+
+def cpu_ranking() -> cpu_choice.Ranking:
+    """In which order kernels are tried on this CPU, measured once a machine; the native one is built for it.
+
+    Example:
+        >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
+        True
+    """
+    return _cpu_ranking(_CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.Ranking:
+    def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return kernel.gemm(a, b, torch.bfloat16, None, False)
+
+    a, b = cpu_choice.operands(2, 2, 2)
+    ways = {}
+    for kernel in kernels:
+        if kernel in _CPU_ENGINES and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
+            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
+            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    return cpu_choice.rank("kernels", ways, native.key)
 
 
 def _choose(

@@ -16,7 +16,7 @@ from torch import Tensor
 import ottava
 from ottava import casts, ops
 from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
-from ottava.kernels import native_build
+from ottava.kernels import native_build, native_gemm
 from ottava.kernels.native_build import BuildSettings, Built
 
 
@@ -44,6 +44,7 @@ def test_json_lists_every_library_and_every_recipe(capsys: pytest.CaptureFixture
     code, values = found(capsys)
     assert values["schema_version"] == 1
     assert [one["name"] for one in values["libraries"]] == list(native_build.sources())  # type: ignore[attr-defined]
+    assert values["measured"] == {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(ops.cpu_ranking())}
     assert {"native_quantize", "native_measure"} <= set(native_build.sources())
     quantized = {
         (recipe.name, name)
@@ -63,6 +64,7 @@ def test_what_is_lost_is_said(capsys: pytest.CaptureFixture[str], caplog: pytest
     shown = capsys.readouterr().out
     for name in native_build.sources():
         assert f"native    {name}: switched off by OTTAVA_NATIVE=0" in shown
+    assert "measured  levels of native_gemm: nothing, for there is one way only" in shown
     row = next(line for line in shown.splitlines() if line.startswith("tensorwise ") and "fprop" in line)
     assert row.split()[-3] == "reference"  # the cast
     assert "What is lost:" in shown

@@ -174,6 +174,17 @@ def test_racing_processes_leave_a_whole_file(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_the_first_kept_stays_where_that_is_asked_for(tmp_path: Path) -> None:
+    """And holds for who came later; a tuning that was asked for replaces it."""
+    early, late = Store(tmp_path, DEVICE), Store(tmp_path, DEVICE)
+    other = Choice({"scaled_mm": 1.0}, {})
+    assert early.keep(CALL, CHOICE, first=True) == late.keep(CALL, other, first=True) == ""
+    assert late.known(CALL) == Store(tmp_path, DEVICE).known(CALL) == CHOICE
+    assert late.keep(CALL, other) == ""
+    assert Store(tmp_path, DEVICE).known(CALL) == other
+    assert [late.path(CALL)] == list(tmp_path.iterdir())
+
+
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,8 @@ def test_the_second_time_it_comes_from_the_cache(settings: BuildSettings) -> Non
     assert second.seconds == 0
     assert first.flags == second.flags
     assert first.note == second.note == ""
+    assert len(first.key) == 20
+    assert first.key == second.key
     assert len(kept(settings)) == 1
 
 
@@ -277,6 +279,49 @@ def test_a_wrong_source_is_a_reason(settings: BuildSettings) -> None:
     assert "tiny.cpp" in build("tiny", settings).reason
     assert "error" in build("tiny", settings).reason
     assert build("other", settings).reason == "the package has no other.cpp; install it anew"
+
+
+@pytest.mark.parametrize(
+    "trial, reason",
+    [
+        ("print('ok')", ""),
+        ("print('3 of 4 numbers are wrong')", "3 of 4 numbers are wrong"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "its trial was ended by SIGILL"),
+        ("import time; time.sleep(60)", "its trial did not end within 1 s"),
+        ("import no_such_module", ""),  # whatever it says: the library has not been run
+    ],
+)
+def test_a_library_is_tried_before_it_is_used(
+    settings: BuildSettings, monkeypatch: pytest.MonkeyPatch, trial: str, reason: str
+) -> None:
+    """By another process, which may crash: then nothing is loaded and nothing kept."""
+    monkeypatch.setattr(native_build, "_TRIAL_TIMEOUT", 1 if "sleep" in trial else 20)
+    (settings.sources / "tiny_trial.py").write_text(trial)
+    built = build("tiny", settings)
+    if not reason:
+        assert answer(built) == 42
+        return
+    assert built.library is None
+    assert built.failed_trial
+    assert built.reason == f"tiny.cpp was compiled, but not for this machine: {reason}"
+    assert kept(settings) == []
+
+
+def test_a_trial_gets_the_library_and_decides_the_key(settings: BuildSettings) -> None:
+    """Its path, which can be loaded; another trial, another library."""
+    script = "import ctypes, sys; print('ok' if ctypes.CDLL(sys.argv[1]).answer() == {} else 'wrong')"
+    (settings.sources / "tiny_trial.py").write_text(script.format(42))
+    first = build("tiny", settings)
+    assert (answer(first), build("tiny", settings).key) == (42, first.key)
+    (settings.sources / "tiny_trial.py").write_text(script.format(41))
+    assert build("tiny", settings).reason.endswith("this machine: wrong")
+
+
+def test_where_no_python_is_found_nothing_is_tried(settings: BuildSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside another program sys.executable may be empty."""
+    (settings.sources / "tiny_trial.py").write_text("print('wrong')")
+    monkeypatch.setattr(sys, "executable", "")
+    assert answer(build("tiny", settings)) == 42
 
 
 def test_variables_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """GEMM in C++: the sums of fp64 to the rounding of an fp32 accumulation, rounded once, at every instruction set.
 
 Every test runs at each level that this CPU has (the portable one always), so a laptop with AVX512-BF16 tests what a
-laptop without it runs.
+laptop without it runs; and at the AMX level on a model of its tiles (amx_model.h), which any CPU can run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.amx_model import AMX, model
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_build, native_gemm, reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -23,7 +24,8 @@ Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 
 BUILT = native_gemm.built()
-LEVELS = range(BUILT.library.ottava_gemm_level() + 1 if BUILT.library is not None else 0)
+LEVELS = {native_gemm.LEVELS[level]: level for level in native_gemm.levels()}
+LEVELS |= {"AMX model": AMX} if LEVELS else {}
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
 
 MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
@@ -42,8 +44,7 @@ def operands(pair: Pair, sizes: tuple[int, int, int]) -> tuple[QuantizedTensor, 
 
 
 def taken(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    reason = native_gemm.supports_gemm(a, b, torch.float32, None)
-    return reason is None or "the reference is faster" in reason
+    return native_gemm.supports_gemm(a, b, torch.float32, None) is None
 
 
 def in_columns(x_q: QuantizedTensor) -> QuantizedTensor:
@@ -51,9 +52,12 @@ def in_columns(x_q: QuantizedTensor) -> QuantizedTensor:
     return replace(x_q, data=x_q.data.t().contiguous().t())
 
 
-@pytest.fixture(params=LEVELS, ids=native_gemm.LEVELS[: len(LEVELS)])
-def level(request: pytest.FixtureRequest) -> int:
-    """Every instruction set that this CPU has."""
+@pytest.fixture(params=LEVELS.values(), ids=LEVELS.keys())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every instruction set that this CPU has, and the model of AMX."""
+    if "AMX model" in request.node.callspec.id:
+        real = native_gemm.built
+        monkeypatch.setattr(native_gemm, "built", lambda level=None: model() if level == AMX else real(level))
     return request.param
 
 
@@ -298,19 +302,6 @@ def test_without_a_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert native_gemm.supports_gemm(a, a, torch.bfloat16, None) == "native_gemm: no C++ compiler"
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler; ask supports_gemm first"):
         native_gemm.gemm(a, a, torch.bfloat16, None)
-
-
-def test_where_it_is_slower_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable walk reaches 0.4 of torch's fp32 GEMM; AVX2 1.1 of it, AVX512 1.4, AVX512-BF16 3.2."""
-
-    class Portable:
-        def ottava_gemm_level(self) -> int:
-            return 0
-
-    a = cast(torch.ones(16, 16), QuantizationSpec(E4M3))
-    monkeypatch.setattr(native_build, "load", lambda *_: native_build.Built(Portable(), ""))  # type: ignore[arg-type]
-    reason = native_gemm.supports_gemm(a, a, torch.bfloat16, None)
-    assert reason == "native_gemm: built for no AVX2 and no AVX512 here; the reference is faster"
 
 
 @needs_library

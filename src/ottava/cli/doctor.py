@@ -26,8 +26,9 @@ def doctor(
     Every GEMM of every recipe is tried on random numbers: the codes of its operands must be those of the reference, bit
     by bit, and the product that of the codes.
 
-    Builds the native kernels if that has not happened yet, which takes seconds once. OTTAVA_NATIVE=0 switches them off,
-    OTTAVA_CACHE says where they are kept, CXX which compiler makes them.
+    Builds the native kernels if that has not happened yet, which takes seconds once, and measures which way to multiply
+    is the fastest on this CPU. OTTAVA_NATIVE=0 switches them off, OTTAVA_CACHE says where they and what was measured
+    are kept, CXX which compiler makes them.
 
     Exit code 1 if a recipe computes something else, 3 if something is missing that makes ottava slower than it could be
     here, such as a C++ compiler.
@@ -46,7 +47,8 @@ def examine() -> dict[str, Any]:
     import torch
 
     import ottava
-    from ottava.kernels import native_build
+    from ottava import ops
+    from ottava.kernels import native_build, native_gemm
 
     settings = native_build.from_environment()
     compiler = native_build.find_compiler(settings)
@@ -70,6 +72,7 @@ def examine() -> dict[str, Any]:
         "compiler": "" if isinstance(compiler, str) else " ".join(compiler),
         "cache": str(settings.cache or ""),
         "libraries": libraries,
+        "measured": {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(ops.cpu_ranking())},
         "recipes": [row for recipe in ottava.RECIPES.values() for row in _kernels(recipe, "cuda" if on_gpu else "cpu")],
         "traps": traps(facts()),
         "lost": lost,
@@ -203,6 +206,7 @@ def report(found: dict[str, Any]) -> str:
         f"cache     {found['cache'] or 'none'}",
     ]
     lines += [f"native    {one['name']}: {one['reason'] or 'built'}" for one in found["libraries"]]
+    lines += [f"measured  {what}: {ranking}" for what, ranking in found["measured"].items()]
     header = {name: name for name in ("recipe", "gemm", "operands", "quantize", "kernel", "check")}
     rows = [header, *found["recipes"]]
     widths = {key: max(len(row[key]) for row in rows) for key in header}

@@ -80,17 +80,28 @@ class Store:
         """What was measured for a call; None: nothing yet."""
         return self._choices.get(call)
 
-    def keep(self, call: str, choice: Choice) -> str:
-        """Keeps a choice, for later processes too; says why not, "" if all is well."""
+    def path(self, call: str) -> Path | None:
+        """Where a call's choice is kept: delete it and it is measured anew. None: for this process only."""
+        return None if self._folder is None else self._folder / f"gemm-{_hash(self._device)}-{_hash(call)}.json"
+
+    def keep(self, call: str, choice: Choice, first: bool = False) -> str:
+        """Keeps a choice, for later processes too; says why not, "" if all is well.
+
+        first: one that another process kept in the meantime stays, and holds here too.
+        """
         self._choices[call] = choice
-        if self._folder is None:
+        path = self.path(call)
+        if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
         body = json.dumps({"call": call, "device": self._device, **choice._asdict()})
         try:
-            handle, name = tempfile.mkstemp(prefix=".gemm-", dir=self._folder)
+            handle, name = tempfile.mkstemp(prefix=".gemm-", dir=path.parent)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump({"sha256": _hash(body), "body": body}, file)
-            os.replace(name, self._folder / f"gemm-{_hash(self._device)}-{_hash(call)}.json")
+            if first and (theirs := _publish(Path(name), path)) is not None:
+                self._choices[call] = theirs
+            elif not first:
+                os.replace(name, path)
         except OSError as error:
             return f"{self._folder} cannot be written ({error.strerror}): the measurement holds for this process"
         return ""
@@ -193,6 +204,20 @@ def device_timer(device: torch.device) -> Timer:
         return float(before.elapsed_time(after)) / 1e3
 
     return seconds
+
+
+def _publish(written: Path, path: Path) -> Choice | None:
+    """Puts a file in its place unless a whole one is there: what that one says, for the first to come decides."""
+    try:
+        os.link(written, path)
+    except OSError:  # it exists, or this file system has no links
+        if (theirs := _read(path)) is not None:
+            written.unlink()
+            return theirs[1]
+        os.replace(written, path)
+    else:
+        written.unlink()
+    return None
 
 
 def _read(path: Path) -> tuple[str, Choice] | None:

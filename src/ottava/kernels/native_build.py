@@ -12,6 +12,9 @@ A library's file name is NAME-KEY-FLAGS-CONTENT: KEY is a hash of all that decid
 headers, compiler, flags, CPU, versions), CONTENT one of the library itself. So one rename publishes it, two processes
 that build it at once do no harm, and a damaged file is not loaded but built anew. A cache that others can write to is
 not used.
+
+Where NAME_trial.py lies beside NAME.cpp, a new library is first loaded by a process that runs it: one that ends that
+process (an instruction that this CPU does not have), or computes something else, is not used.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +56,7 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
     (),
 )
 _TIMEOUT = 120  # seconds
+_TRIAL_TIMEOUT = 20
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,10 @@ class Built(NamedTuple):
     """What it was compiled with."""
     note: str = ""
     """What is not as it should be: a cache that cannot be used."""
+    key: str = ""
+    """A hash of all that decides what the compiler makes; "" if nothing was compiled."""
+    failed_trial: bool = False
+    """Whether there is no library because it crashed, or computed something else, when it was tried."""
 
     @property
     def threads(self) -> bool:
@@ -227,14 +236,14 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     key = _key(source, compiler)
     cache, note = usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
-        return cached
+        return cached._replace(key=key)
     try:  # beside its place in the cache: a rename does not cross file systems
         folder = tempfile.mkdtemp(prefix=".build-", dir=cache)
     except OSError as error:
         cache, note = None, _unusable(cache, error)
         folder = tempfile.mkdtemp(prefix="ottava-")
     try:
-        return _compile_and_load(source, compiler, Path(folder), cache, key)._replace(note=note)
+        return _compile_and_load(source, compiler, Path(folder), cache, key)._replace(note=note, key=key)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -251,12 +260,28 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     else:
         return Built(None, f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}")
     made.chmod(0o700)
+    if wrong := _trial(source, made):
+        return Built(None, f"{source.name} was compiled, but not for this machine: {wrong}", failed_trial=True)
     target = made
     if cache is not None:
         target = cache / f"{source.stem}-{key}-{_EXTRAS.index(extra)}-{_digest(made)}.so"
         os.replace(made, target)
     seconds = time.perf_counter() - started
     return Built(ctypes.CDLL(str(target)), "", seconds, (*_FLAGS, *extra))
+
+
+def _trial(source: Path, library: Path) -> str:
+    """What is wrong with a new library; "" if nothing is, or if nothing can try it (no Python at sys.executable)."""
+    script = source.with_name(f"{source.stem}_trial.py")
+    if not script.is_file() or not sys.executable:
+        return ""
+    try:
+        ran = _run([sys.executable, "-I", "-S", str(script), str(library)], _TRIAL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"its trial did not end within {_TRIAL_TIMEOUT} s"
+    if ran.returncode < 0:
+        return f"its trial was ended by {signal.Signals(-ran.returncode).name}"
+    return ran.stdout.strip().removeprefix("ok") if ran.returncode == 0 else ""
 
 
 def _from_cache(cache: Path, name: str, key: str) -> Built | None:
@@ -278,25 +303,27 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
         own_version = version("ottava")
     except PackageNotFoundError:  # run from its sources
         own_version = ""
-    parts = [shlex.join(compiler), told.stdout, own_version, _cpu(), platform.machine(), platform.libc_ver()[1]]
-    parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h"))])]
+    parts = [shlex.join(compiler), told.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
+    trial = source.parent.glob(f"{source.stem}_trial.py")  # a library in the cache has passed it
+    parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], seconds: int = _TIMEOUT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
     )
 
 
-def _cpu() -> str:
-    """What -march=native depends on."""
+def cpu() -> str:
+    """What -march=native depends on, a line a fact."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         return f"{platform.processor()} {platform.version()}"
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(line for line in lines if line.partition(":")[0].strip() in wanted)
+    x86 = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+    arm = ("Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in (*x86, *arm))
 
 
 def usable_cache(cache: Path | None) -> tuple[Path | None, str]:

@@ -75,6 +75,28 @@ void tile_sum_any(const typename Isa::Word* a, const Layout& layout, const typen
     tile_sum<Isa>(a, 1, MR, b, units, tile);
 }
 
+}  // namespace
+
+#if OTTAVA_LEVEL == 4
+#include "native_gemm_amx.h"
+typedef Amx Chosen;
+#elif OTTAVA_LEVEL == 6
+#include "native_gemm_neon.h"
+typedef Bfmmla Chosen;
+#elif OTTAVA_LEVEL == 5
+typedef Fp32<4, 3> Chosen;
+#elif OTTAVA_LEVEL == 3
+typedef Bf16 Chosen;
+#elif OTTAVA_LEVEL == 2
+typedef Fp32<16, 4> Chosen;
+#elif OTTAVA_LEVEL == 1
+typedef Fp32<8, 2> Chosen;
+#else
+typedef Fp32<4, 2> Chosen;
+#endif
+
+namespace {
+
 // --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
 
 inline uint16_t to_bf16(float x) {
@@ -179,6 +201,7 @@ struct Walk {
     int64_t pieces = ceil_div(units, 512);
 #pragma omp parallel num_threads(threads)
     {
+      Session<Isa> session;
       int me = 0;
 #if defined(_OPENMP)
       me = omp_get_thread_num();
@@ -212,24 +235,27 @@ bool walk(Operand& a, Operand& b, const Result& y, Mode mode, int64_t step, int 
 
 }  // namespace
 
-#if OTTAVA_LEVEL == 3
-typedef Bf16 Chosen;
-#elif OTTAVA_LEVEL == 2
-typedef Fp32<16, 4> Chosen;
-#elif OTTAVA_LEVEL == 1
-typedef Fp32<8, 2> Chosen;
-#else
-typedef Fp32<4, 2> Chosen;
-#endif
-
 extern "C" {
 
 int ottava_gemm_level() { return OTTAVA_LEVEL; }
 
-// step: even number of k over which no scale of either side changes; k or more: none changes.
-// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory.
+// Steps of k in a word: scales change between words.
+int ottava_gemm_unit() { return Chosen::UNIT; }
+
+// 0, or why this process may not run it: an errno.
+int ottava_gemm_refusal() {
+#if OTTAVA_LEVEL == 4
+  return amx_refusal();
+#else
+  return 0;
+#endif
+}
+
+// step: number of k over which no scale of either side changes, a multiple of the unit; k or more: none changes.
+// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory; -2: see ottava_gemm_refusal.
 int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact,
                 int threads) {
+  if (ottava_gemm_refusal()) return -2;
   Operand a(*a_side, k), b(*b_side, k);
   if (!a.row_scale || !b.row_scale) return -1;
   Mode mode = step >= k ? PLAIN : STEPS;

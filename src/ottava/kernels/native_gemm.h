@@ -1,18 +1,24 @@
 // Operands of native_gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
 #pragma once
-// Instruction sets: 3 AVX512-BF16, 2 AVX512, 1 AVX2, 0 any.
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+// Instruction sets, as `native_gemm.LEVELS` numbers them: 0 any; x86-64 1 to 4; aarch64 5 and 6.
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) || defined(OTTAVA_AMX_MODEL)
+#define OTTAVA_BEST 4
+#elif defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define OTTAVA_BEST 3
 #elif defined(__AVX512F__)
 #define OTTAVA_BEST 2
 #elif defined(__AVX2__) && defined(__FMA__)
 #define OTTAVA_BEST 1
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define OTTAVA_BEST 6
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define OTTAVA_BEST 5
 #else
 #define OTTAVA_BEST 0
 #endif
-#ifndef OTTAVA_LEVEL  // the one that this library is for; tests build the others
+#ifndef OTTAVA_LEVEL  // the one that this library is for
 #define OTTAVA_LEVEL OTTAVA_BEST
-#elif OTTAVA_LEVEL > OTTAVA_BEST
+#elif OTTAVA_LEVEL > OTTAVA_BEST || (OTTAVA_BEST > 4 && OTTAVA_LEVEL > 0 && OTTAVA_LEVEL < 5)
 #error "OTTAVA_LEVEL: this CPU has no such instruction set"
 #endif
 
@@ -21,7 +27,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__ARM_NEON)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -43,7 +49,7 @@ struct Result {  // y
 
 namespace {
 
-constexpr int MR = 6;             // rows of a register tile
+constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
 constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
@@ -66,14 +72,14 @@ struct Fp32 {  // words are fp32 numbers
   typedef typename Vector<LANES>::type V;
   typedef float Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
-    V x = V{} + *a;
+    V x = *a - V{};  // *a in all lanes; plus would have to add: -0 + 0 is 0
 #if defined(__AVX512F__)
     if constexpr (LANES == 16) return (V)_mm512_fmadd_ps((__m512)x, (__m512)b, (__m512)sum);
 #endif
 #if defined(__FMA__)
     if constexpr (LANES == 8) return (V)_mm256_fmadd_ps((__m256)x, (__m256)b, (__m256)sum);
 #endif
-#if defined(__ARM_NEON)
+#if defined(__aarch64__)
     if constexpr (LANES == 4) return (V)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)b);
 #endif
     return sum + x * b;  // the same bits: products of codes are exact
@@ -90,6 +96,26 @@ struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
   }
 };
 #endif
+
+#if OTTAVA_LEVEL == 4
+struct Amx {  // words as there; tiles of memory instead of vectors in registers
+  static constexpr int NR = 64, UNIT = 2;
+  typedef uint32_t Word;
+};
+#endif
+
+#if OTTAVA_LEVEL == 6
+struct Bfmmla {  // words are four bf16 numbers, k to k + 3
+  static constexpr int NR = 16, UNIT = 4;
+  typedef uint64_t Word;
+};
+#endif
+
+// What a thread must have set up while it computes tiles, and takes down after.
+template <class Isa>
+struct Session {
+  ~Session() {}
+};
 
 // The exponent of a positive number, and 2**e, subnormal numbers included.
 int exponent_of(float x) {
@@ -204,14 +230,14 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
         } else {
           uint32_t bits;
           std::memcpy(&bits, &x, 4);
-          word |= bits >> 16 << (16 * h);
+          word |= (typename Isa::Word)(bits >> 16) << (16 * h);
         }
       }
       out[i / width * width * stride + i % width + (u - u0) * width] = word;
     }
 }
 
-#if OTTAVA_LEVEL == 3 && defined(__AVX512VBMI__)
+#if (OTTAVA_LEVEL == 3 || OTTAVA_LEVEL == 4) && defined(__AVX512VBMI__)
 #define OTTAVA_FAST_PACK 1
 struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
   __m512i low0, low1, high0, high1, order, sign;
@@ -316,6 +342,25 @@ inline __attribute__((always_inline)) void decode_unit(const Operand& o, const D
   if (const int32_t* e = o.exponents(2 * u))
     for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
 }
+
+#if OTTAVA_LEVEL == 4
+// Rows that lie column by column, as words[row][unit]; `count` is a multiple of 16.
+void decode_columns(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t units, uint32_t* out,
+                    int64_t stride) {
+  for (int64_t i = 0; i < count; i += 64)
+    for (int64_t u = 0; u < units; u += 16) {
+      alignas(64) uint32_t lines[16 * 64];
+      if (u + 16 > units) std::memset(lines, 0, sizeof lines);
+      for (int64_t v = 0; v < smaller<int64_t>(16, units - u); v++) {
+        __m512i x[4];
+        decode_unit(o, decode, r0 + i, u + v, x);
+        for (int j = 0; j < 4; j++) _mm512_store_si512(lines + 64 * v + 16 * j, x[j]);
+      }
+      for (int64_t g = 0; g < smaller<int64_t>(64, count - i); g += 16)
+        transpose(lines + g, 64, out + (i + g) * stride + u, stride);
+    }
+}
+#endif
 #endif
 
 // One panel of b, units [u0, u1).
@@ -360,11 +405,14 @@ template <class Isa>
 Layout layout_of_a(const Operand& o) {
   int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if (Isa::UNIT == 2 && o.side.col_stride == 1) {
+  const bool decoded_by_rows = o.side.col_stride == 1;
+#else
+  const bool decoded_by_rows = false;
+#endif
+  if (OTTAVA_LEVEL == 4 || decoded_by_rows) {
     int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
     return {MR * stride, stride, 1};
   }
-#endif
   return {MR * units, 1, MR};
 }
 
@@ -379,6 +427,9 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
+#if OTTAVA_LEVEL == 4
+    decode_columns(o, decode, r0, ceil_div(count, MR) * MR, units, out, layout.row);
+#else
     alignas(64) uint32_t line[64 + 16];
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
@@ -390,10 +441,12 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
         for (int64_t t = 0; t < TILES && i + t * MR < count; t++)
           _mm256_mask_storeu_epi32(to + t * layout.tile, 0x3F, _mm256_loadu_si256((const __m256i*)(line + t * MR)));
       }
+#endif
     return;
   }
 #endif
-  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, MR, units, out);
+  bool by_rows = layout.unit == 1;
+  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, by_rows ? 1 : MR, by_rows ? layout.row : units, out);
 }
 
 }  // namespace

@@ -2,9 +2,11 @@
 
     y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
-With AVX512-BF16 the products run on the bf16 units, which loses nothing: codes of up to 8 bits are exact there, and so
-is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of the reference in another order, so
-outputs agree to the rounding of one fp32 accumulation, and are the same for any number of threads.
+Where the CPU has BF16 units (AMX, AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
+up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
+the reference in another order, so outputs agree to the rounding of one fp32 accumulation. With one instruction set they
+are the same for any number of threads; which set runs is measured once a machine (`cpu_choice`). AMX has run on no
+hardware yet but on a model of its tiles, NEON on an emulator.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ottava.formats import Format
-from ottava.kernels import native_build
+from ottava.kernels import cpu_choice, native_build
+from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import code_values
 from ottava.scaling import Granularity
@@ -25,8 +32,11 @@ from ottava.scaling import Granularity
 NAME = "native_gemm"
 NATIVE = False
 
-LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16")
+LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", "NEON-BF16")
 """Instruction sets by the number that the library knows them by."""
+_RIVALS = MappingProxyType({4: 3, 2: 1, 6: 5})
+"""Best level -> the one that might beat it: tiles must be filled, clocks fall with wide vectors, cores split BFMMLA. Of
+other neighbours the better has at least twice the products an instruction: a library is not built (0.7 s) to see it."""
 MODES = ("plain", "fold", "steps")
 """How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
 
@@ -47,9 +57,86 @@ class _Result(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("type", ctypes.c_int64), ("bias", ctypes.c_void_p))
 
 
-def built(level: int | None = None) -> native_build.Built:
-    """The library for one of LEVELS, this CPU's best by itself, or why there is none."""
-    return native_build.load("native_gemm", None, "" if level is None else f"OTTAVA_LEVEL={level}")
+def built(level: int | None = None) -> Built:
+    """The library for one of LEVELS, this CPU's best by itself, or why there is none.
+
+    Edge case: where the best fails its trial, the best that does not; `note` says so.
+    """
+    best = native_build.load("native_gemm")
+    if level is None and best.failed_trial:
+        others = (_variant(other) for other in reversed(range(len(LEVELS))))
+        return next((other._replace(note=best.reason) for other in others if other.library is not None), best)
+    if level is None or (best.library is not None and best.library.ottava_gemm_level() == level):
+        return best
+    return _variant(level)
+
+
+def _variant(level: int) -> Built:
+    return native_build.load("native_gemm", None, f"OTTAVA_LEVEL={level}")
+
+
+def levels() -> tuple[int, ...]:
+    """Those of LEVELS that this CPU has, the best first; none without a library."""
+    library = built().library
+    if library is None:
+        return ()
+    best = library.ottava_gemm_level()
+    family = (6, 5, 0) if best > 4 else (4, 3, 2, 1, 0)  # of aarch64, of x86-64
+    return family[family.index(best) :]
+
+
+def ranking() -> Ranking:
+    """The best of `levels` and its rival as measured on this machine; builds both, where that has not happened yet."""
+    return _ranking(built())
+
+
+@functools.lru_cache(maxsize=8)
+def _ranking(best: Built) -> Ranking:
+    def way(level: int, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return run(a, b, torch.bfloat16, None, level)[0]
+
+    candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
+    ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not _refusal(built(level))}
+    return cpu_choice.rank("levels of native_gemm", ways, best.key)
+
+
+class Level(NamedTuple):
+    """An instruction set that is ready to run, or why none is."""
+
+    name: str
+    """One of LEVELS; "" if there is no library."""
+    built: Built
+    """Its library."""
+    unit: int
+    """Scales may change at multiples of this many k."""
+    refusal: str
+    """Why it cannot run; "" if it can."""
+
+
+def fastest() -> Level:
+    """The level that runs here: the fastest of `ranking`."""
+    return _fastest(built())
+
+
+@functools.lru_cache(maxsize=8)
+def _fastest(best: Built) -> Level:
+    order = _ranking(best).order
+    found = built(LEVELS.index(order[0])) if order else best
+    library = found.library
+    if library is None:
+        return Level("", found, 1, found.reason)
+    return Level(LEVELS[library.ottava_gemm_level()], found, library.ottava_gemm_unit(), _refusal(found))
+
+
+def _refusal(found: Built) -> str:
+    """Why there is no library, or why this process may not run it; "" if it may."""
+    if found.library is None:
+        return found.reason
+    if not (error := found.library.ottava_gemm_refusal()):
+        return ""
+    level = LEVELS[found.library.ottava_gemm_level()]
+    why = os.strerror(error) if error > 0 else "only Linux is known to give it"
+    return f"the system does not let this process use {level} ({why})"
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -68,10 +155,12 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     step = _step(a.spec.granularity, b.spec.granularity, a.shape[1])
     if step % 2 and step < a.shape[1]:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
-    if (library := built().library) is None:
-        return f"{NAME}: {built().reason}"
-    if library.ottava_gemm_level() == 0:  # measured at 0.4 times the speed of torch's fp32 GEMM, which has AVX2
-        return f"{NAME}: built for no AVX2 and no AVX512 here; the reference is faster"
+    level = fastest()
+    if level.refusal:
+        return f"{NAME}: {level.refusal}"
+    if step % level.unit and step < a.shape[1]:
+        where = f"multiples of {level.unit} of k on {level.name}"
+        return f"{NAME}: scales may change at {where} only: {a.spec.granularity} and {b.spec.granularity}"
     return None
 
 
@@ -90,14 +179,16 @@ def gemm(
 def run(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, level: int | None = None
 ) -> tuple[Tensor, str]:
-    """y, and which of MODES it was made in; `level` takes one of LEVELS that this CPU has, its best by itself.
+    """y, and which of MODES it was made in; `level` takes one of `levels`, by itself the fastest.
 
     Raises:
-        RuntimeError: there is no library, no memory or no such level; `supports_gemm` tells the first beforehand.
+        RuntimeError: there is no library, no memory or no such level, or the system does not give it; `supports_gemm`
+            tells all but the second beforehand.
     """
-    library = built(level).library
+    found = fastest().built if level is None else built(level)
+    library = found.library
     if library is None:
-        raise RuntimeError(f"{NAME}: {built(level).reason}; ask supports_gemm first")
+        raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
     m, k = a.shape
     y = torch.empty(m, b.shape[0], dtype=out_dtype)
     if bias is not None:
@@ -115,6 +206,8 @@ def run(
         int(exact),
         torch.get_num_threads(),
     )
+    if mode == -2:
+        raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
     if mode < 0:
         raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({b.shape[0]}, {k})")
     return y, MODES[mode]
