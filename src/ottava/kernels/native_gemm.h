@@ -296,11 +296,16 @@ void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t co
   }
 }
 
+constexpr int64_t AHEAD = 16;
 // 64 rows that lie column by column, one unit: 64 words in x
 inline __attribute__((always_inline)) void decode_unit(const Operand& o, const Decoder& decode, int64_t r0, int64_t u,
                                                        __m512i* x) {
   const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
   int64_t n = o.side.rows - r0;
+  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // every column lies elsewhere: no hardware sees it coming
+    _mm_prefetch((const char*)codes + at * o.side.col_stride, _MM_HINT_T1);
+    _mm_prefetch((const char*)codes + at * o.side.col_stride + 63, _MM_HINT_T1);
+  }
   __m512i p, q, r = _mm512_setzero_si512(), s = r;
   decode(codes, n, p, q);
   if (2 * u + 1 < o.k) decode(codes + o.side.col_stride, n, r, s);
@@ -315,6 +320,19 @@ inline __attribute__((always_inline)) void decode_unit(const Operand& o, const D
   x[3] = _mm512_permutex2var_epi16(q, high, s);
   if (const int32_t* e = o.exponents(2 * u))
     for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
+}
+
+// Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
+// next unit's overwrites: units come in ascending order, and between two tiles there is room.
+inline __attribute__((always_inline)) void store_tiles(const __m512i* x, int64_t tiles, uint32_t* to, int64_t stride) {
+  static_assert(MR == 6, "the shifts below");
+#define OTTAVA_TILE(t)                                                                                          \
+  if (t >= tiles) return;                                                                                       \
+  _mm256_storeu_si256((__m256i*)(to + t * stride),                                                              \
+                      _mm512_castsi512_si256(_mm512_alignr_epi32(x[t * 6 / 16 + 1], x[t * 6 / 16], t * 6 % 16)))
+  OTTAVA_TILE(0); OTTAVA_TILE(1); OTTAVA_TILE(2); OTTAVA_TILE(3); OTTAVA_TILE(4);
+  OTTAVA_TILE(5); OTTAVA_TILE(6); OTTAVA_TILE(7); OTTAVA_TILE(8); OTTAVA_TILE(9);
+#undef OTTAVA_TILE
 }
 #endif
 
@@ -360,9 +378,9 @@ template <class Isa>
 Layout layout_of_a(const Operand& o) {
   int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if (Isa::UNIT == 2 && o.side.col_stride == 1) {
+  if (Isa::UNIT == 2) {
     int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
-    return {MR * stride, stride, 1};
+    return o.side.col_stride == 1 ? Layout{MR * stride, stride, 1} : Layout{MR * units + 8, 1, MR};
   }
 #endif
   return {MR * units, 1, MR};
@@ -379,16 +397,12 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
-    alignas(64) uint32_t line[64 + 16];
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
-        __m512i x[4];
+        __m512i x[5] = {};
         decode_unit(o, decode, r0 + i, u, x);
-        for (int j = 0; j < 4; j++) _mm512_store_si512(line + 16 * j, x[j]);
-        uint32_t* to = out + i / MR * layout.tile + u * MR;
-        for (int64_t t = 0; t < TILES && i + t * MR < count; t++)
-          _mm256_mask_storeu_epi32(to + t * layout.tile, 0x3F, _mm256_loadu_si256((const __m256i*)(line + t * MR)));
+        store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
       }
     return;
   }
