@@ -151,6 +151,11 @@ void tile_sum(const typename Isa::Word* a, const Layout& layout, const typename 
 
 // --- the walk --------------------------------------------------------------------------------------------------------
 
+struct Memory {
+  const void* at;
+  int64_t bytes;
+};
+
 template <class Isa>
 struct Walk {
   typedef typename Isa::Word Word;
@@ -160,18 +165,20 @@ struct Walk {
   int64_t units, chunk;  // chunk: units of one sum
   Layout layout;
 
-  // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
-  void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
+  // Rows [m0, m0 + rows) of y x one panel that begins at column n0. `after`: what is read next, which is fetched meanwhile.
+  void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums,
+             const Memory& after) const {
     const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
     float bias[Isa::NR];
-    for (int j = 0; j < Isa::NR; j++) bias[j] = y.bias && j < columns ? y.bias[n0 + j] : -0.0f;  // x + -0 is x
+    fill(bias, Isa::NR, -0.0f);  // x + -0 is x
+    if (y.bias) std::memcpy(bias, y.bias + n0, columns * 4);
     Epilogue end{nullptr, b.row_scale.get() + n0, bias, nullptr, y.type, width * size, 0, columns};
     for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
       int64_t count = smaller(chunk, units - u);
-      const char* next = (const char*)(panel + (u + count) * Isa::NR);
-      const int64_t share = ceil_div(Isa::NR * 4 * MR, rows);
+      const Memory next = u + count < units ? Memory{panel + (u + count) * Isa::NR, chunk * Isa::NR * 4} : after;
+      const int64_t share = ceil_div(next.bytes, ceil_div(rows, MR) * count);  // for one unit of one tile
       for (int64_t i = 0; i < rows; i += MR) {
-        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr, nullptr, next + i / MR * share * count, share};
+        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr, nullptr, (const char*)next.at + i / MR * share * count, share};
         if (mode == STEPS) {
           tile.of_a = a.step_scale.get() + c * a.padded + m0 + i;
           tile.of_b = b.step_scale.get() + c * b.padded + n0;
@@ -223,8 +230,12 @@ struct Walk {
         for (int64_t i = 0; i < blocks * groups; i++) {
           int64_t m0 = i / groups * rows, count = smaller(rows, m - m0), first = p0 + i % groups * per_group;
           pack_block<Isa>(a, m0, count, layout, own);
-          for (int64_t p = first; p < smaller(p1, first + per_group); p++)
-            block(own, m0, count, packed.get() + (p - p0) * panel_words, p * Isa::NR, sums.get() + me * rows * Isa::NR);
+          const Memory codes{a.side.codes + (m0 + threads * rows) * a.side.row_stride, a.side.col_stride == 1 ? rows * a.k : 0};
+          for (int64_t p = first, end = smaller(p1, first + per_group); p < end; p++) {
+            const Word* panel = packed.get() + (p - p0) * panel_words;
+            block(own, m0, count, panel, p * Isa::NR, sums.get() + me * rows * Isa::NR,
+                  p + 1 < end ? Memory{panel + panel_words, smaller(chunk, units) * Isa::NR * 4} : codes);
+          }
         }
       }
     }
@@ -254,19 +265,18 @@ extern "C" {
 
 int ottava_gemm_level() { return OTTAVA_LEVEL; }
 
-// step: even number of k over which no scale of either side changes; k or more: none changes.
-// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory.
-int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact,
-                int threads) {
-  Operand a(*a_side, k), b(*b_side, k);
+// The mode that ran, or -1: no memory.
+int ottava_gemm(const Call* call) {
+  const int64_t k = call->k, step = call->step;
+  Operand a(call->a, k), b(call->b, k);
   if (!a.row_scale || !b.row_scale) return -1;
   Mode mode = step >= k ? PLAIN : STEPS;
-  if (mode == STEPS && exact) {
+  if (mode == STEPS && call->exact) {
     int octaves = fold(a) + fold(b);
     if (octaves >= NO_MEMORY) return -1;
     if (octaves <= FOLD_OCTAVES) mode = FOLD;
   }
   if (mode == STEPS && !(scale_steps(a, step) && scale_steps(b, step))) return -1;
-  return walk<Chosen>(a, b, *y, mode, step, threads) ? mode : -1;
+  return walk<Chosen>(a, b, call->y, mode, step, (int)call->threads) ? mode : -1;
 }
 }

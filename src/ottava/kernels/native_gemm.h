@@ -39,6 +39,14 @@ struct Result {  // y
   int64_t type;  // 0 fp32, 1 bf16, 2 fp16
   const float* bias;
 };
+struct Call {
+  Side a, b;
+  Result y;
+  int64_t k;
+  int64_t step;   // even number of k over which no scale of either side changes; k or more: none changes
+  int64_t exact;  // whether the scales along k are powers of two
+  int64_t threads;
+};
 }
 
 namespace {
@@ -270,13 +278,15 @@ inline __attribute__((always_inline)) void transpose(const uint32_t* in, int64_t
   }
 }
 
-// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written.
+// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: how
+// far on from a code those lie that are fetched for later.
 void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
-                 uint32_t* out, int64_t stride) {
+                 uint32_t* out, int64_t stride, int64_t ahead) {
   for (int64_t i = 0; i < count; i++) {
     const uint8_t* codes = o.side.codes + (r0 + i) * o.side.row_stride;
     for (int64_t u = u0; u < u1; u += 32) {
       __m512i x, y;
+      _mm_prefetch((const char*)codes + 2 * u + ahead, _MM_HINT_T0);
       decode(codes + 2 * u, o.k - 2 * u, x, y);
       if (o.exponent) {
         int64_t row = r0 + i, cols = o.side.block_cols;
@@ -354,7 +364,7 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
     int64_t count = smaller<int64_t>(64, o.side.rows - r0);
     if (count < 64) std::memset(rows, 0, sizeof rows);
     for (int64_t u = u0; u < u1; u += 32) {
-      decode_rows(o, decode, r0, count, u, u + 1, rows, 32);
+      decode_rows(o, decode, r0, count, u, u + 1, rows, 32, 64);
       alignas(64) uint32_t last[16 * 64];
       for (int64_t v = u; v < smaller(u + 32, u1); v += 16) {
         bool whole = v + 16 <= u1;
@@ -393,7 +403,7 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
   if constexpr (Isa::UNIT == 2) {
     Decoder decode(o.tables);
     if (o.side.col_stride == 1) {
-      decode_rows(o, decode, r0, count, 0, units, out, layout.row);
+      decode_rows(o, decode, r0, count, 0, units, out, layout.row, ceil_div(1024, o.k) * o.side.row_stride);
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
