@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class Wrong:
     def ottava_gemm(self, *arguments: Any) -> int:
         assert BUILT.library is not None
         mode = BUILT.library.ottava_gemm(*arguments)
-        y = (ctypes.c_float * (M * N)).from_address(arguments[2][0])
+        y = (ctypes.c_float * (M * N)).from_address(struct.unpack_from("=q", arguments[0], 8 * 20)[0])
         return self._change((mode, arguments, y))
 
 

@@ -28,7 +28,7 @@ def cpu(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="cast, linear, block, statistics, demo, build or smollm2; may be repeated. [all but smollm2]"
+            help="cast, gemm, linear, block, statistics, demo, build or smollm2; may be repeated. [all but smollm2]"
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,

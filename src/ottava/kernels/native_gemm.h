@@ -45,6 +45,14 @@ struct Result {  // y
   int64_t type;  // 0 fp32, 1 bf16, 2 fp16
   const float* bias;
 };
+struct Call {
+  Side a, b;
+  Result y;
+  int64_t k;
+  int64_t step;   // even number of k over which no scale of either side changes; k or more: none changes
+  int64_t exact;  // whether the scales along k are powers of two
+  int64_t threads;
+};
 }
 
 namespace {
@@ -52,6 +60,7 @@ namespace {
 constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
+constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
 constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
 constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
 
@@ -158,11 +167,14 @@ struct Operand {
         padded(ceil_div(side.rows, 64) * 64 + 64), row_scale(padded) {
     if (!row_scale) return;
     fill(row_scale.get(), padded, 1.0f);
-    for (int64_t r = 0; steps == 1 && r < side.rows; r++) row_scale[r] = scale(r, 0);
+    if (steps == 1) scales_at(0, row_scale.get());
   }
 
-  float scale(int64_t row, int64_t k0) const {
-    return side.scale_inv[row / side.block_rows * side.scale_row_stride + k0 / side.block_cols * side.scale_col_stride];
+  // Scales of all rows at column k0.
+  void scales_at(int64_t k0, float* to) const {
+    const float* at = side.scale_inv + k0 / side.block_cols * side.scale_col_stride;
+    for (int64_t r = 0; r < side.rows; r += side.block_rows, at += side.scale_row_stride)
+      fill(to + r, smaller(side.block_rows, side.rows - r), *at);
   }
   const int32_t* exponents(int64_t k0) const {
     return exponent ? exponent.get() + k0 / side.block_cols * padded : nullptr;
@@ -174,25 +186,27 @@ constexpr int NO_POWER = 1000, NO_MEMORY = 1000000;  // more octaves than any tw
 // Fills row_scale and exponent; the largest number of octaves between two scales of a row, or one of the above.
 int fold(Operand& o) {
   if (o.steps == 1) return 0;
-  int spread = 0;
+  const Side& side = o.side;
   if (!o.exponent.make(o.steps * o.padded)) return NO_MEMORY;
   fill(o.exponent.get(), o.steps * o.padded, 0);
-  for (int64_t r = 0; r < o.side.rows; r++) {
-    if (r % o.side.block_rows) {  // as the row above
-      for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] = o.exponent[s * o.padded + r - 1];
-      o.row_scale[r] = o.row_scale[r - 1];
-      continue;
-    }
+  int spread = 0;
+  for (int64_t r = 0, block = 0; r < side.rows; r += side.block_rows, block++) {
+    const int64_t rows = smaller(side.block_rows, side.rows - r);
+    const float* scales = side.scale_inv + block * side.scale_row_stride;
+    int32_t* exponents = o.exponent.get() + r;
     int top = -10000, bottom = 10000;
     for (int64_t s = 0; s < o.steps; s++) {
-      float scale = o.scale(r, s * o.side.block_cols);
-      int e = exponent_of(scale);
+      const float scale = scales[s * side.scale_col_stride];
+      const int e = exponent_of(scale);
       if (!(scale > 0) || !is_finite(scale) || scale != power(e)) return NO_POWER;
-      o.exponent[s * o.padded + r] = e;
+      exponents[s * o.padded] = e;
       top = larger(top, e), bottom = smaller(bottom, e);
     }
-    for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] -= top;
-    o.row_scale[r] = power(top);
+    for (int64_t s = 0; s < o.steps; s++, exponents += o.padded) {
+      *exponents -= top;
+      for (int64_t i = 1; i < rows; i++) exponents[i] = *exponents;
+    }
+    fill(o.row_scale.get() + r, rows, power(top));
     spread = larger(spread, top - bottom);
   }
   return spread;
@@ -204,8 +218,7 @@ bool scale_steps(Operand& o, int64_t chunk) {
   fill(o.step_scale.get(), chunks * o.padded, 0.0f);
   fill(o.row_scale.get(), o.padded, 1.0f);
   o.exponent.drop();
-  for (int64_t c = 0; c < chunks; c++)
-    for (int64_t r = 0; r < o.side.rows; r++) o.step_scale[c * o.padded + r] = o.scale(r, c * chunk);
+  for (int64_t c = 0; c < chunks; c++) o.scales_at(c * chunk, o.step_scale.get() + c * o.padded);
   return true;
 }
 
@@ -296,13 +309,15 @@ inline __attribute__((always_inline)) void transpose(const uint32_t* in, int64_t
   }
 }
 
-// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written.
+// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: how
+// far on from a code those lie that are fetched for later.
 void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
-                 uint32_t* out, int64_t stride) {
+                 uint32_t* out, int64_t stride, int64_t ahead) {
   for (int64_t i = 0; i < count; i++) {
     const uint8_t* codes = o.side.codes + (r0 + i) * o.side.row_stride;
     for (int64_t u = u0; u < u1; u += 32) {
       __m512i x, y;
+      _mm_prefetch((const char*)codes + 2 * u + ahead, _MM_HINT_T0);
       decode(codes + 2 * u, o.k - 2 * u, x, y);
       if (o.exponent) {
         int64_t row = r0 + i, cols = o.side.block_cols;
@@ -322,11 +337,16 @@ void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t co
   }
 }
 
+constexpr int64_t AHEAD = 16;
 // 64 rows that lie column by column, one unit: 64 words in x
 inline __attribute__((always_inline)) void decode_unit(const Operand& o, const Decoder& decode, int64_t r0, int64_t u,
                                                        __m512i* x) {
   const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
   int64_t n = o.side.rows - r0;
+  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // every column lies elsewhere: no hardware sees it coming
+    _mm_prefetch((const char*)codes + at * o.side.col_stride, _MM_HINT_T1);
+    _mm_prefetch((const char*)codes + at * o.side.col_stride + 63, _MM_HINT_T1);
+  }
   __m512i p, q, r = _mm512_setzero_si512(), s = r;
   decode(codes, n, p, q);
   if (2 * u + 1 < o.k) decode(codes + o.side.col_stride, n, r, s);
@@ -360,6 +380,19 @@ void decode_columns(const Operand& o, const Decoder& decode, int64_t r0, int64_t
         transpose(lines + g, 64, out + (i + g) * stride + u, stride);
     }
 }
+#else
+// Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
+// next unit's overwrites: units come in ascending order, and between two tiles there is room.
+inline __attribute__((always_inline)) void store_tiles(const __m512i* x, int64_t tiles, uint32_t* to, int64_t stride) {
+  static_assert(MR == 6, "the shifts below");
+#define OTTAVA_TILE(t)                                                                                          \
+  if (t >= tiles) return;                                                                                       \
+  _mm256_storeu_si256((__m256i*)(to + t * stride),                                                              \
+                      _mm512_castsi512_si256(_mm512_alignr_epi32(x[t * 6 / 16 + 1], x[t * 6 / 16], t * 6 % 16)))
+  OTTAVA_TILE(0); OTTAVA_TILE(1); OTTAVA_TILE(2); OTTAVA_TILE(3); OTTAVA_TILE(4);
+  OTTAVA_TILE(5); OTTAVA_TILE(6); OTTAVA_TILE(7); OTTAVA_TILE(8); OTTAVA_TILE(9);
+#undef OTTAVA_TILE
+}
 #endif
 #endif
 
@@ -381,7 +414,7 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
     int64_t count = smaller<int64_t>(64, o.side.rows - r0);
     if (count < 64) std::memset(rows, 0, sizeof rows);
     for (int64_t u = u0; u < u1; u += 32) {
-      decode_rows(o, decode, r0, count, u, u + 1, rows, 32);
+      decode_rows(o, decode, r0, count, u, u + 1, rows, 32, 64);
       alignas(64) uint32_t last[16 * 64];
       for (int64_t v = u; v < smaller(u + 32, u1); v += 16) {
         bool whole = v + 16 <= u1;
@@ -405,13 +438,14 @@ template <class Isa>
 Layout layout_of_a(const Operand& o) {
   int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  const bool decoded_by_rows = o.side.col_stride == 1;
+  constexpr bool fast = true;
 #else
-  const bool decoded_by_rows = false;
+  constexpr bool fast = false;
 #endif
-  if (OTTAVA_LEVEL == 4 || decoded_by_rows) {
+  if (OTTAVA_LEVEL == 4 || (fast && Isa::UNIT == 2)) {
     int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
-    return {MR * stride, stride, 1};
+    if (OTTAVA_LEVEL == 4 || o.side.col_stride == 1) return {MR * stride, stride, 1};
+    return {MR * units + 8, 1, MR};
   }
   return {MR * units, 1, MR};
 }
@@ -423,23 +457,19 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
   if constexpr (Isa::UNIT == 2) {
     Decoder decode(o.tables);
     if (o.side.col_stride == 1) {
-      decode_rows(o, decode, r0, count, 0, units, out, layout.row);
+      decode_rows(o, decode, r0, count, 0, units, out, layout.row, ceil_div(1024, o.k) * o.side.row_stride);
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
 #if OTTAVA_LEVEL == 4
     decode_columns(o, decode, r0, ceil_div(count, MR) * MR, units, out, layout.row);
 #else
-    alignas(64) uint32_t line[64 + 16];
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
-        __m512i x[4];
+        __m512i x[5] = {};
         decode_unit(o, decode, r0 + i, u, x);
-        for (int j = 0; j < 4; j++) _mm512_store_si512(line + 16 * j, x[j]);
-        uint32_t* to = out + i / MR * layout.tile + u * MR;
-        for (int64_t t = 0; t < TILES && i + t * MR < count; t++)
-          _mm256_mask_storeu_epi32(to + t * layout.tile, 0x3F, _mm256_loadu_si256((const __m256i*)(line + t * MR)));
+        store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
       }
 #endif
     return;
