@@ -48,7 +48,7 @@ def test_one_wrong_number_is_found() -> None:
 
     def change(call: Any) -> int:
         mode, arguments, y = call
-        if mode == 2 and arguments[0][2] == 1:  # steps, by columns
+        if mode == 2 and struct.unpack_from("=q", arguments[0], 8 * 2)[0] == 1:  # steps, by columns
             y[M * N - 1] *= 1 + 2.0**-23
         return int(mode)
 
