@@ -81,14 +81,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     assert library is not None  # supports_quantize was asked
     library.ottava_cast_stochastic(
         _JOB.pack(
-            *(
-                x.data_ptr(),
-                factor.data_ptr(),
-                data.data_ptr(),
-                rows,
-                cols,
-                *spec.granularity.block_shape((rows, cols)),
-            ),
+            *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *spec.granularity.block_shape(shape)),
             *(int(draw_seed(x.device)), torch.get_num_threads()),
             *(fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max),
         )
