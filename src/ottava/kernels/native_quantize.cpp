@@ -132,7 +132,7 @@ inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out
 }
 
 template <class T>  // the scale is known: one pass
-inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+__attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
   if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
   for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
@@ -202,7 +202,7 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
 }
 
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
-inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
+__attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n) {
   int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
   for (int64_t i = 0; i < n; i++) {
     largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
@@ -387,7 +387,7 @@ bool walk(const Walk& w) {
   return bands<T>(w, ENCODE);
 }
 
-void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
+__attribute__((noinline)) void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
   for (int64_t left = 0; left < cols; left += 16)
     for (int64_t row = 0; row < rows; row++) {
       const float* line = from + row * cols + left;
