@@ -328,6 +328,7 @@ bool tall(const Walk& w) {
   const bool flat = w.grid_cols == 1 && (w.stride == w.cols || w.rows == 1);
   const int64_t total = w.rows * w.cols, length = flat ? SPAN : w.cols, step = flat ? SPAN : w.stride;
   const int64_t lines = flat ? (total + SPAN - 1) / SPAN : w.rows;
+  const auto numbers = [=](int64_t line) { return flat ? smaller(SPAN, total - line * SPAN) : length; };
   const Int* x = static_cast<const Int*>(w.x);
   const Encoder code(*w.cast);
   const bool known = w.grid_cols == 1 && w.given != nullptr && *w.given > 0 && !w.cast->guarded;
@@ -335,44 +336,35 @@ bool tall(const Walk& w) {
   if (!scratch) return false;
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
   Steps steps = known ? steps_of(*w.given, *w.cast) : Steps();
-  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // when amaxes are no longer wanted
-  bool nans = false, by_bases = false;
-#pragma omp parallel num_threads(w.threads)
-  {
-    const int thread = thread_number();
-    int threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_num_threads();
-#endif
-    const int64_t begin = lines * thread / threads, end = lines * (thread + 1) / threads;
+#pragma omp parallel for schedule(static) num_threads(w.threads)
+  for (int thread = 0; thread < w.threads; thread++) {
     Int* most = scratch.get() + thread * w.grid_cols;
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, n, *w.given, code));
-      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, n));
+    for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
+      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, numbers(i), *w.given, code));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, numbers(i)));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
-#pragma omp barrier
-#pragma omp single
-    for (int64_t g = 0; g < w.grid_cols; g++) {
-      Int all = 0;
-      for (int t = 0; t < threads; t++) all = larger(all, scratch[t * w.grid_cols + g]);
-      w.amax[g] = T::value(all);
-    }
-#pragma omp single
-    {
-      scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-      nans = may_have_nan(w.amax, w.factor, w.grid_cols);
-      if (w.grid_cols > 1 && !nans) by_bases = bases_of(w, w.factor, w.grid_cols, base);
-      else if (w.grid_cols == 1 && !nans && !known && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
-    }
-    for (int64_t i = known ? end : begin; i < end; i++) {
-      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      const auto* words = reinterpret_cast<const int16_t*>(x + i * step);
-      if (by_bases) encode_words<false>(words, w.out + i * length, n, Bases{base, w.block_cols}, *w.steps);
-      else if (w.grid_cols > 1) row_encode<T>(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, nans, code);
-      else encode_by<T>(steps, x + i * step, w.out + i * length, n, w.factor[0], code);
-      if (nans && w.grid_cols == 1) encode_nans<T>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
+  }
+  for (int64_t g = 0; g < w.grid_cols; g++) {
+    Int all = 0;
+    for (int t = 0; t < w.threads; t++) all = larger(all, scratch[t * w.grid_cols + g]);
+    w.amax[g] = T::value(all);
+  }
+  scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
+  if (known) return true;
+  const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols), one = w.grid_cols == 1;
+  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // amaxes are no longer wanted
+  const bool by_bases = !one && !nans && bases_of(w, w.factor, w.grid_cols, base);
+  if (one && !nans && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
+#pragma omp parallel for schedule(static) num_threads(w.threads)
+  for (int thread = 0; thread < w.threads; thread++) {
+    for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
+      const Int* line = x + i * step;
+      uint8_t* out = w.out + i * length;
+      if (by_bases) encode_words<false>(reinterpret_cast<const int16_t*>(line), out, length, Bases{base, w.block_cols}, *w.steps);
+      else if (!one) row_encode<T>(w, line, out, w.factor, 0, w.grid_cols, nans, code);
+      else encode_by<T>(steps, line, out, numbers(i), *w.factor, code);
+      if (one && nans) encode_nans<T>(line, out, numbers(i), OneFactor{*w.factor}, code);
     }
   }
   return true;
