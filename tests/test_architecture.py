@@ -52,7 +52,7 @@ DEVICE_CODE = ("ottava.kernels.triton_device", "ottava.kernels.triton_gemm_devic
 
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
-    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum"}
+    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct"}
     | {"_histogram"}  # debug.tally: a dataclass `field` with a factory, made where nine fields want the same
 )
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""

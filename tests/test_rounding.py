@@ -23,7 +23,9 @@ from ottava.rounding import (
     decode,
     encode,
     floor_log2,
+    philox,
     power_of_two,
+    random_bits,
     round_to_format,
 )
 
@@ -285,6 +287,58 @@ def test_stochastic_rounding_repeats_with_its_seed(fmt: Format) -> None:
     default = encode(x, fmt, rounding="stochastic")
     seeded = encode(x, fmt, rounding="stochastic", generator=generator(7))
     assert torch.equal(decode(default, fmt), decode(seeded, fmt))
+
+
+PHILOX = {  # counter, key, four words: the known answers of Random123 for philox4x32-10
+    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "ones": ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "pi": (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+}
+
+
+@pytest.mark.parametrize("counter, key, words", PHILOX.values(), ids=PHILOX)
+def test_philox_gives_its_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+    """Those of its authors."""
+    got = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
+    assert tuple(int(word) for word in got) == words
+
+
+def test_random_bits_belong_to_seed_and_place() -> None:
+    """Element i has word i % 4 of counter i // 4 under the seed's two halves; negative seeds are bits like others."""
+    for seed in (0, 5, -1, 2**63 - 1, -(2**63)):
+        bits = random_bits(torch.tensor(seed), 11)
+        key = torch.tensor(seed % 2**32), torch.tensor((seed >> 32) % 2**32)
+        zero = torch.tensor(0)
+        assert bits.tolist() == [int(philox((torch.tensor(i // 4), zero, zero, zero), key)[i % 4]) for i in range(11)]
+        assert torch.equal(random_bits(torch.tensor(seed), 7), bits[:7])
+    assert random_bits(torch.tensor(0), 0).shape == (0,)
+
+
+def test_random_bits_are_uniform() -> None:
+    """Every bit is set half of the time, and neighbours do not know each other: within 5 standard errors."""
+    count = 1 << 16
+    bits = random_bits(torch.tensor(1), count)
+    assert ((bits >= 0) & (bits < 2**32)).all()
+    each = ((bits[:, None] >> torch.arange(32)) & 1).double()
+    error = 0.5 / math.sqrt(count)
+    assert ((each.mean(0) - 0.5).abs() < 5 * error).all()
+    assert (((each[1:] != each[:-1]).double().mean(0) - 0.5).abs() < 5 * error).all()
+
+
+def test_layout_changes_no_random_number() -> None:
+    """A transposed or strided view is rounded as its copy is; so is a part, as far as it is the beginning."""
+    x = torch.randn(40, 60)
+    for view in (x.t(), x[::2, 3:7], x[:1].expand(5, -1)):
+        rounded = [
+            round_to_format(v, E4M3, rounding="stochastic", generator=generator(3)) for v in (view, view.contiguous())
+        ]
+        assert torch.equal(*rounded)
+    whole, part = (round_to_format(v, E4M3, rounding="stochastic", generator=generator(3)) for v in (x, x[:7]))
+    assert torch.equal(whole[:7], part)
 
 
 def test_default_dtype_changes_nothing(fmt: Format) -> None:

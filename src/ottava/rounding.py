@@ -197,7 +197,7 @@ def _round_on_grid(
     elif rounding == "stochastic":
         bits = random_bits(draw_seed(x.device, generator), x.numel()).view(x.shape)
         # away from zero where the fraction and 24 random bits reach the next step
-        steps = torch.copysign((steps.abs() + (bits >> 8) * 2.0**-24).floor(), x64)
+        steps = torch.copysign((steps.abs() + (bits >> 8).to(torch.float64) * 2.0**-24).floor(), x64)
     else:
         raise ValueError(unknown_name("rounding", rounding, get_args(Rounding)))
     y = (steps * quantum).clamp(fmt.lowest, fmt.max)
@@ -207,7 +207,7 @@ def _round_on_grid(
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """int64 () on `device`, from torch's generator there: what torch.manual_seed and checkpointing put back is repeated."""
+    """int64 () on `device`, from torch's generator there: where its state is put back, so is the seed."""
     return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device, dtype=torch.int64)
 
 

@@ -42,14 +42,14 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
 
   // Adding 2**(e + 23 - mantissa bits) to a number of exponent e rounds it to a whole number of quanta, which the sum's
   // low bits then count, implied one included: that one carries into the exponent field, which starts one too low.
-  template <bool NANS>
-  inline int32_t operator()(float v) const {
+  inline int32_t operator()(float v) const {  // not of NaN
     const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = smaller(a, largest);
     const int32_t exponent = larger(clamped & INFINITE, smallest);
     const int32_t quanta = bits_of(float_of(clamped) + float_of(exponent + magic));  // + bias, in the low byte
-    const int32_t code = ((quanta + (exponent >> shift)) & ~sign_bit) | ((b >> sign_shift) & sign_bit);
-    return NANS && a > INFINITE ? (nan_code | ((b >> sign_shift) & nan_sign)) : code;
+    return ((quanta + (exponent >> shift)) & ~sign_bit) | ((b >> sign_shift) & sign_bit);
   }
+
+  inline uint8_t of_nan(float v) const { return uint8_t(nan_code | ((bits_of(v) >> sign_shift) & nan_sign)); }
 };
 
 // --- loops over a row ------------------------------------------------------------------------------------------------
@@ -79,29 +79,36 @@ struct FactorEach {  // a factor for each column
   inline FactorEach from(int64_t i) const { return {factor + i}; }
 };
 
-template <class T, bool NANS, int N, class Factor>
+template <class T, int N, class Factor>
 inline void encode_piece(const typename T::Int* __restrict x, uint8_t* __restrict out, Factor factor, Encoder code) {
-  for (int i = 0; i < N; i++) out[i] = uint8_t(code.operator()<NANS>(T::value(x[i]) * factor[i]));
+  for (int i = 0; i < N; i++) out[i] = uint8_t(code(T::value(x[i]) * factor[i]));
 }
 
-template <class T, bool NANS, int N, class Factor>  // the last piece ends with the row, over elements already done
+template <class T, int N, class Factor>  // the last piece ends with the row, over elements already done
 inline void encode_pieces(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
-  for (int64_t i = 0; i + N <= n; i += N) encode_piece<T, NANS, N>(x + i, out + i, factor.from(i), code);
-  if (n % N) encode_piece<T, NANS, N>(x + n - N, out + n - N, factor.from(n - N), code);
+  for (int64_t i = 0; i + N <= n; i += N) encode_piece<T, N>(x + i, out + i, factor.from(i), code);
+  if (n % N) encode_piece<T, N>(x + n - N, out + n - N, factor.from(n - N), code);
 }
 
 template <class T>
 __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, Encoder code) {
-  return uint8_t(code.operator()<true>(T::value(x) * factor));
+  const float v = T::value(x) * factor;
+  return is_nan(v) ? code.of_nan(v) : uint8_t(code(v));
 }
 
 // Pieces of a known length: a loop of unknown length is compiled several times over, for each length of its rest.
-template <class T, bool NANS, class Factor>
+template <class T, class Factor>
 __attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
-  if (!NANS && n >= 64) return encode_pieces<T, false, 64>(x, out, n, factor, code);
-  if (!NANS && !OTTAVA_WORDS && n >= 32) return encode_pieces<T, false, 32>(x, out, n, factor, code);
-  if (n >= 16) return encode_pieces<T, NANS, 16>(x, out, n, factor, code);
+  if (n >= 64) return encode_pieces<T, 64>(x, out, n, factor, code);
+  if (!OTTAVA_WORDS && n >= 32) return encode_pieces<T, 32>(x, out, n, factor, code);
+  if (n >= 16) return encode_pieces<T, 16>(x, out, n, factor, code);
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
+}
+
+template <class T, class Factor>  // puts right what `encode` made of NaN: rare enough not to burden every number with it
+__attribute__((noinline)) void encode_nans(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
+  for (int64_t i = 0; i < n; i++)
+    if (const float v = T::value(x[i]) * factor[i]; is_nan(v)) out[i] = code.of_nan(v);
 }
 
 // What codes are made with by words, see native_words.h; nothing where they are not made so.
@@ -110,7 +117,7 @@ Steps steps_of(float factor, const Cast& c) {
 #if OTTAVA_WORDS
   const Encoder code(c);
   const auto encode_some = [=](const int16_t* x, uint8_t* out, int64_t n) {
-    encode<BFloat16, false>(x, out, n, OneFactor{factor}, code);
+    encode<BFloat16>(x, out, n, OneFactor{factor}, code);
   };
   steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_some);
 #endif
@@ -120,20 +127,20 @@ Steps steps_of(float factor, const Cast& c) {
 // As `encode`, without NaN; `steps`: of that factor, or not made.
 template <class T>
 inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
-  if (!steps.made) return encode<T, false>(x, out, n, OneFactor{factor}, code);
+  if (!steps.made) return encode<T>(x, out, n, OneFactor{factor}, code);
   encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
 }
 
 template <class T>  // the scale is known: one pass
-inline typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+__attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   typename T::Int most = 0;
   if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
   for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
     most = larger(most, largest_of_many<T>(x + i, count));
-    encode<T, false>(x + i, out + i, count, OneFactor{factor}, code);
+    encode<T>(x + i, out + i, count, OneFactor{factor}, code);
   }
-  if (is_nan(T::value(most)) || !is_finite(factor)) encode<T, true>(x, out, n, OneFactor{factor}, code);
+  if (is_nan(T::value(most)) || !is_finite(factor)) encode_nans<T>(x, out, n, OneFactor{factor}, code);
   return most;
 }
 
@@ -175,12 +182,19 @@ inline void row_amax(const Walk& w, const typename T::Int* x, typename T::Int* m
   }
 }
 
-template <class T, bool NANS>
-__attribute__((noinline)) void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const float* factor, int64_t first,
-                       int64_t last, Encoder code) {
-  if (w.block_cols == 1) return encode<T, NANS>(x, out, last - first, FactorEach{factor}, code);
-  for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++)
-    encode<T, NANS>(x, out, smaller(w.block_cols, w.cols - g * w.block_cols), OneFactor{*factor}, code);
+template <class T>
+void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const float* factor, int64_t first, int64_t last,
+                bool nans, Encoder code) {
+  if (w.block_cols == 1) {
+    encode<T>(x, out, last - first, FactorEach{factor}, code);
+    if (nans) encode_nans<T>(x, out, last - first, FactorEach{factor}, code);
+    return;
+  }
+  for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
+    const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
+    encode<T>(x, out, n, OneFactor{*factor}, code);
+    if (nans) encode_nans<T>(x, out, n, OneFactor{*factor}, code);
+  }
 }
 
 inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* base) {
@@ -188,7 +202,7 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
 }
 
 // Whether a product may be NaN: one in x, or 0 times an infinite scale.
-inline bool may_have_nan(const float* amax, const float* factor, int64_t n) {
+__attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n) {
   int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
   for (int64_t i = 0; i < n; i++) {
     largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
@@ -222,8 +236,8 @@ void encode_band(const Walk& w, int64_t band, int64_t first, int64_t last, bool 
         encode_by<T>(own, x + row * w.stride, out + row * w.cols, width, *factor, code);
     }
   } else {
-    const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
-    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols) row_of(w, x, out, factor, first, last, code);
+    for (int64_t row = top; row < bottom; row++, x += w.stride, out += w.cols)
+      row_encode<T>(w, x, out, factor, first, last, nans, code);
   }
 }
 
@@ -314,6 +328,7 @@ bool tall(const Walk& w) {
   const bool flat = w.grid_cols == 1 && (w.stride == w.cols || w.rows == 1);
   const int64_t total = w.rows * w.cols, length = flat ? SPAN : w.cols, step = flat ? SPAN : w.stride;
   const int64_t lines = flat ? (total + SPAN - 1) / SPAN : w.rows;
+  const auto numbers = [=](int64_t line) { return flat ? smaller(SPAN, total - line * SPAN) : length; };
   const Int* x = static_cast<const Int*>(w.x);
   const Encoder code(*w.cast);
   const bool known = w.grid_cols == 1 && w.given != nullptr && *w.given > 0 && !w.cast->guarded;
@@ -321,45 +336,35 @@ bool tall(const Walk& w) {
   if (!scratch) return false;
   fill(scratch.get(), w.threads * w.grid_cols, Int(0));
   Steps steps = known ? steps_of(*w.given, *w.cast) : Steps();
-  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // when amaxes are no longer wanted
-  bool nans = false, by_bases = false;
-#pragma omp parallel num_threads(w.threads)
-  {
-    const int thread = thread_number();
-    int threads = 1;
-#ifdef _OPENMP
-    threads = omp_get_num_threads();
-#endif
-    const int64_t begin = lines * thread / threads, end = lines * (thread + 1) / threads;
+#pragma omp parallel for schedule(static) num_threads(w.threads)
+  for (int thread = 0; thread < w.threads; thread++) {
     Int* most = scratch.get() + thread * w.grid_cols;
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, n, *w.given, code));
-      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, n));
+    for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
+      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, numbers(i), *w.given, code));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, numbers(i)));
       else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
     }
-#pragma omp barrier
-#pragma omp single
-    for (int64_t g = 0; g < w.grid_cols; g++) {
-      Int all = 0;
-      for (int t = 0; t < threads; t++) all = larger(all, scratch[t * w.grid_cols + g]);
-      w.amax[g] = T::value(all);
-    }
-#pragma omp single
-    {
-      scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
-      nans = may_have_nan(w.amax, w.factor, w.grid_cols);
-      if (w.grid_cols > 1 && !nans) by_bases = bases_of(w, w.factor, w.grid_cols, base);
-      else if (w.grid_cols == 1 && !nans && !known && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
-    }
-    const auto row_of = nans ? row_encode<T, true> : row_encode<T, false>;
-    for (int64_t i = known ? end : begin; i < end; i++) {
-      const int64_t n = flat ? smaller(SPAN, total - i * SPAN) : length;
-      const auto* words = reinterpret_cast<const int16_t*>(x + i * step);
-      if (by_bases) encode_words<false>(words, w.out + i * length, n, Bases{base, w.block_cols}, *w.steps);
-      else if (w.grid_cols > 1) row_of(w, x + i * step, w.out + i * length, w.factor, 0, w.grid_cols, code);
-      else if (nans) encode<T, true>(x + i * step, w.out + i * length, n, OneFactor{w.factor[0]}, code);
-      else encode_by<T>(steps, x + i * step, w.out + i * length, n, w.factor[0], code);
+  }
+  for (int64_t g = 0; g < w.grid_cols; g++) {
+    Int all = 0;
+    for (int t = 0; t < w.threads; t++) all = larger(all, scratch[t * w.grid_cols + g]);
+    w.amax[g] = T::value(all);
+  }
+  scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
+  if (known) return true;
+  const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols), one = w.grid_cols == 1;
+  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // amaxes are no longer wanted
+  const bool by_bases = !one && !nans && bases_of(w, w.factor, w.grid_cols, base);
+  if (one && !nans && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
+#pragma omp parallel for schedule(static) num_threads(w.threads)
+  for (int thread = 0; thread < w.threads; thread++) {
+    for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
+      const Int* line = x + i * step;
+      uint8_t* out = w.out + i * length;
+      if (by_bases) encode_words<false>(reinterpret_cast<const int16_t*>(line), out, length, Bases{base, w.block_cols}, *w.steps);
+      else if (!one) row_encode<T>(w, line, out, w.factor, 0, w.grid_cols, nans, code);
+      else encode_by<T>(steps, line, out, numbers(i), *w.factor, code);
+      if (one && nans) encode_nans<T>(line, out, numbers(i), OneFactor{*w.factor}, code);
     }
   }
   return true;
@@ -374,7 +379,7 @@ bool walk(const Walk& w) {
   return bands<T>(w, ENCODE);
 }
 
-void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
+__attribute__((noinline)) void turn(const float* from, int64_t rows, int64_t cols, float* to) {  // in strips as wide as a cache line
   for (int64_t left = 0; left < cols; left += 16)
     for (int64_t row = 0; row < rows; row++) {
       const float* line = from + row * cols + left;

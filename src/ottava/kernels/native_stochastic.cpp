@@ -46,12 +46,18 @@ inline void random_bits(const Keys& keys, uint64_t number, int32_t* __restrict o
   }
   for (int round = 0; round < 10; round++) {
     const uint32_t first = keys.first[round], second = keys.second[round];
+    uint32_t low[PIECE / 4], low_top[PIECE / 4], high[PIECE / 4], high_top[PIECE / 4];
     for (int i = 0; i < PIECE / 4; i++) {
-      const uint64_t low = uint64_t(a[i]) * 0xD2511F53u, high = uint64_t(c[i]) * 0xCD9E8D57u;
-      a[i] = uint32_t(high >> 32) ^ b[i] ^ first;
-      b[i] = uint32_t(high);
-      c[i] = uint32_t(low >> 32) ^ d[i] ^ second;
-      d[i] = uint32_t(low);
+      low[i] = a[i] * 0xD2511F53u;
+      low_top[i] = uint32_t(uint64_t(a[i]) * 0xD2511F53u >> 32);
+      high[i] = c[i] * 0xCD9E8D57u;
+      high_top[i] = uint32_t(uint64_t(c[i]) * 0xCD9E8D57u >> 32);
+    }
+    for (int i = 0; i < PIECE / 4; i++) {
+      a[i] = high_top[i] ^ b[i] ^ first;
+      c[i] = low_top[i] ^ d[i] ^ second;
+      b[i] = high[i];
+      d[i] = low[i];
     }
   }
   for (int i = 0; i < PIECE / 4; i++) {

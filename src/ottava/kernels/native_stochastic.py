@@ -72,16 +72,16 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     if x.dim() != 2 or not x.numel():
         return reference.quantize(x, spec, scale)  # which says what is needed, or makes a scale
     x = x.contiguous()  # random numbers are counted along rows
-    rows, cols = x.shape
+    shape = (x.shape[0], x.shape[1])
     block_amax = amax(x, spec.granularity)
     factor, scale_inv = reference.factors(block_amax, spec, scale)
     factor, fmt = factor.contiguous(), spec.format
-    data = torch.empty(rows, cols, dtype=fmt.storage_dtype)
+    data = torch.empty(*shape, dtype=fmt.storage_dtype)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     library.ottava_cast_stochastic(
         _JOB.pack(
-            *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), rows, cols, *spec.granularity.block_shape((rows, cols))),
+            *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *spec.granularity.block_shape(shape)),
             *(int(draw_seed(x.device)), torch.get_num_threads()),
             *(fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max),
         )

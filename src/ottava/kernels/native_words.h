@@ -36,7 +36,7 @@ struct Steps {  // of one factor
 
   // The bases of n factors that are powers of two, for steps made with a factor of 1; false where one is not, or is not
   // taken.
-  bool bases(const float* factor, int64_t n, int16_t* out) const {
+  __attribute__((noinline)) bool bases(const float* factor, int64_t n, int16_t* out) const {
     int32_t others = 0;
     for (int64_t i = 0; i < n; i++) {
       const int32_t bits = bits_of(factor[i]);
