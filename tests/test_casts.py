@@ -108,7 +108,9 @@ def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("view", ["contiguous", "transposed", "strided", "one row", "one column", "empty"])
+@pytest.mark.parametrize(
+    "view", ["contiguous", "transposed", "strided", "one row", "one column", "one number", "empty"]
+)
 def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> None:
     """torch.library.opcheck: schema, fake kernel (shapes, dtypes, strides), autograd registration, AOT dispatch."""
     x = torch.randn(40, 130)
@@ -118,6 +120,7 @@ def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> N
         "strided": x[::2, 1::3],
         "one row": x[:1].t(),
         "one column": x[:, :1],
+        "one number": x[:1, :1].t(),
         "empty": x[:0],
     }[view]
     spec = replace(pair[0], rounding="nearest_even")  # opcheck runs it twice and compares
