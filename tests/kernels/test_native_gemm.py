@@ -6,6 +6,7 @@ laptop without it runs; and at the AMX level on a model of its tiles (amx_model.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -249,6 +250,17 @@ def test_any_strides(level: int) -> None:
         assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_rows_of_any_size_in_columns_have_the_bits_of_rows(level: int, threads: int) -> None:
+    """Rests of tiles, panels and units, whatever memory they begin at."""
+    torch.set_num_threads(threads)
+    for m, n, k in itertools.product((1, 5, 13, 30), (1, 63, 128), (1, 3, 31, 130)):
+        a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, n, k))
+        in_rows = native_gemm.run(a, b, torch.float32, None, level)[0]
+        assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0], in_rows)
+
+
+@needs_library
 def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:
     """K = 40,000 and N = 300: panels come in several rounds, sums in many chunks."""
     a, b = operands((QuantizationSpec(E5M2), QuantizationSpec(E4M3)), (8, 300, 40_000))
