@@ -260,7 +260,6 @@ def test_few_rows_of_any_size_in_columns_have_the_bits_of_rows(level: int, threa
         assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0], in_rows)
 
 
-@needs_library
 def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:
     """K = 40,000 and N = 300: panels come in several rounds, sums in many chunks."""
     a, b = operands((QuantizationSpec(E5M2), QuantizationSpec(E4M3)), (8, 300, 40_000))
