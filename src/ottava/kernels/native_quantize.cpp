@@ -112,14 +112,15 @@ __attribute__((noinline)) void encode_nans(const typename T::Int* x, uint8_t* ou
 }
 
 // What codes are made with by words, see native_words.h; nothing where they are not made so.
-Steps steps_of(float factor, const Cast& c) {
+Steps steps_of([[maybe_unused]] float factor, [[maybe_unused]] const Cast& c) {
   Steps steps;
 #if OTTAVA_WORDS
   const Encoder code(c);
   const auto encode_some = [=](const int16_t* x, uint8_t* out, int64_t n) {
     encode<BFloat16>(x, out, n, OneFactor{factor}, code);
   };
-  steps.make(factor, c.mantissa_bits, c.emin, encode_one<BFloat16>(BFloat16::infinity, 1.0f, code), uint8_t(code.sign_bit), encode_some);
+  const uint8_t largest = encode_one<BFloat16>(BFloat16::infinity, 1.0f, code);
+  steps.make(factor, c.mantissa_bits, c.emin, largest, uint8_t(code.sign_bit), encode_some);
 #endif
   return steps;
 }
@@ -128,13 +129,14 @@ Steps steps_of(float factor, const Cast& c) {
 template <class T>
 inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   if (!steps.made) return encode<T>(x, out, n, OneFactor{factor}, code);
-  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
+  encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, n}, steps);
 }
 
 template <class T>  // the scale is known: one pass
-__attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
+__attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n,
+                                                          float factor, Encoder code) {
   typename T::Int most = 0;
-  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, larger<int64_t>(n, 64)}, steps);
+  if (steps.made) most = encode_words<true>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, n}, steps);
   for (int64_t i = steps.made ? n : 0; i < n; i += CLOSE) {
     const int64_t count = smaller(CLOSE, n - i);
     most = larger(most, largest_of_many<T>(x + i, count));
@@ -340,9 +342,11 @@ bool tall(const Walk& w) {
   for (int thread = 0; thread < w.threads; thread++) {
     Int* most = scratch.get() + thread * w.grid_cols;
     for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
-      if (known) *most = larger(*most, encode_and_look<T>(steps, x + i * step, w.out + i * length, numbers(i), *w.given, code));
-      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(x + i * step, numbers(i)));
-      else row_amax<T>(w, x + i * step, most, 0, w.grid_cols);
+      const Int* line = x + i * step;
+      uint8_t* out = w.out + i * length;
+      if (known) *most = larger(*most, encode_and_look<T>(steps, line, out, numbers(i), *w.given, code));
+      else if (w.grid_cols == 1) *most = larger(*most, largest_of_many<T>(line, numbers(i)));
+      else row_amax<T>(w, line, most, 0, w.grid_cols);
     }
   }
   for (int64_t g = 0; g < w.grid_cols; g++) {
@@ -361,7 +365,8 @@ bool tall(const Walk& w) {
     for (int64_t i = lines * thread / w.threads; i < lines * (thread + 1) / w.threads; i++) {
       const Int* line = x + i * step;
       uint8_t* out = w.out + i * length;
-      if (by_bases) encode_words<false>(reinterpret_cast<const int16_t*>(line), out, length, Bases{base, w.block_cols}, *w.steps);
+      const auto* words = reinterpret_cast<const int16_t*>(line);
+      if (by_bases) encode_words<false>(words, out, length, Bases{base, w.block_cols}, *w.steps);
       else if (!one) row_encode<T>(w, line, out, w.factor, 0, w.grid_cols, nans, code);
       else encode_by<T>(steps, line, out, numbers(i), *w.factor, code);
       if (one && nans) encode_nans<T>(line, out, numbers(i), OneFactor{*w.factor}, code);

@@ -48,7 +48,8 @@ struct Steps {  // of one factor
 
   template <class Encode>  // encode(bits of BF16 numbers, codes, how many): with that factor, in fp32
   bool make(float factor, int mantissa_bits, int emin, uint8_t largest_code, uint8_t sign_bit, Encode encode) {
-    if (bits_of(factor) < LEAST_FACTOR || bits_of(factor) > LARGEST_FACTOR || mantissa_bits < 1 || mantissa_bits > 4) return false;
+    const bool fits = bits_of(factor) >= LEAST_FACTOR && bits_of(factor) <= LARGEST_FACTOR;
+    if (!fits || mantissa_bits < 1 || mantissa_bits > 4) return false;
     count = 1 << mantissa_bits, shift = 7 - mantissa_bits, largest = largest_code, sign = sign_bit;
     int16_t near[64];  // the step to code k lies at (k - 1/2) quanta, give or take a rounding of the quotient
     uint8_t codes[128];
