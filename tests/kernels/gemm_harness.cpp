@@ -64,11 +64,11 @@ struct Matrix {  // codes, and scales of blocks of 1 x cols
 template <class T>
 std::vector<T> multiply(const Matrix& a, const Matrix& b, int type, int layout, int exact, int threads, int* mode) {
   std::vector<uint8_t> at = a.transposed(), bt = b.transposed();
-  Side sides[2] = {layout & 1 ? a.side(at.data(), true) : a.side(a.codes.data(), false),
-                   layout & 2 ? b.side(bt.data(), true) : b.side(b.codes.data(), false)};
   std::vector<T> y(a.rows * b.rows, (T)7);
-  Result result{y.data(), type, nullptr};
-  *mode = ottava_gemm(&sides[0], &sides[1], &result, a.k, smaller(a.cols, b.cols), exact, threads);
+  Call call{layout & 1 ? a.side(at.data(), true) : a.side(a.codes.data(), false),
+            layout & 2 ? b.side(bt.data(), true) : b.side(b.codes.data(), false),
+            {y.data(), type, nullptr}, a.k, smaller(a.cols, b.cols), exact, threads};
+  *mode = ottava_gemm(&call);
   return y;
 }
 

@@ -16,6 +16,49 @@
 
 namespace {
 
+// --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
+
+inline uint16_t to_bf16(float x) {
+  if (is_nan(x)) return 0x7FC0;
+  uint32_t u = (uint32_t)bits_of(x);
+  return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
+inline uint16_t to_fp16(float x) {
+#if defined(__F16C__)
+  return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint16_t sign = (uint16_t)((uint32_t)bits_of(x) >> 16 & 0x8000);
+  float m = float_of(bits_of(x) & MAGNITUDE);
+  if (is_nan(m)) return sign | 0x7E00;
+  if (m >= 65520.0f) return sign | 0x7C00;
+  int e = larger(exponent_of(m), -14);                          // subnormals share the exponent of 2**-14
+  int steps = bits_of(m * power(10 - e) + 0x1p23f) & 0x7FFFFF;  // at most 2048, in the sum's low bits: ties to even
+  return sign | (uint16_t)(((e + 14) << 10) + steps);           // a carry moves into the exponent by itself
+#endif
+}
+
+// One vector of finished values -> bf16 in memory.
+template <class V>
+inline __attribute__((always_inline)) void put_bf16(V v, uint16_t* to) {
+  constexpr int LANES = sizeof(V) / 4;
+#if OTTAVA_LEVEL == 3
+  // the instruction takes subnormals for zeros, and keeps what a NaN carries
+  if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)v, 0x01 | 0x20 | 0x80) == 0, 1)) {
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+    return;
+  }
+#endif
+  for (int j = 0; j < LANES; j++) to[j] = to_bf16(v[j]);
+}
+
+// What sums of a tile become: rows of y, times the scales of theirs and of their columns, plus the bias.
+struct Epilogue {
+  const float *of_a, *of_b, *bias;  // of the panel's columns, as many as it is wide
+  char* y;                          // where the tile begins
+  int64_t type, stride, rows, columns;
+};
+
 // --- the register tile: MR rows of a against NR columns of y, over units of k ----------------------------------------
 
 // What a tile is to become: its sums over some units, scaled step by step or not, added to earlier ones or not.
@@ -24,19 +67,42 @@ struct Tile {
   bool more;            // whether there are earlier sums to add to
   const float* of_a;    // STEPS: scales of the rows of a, and of the rows of b (columns of y); else null
   const float* of_b;
+  const Epilogue* end;  // null: these are not yet the last units
+  const char* ahead;    // what will be read after this block of tiles, and how much of it to fetch with each unit
+  int64_t ahead_step;
 };
 
+// Values in fp32 or fp16, or in a panel that is narrower than others.
+template <int NR>
+void put_rows(const float* values, const Epilogue& e) {
+  for (int64_t r = 0; r < e.rows; r++, values += NR) {
+    char* y = e.y + r * e.stride;
+    uint16_t v[NR];
+    if (e.type == 1)
+      for (int j = 0; j < NR; j++) v[j] = to_bf16(values[j]);
+    else if (e.type == 2)
+      for (int j = 0; j < NR; j++) v[j] = to_fp16(values[j]);
+    if (e.type)
+      std::memcpy(y, v, e.columns * 2);
+    else
+      std::memcpy(y, values, e.columns * 4);
+  }
+}
+
 template <class Isa>
-inline __attribute__((always_inline)) void tile_sum(const typename Isa::Word* a, int64_t row, int64_t unit,
-                                                    const typename Isa::Word* b, int64_t units, const Tile& tile) {
+void tile_sum(const typename Isa::Word* a, const Layout& layout, const typename Isa::Word* b, int64_t units,
+              const Tile& tile) {
   typedef typename Isa::V V;
   constexpr int N = Isa::VECTORS;
+  const int64_t row = layout.row, unit = layout.unit;
   V s[MR][N];
 #pragma GCC unroll 6
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) s[i][j] = V{};
-  for (int64_t u = 0; u < units; u++, a += unit, b += Isa::NR) {
+  const char* ahead = tile.ahead;
+  for (int64_t u = 0; u < units; u++, a += unit, b += Isa::NR, ahead += tile.ahead_step) {
+    __builtin_prefetch(ahead, 0, 2);
     V x[N];
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) x[j] = ((const V*)b)[j];
@@ -60,19 +126,35 @@ inline __attribute__((always_inline)) void tile_sum(const typename Isa::Word* a,
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
       for (int j = 0; j < N; j++) s[i][j] = to[i * N + j] + s[i][j];
+  if (const Epilogue* e = tile.end) {
+    const V *of_b = (const V*)e->of_b, *bias = (const V*)e->bias;
+#pragma GCC unroll 6
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[i][j] = s[i][j] * e->of_a[i] * of_b[j] + bias[j];
+    if (e->type == 1 && e->columns == Isa::NR) {
+#pragma GCC unroll 6
+      for (int i = 0; i < MR; i++) {
+        if (i == e->rows) return;
+#pragma GCC unroll 4
+        for (int j = 0; j < N; j++) put_bf16(s[i][j], (uint16_t*)(e->y + i * e->stride) + j * Isa::LANES);
+      }
+      return;
+    }
+  }
 #pragma GCC unroll 6
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) to[i * N + j] = s[i][j];
+  if (tile.end) put_rows<Isa::NR>(tile.sums, *tile.end);
 }
 
-template <class Isa>
-void tile_sum_any(const typename Isa::Word* a, const Layout& layout, const typename Isa::Word* b, int64_t units,
-                  const Tile& tile) {
-  if (layout.unit == 1)
-    tile_sum<Isa>(a, layout.row, 1, b, units, tile);
-  else
-    tile_sum<Isa>(a, 1, MR, b, units, tile);
+// The same for a tile whose sums are in memory.
+template <int NR>
+void end_in_memory(float* sums, const Epilogue& e) {
+  for (int i = 0; i < MR; i++)
+    for (int j = 0; j < NR; j++) sums[i * NR + j] = sums[i * NR + j] * e.of_a[i] * e.of_b[j] + e.bias[j];
+  put_rows<NR>(sums, e);
 }
 
 }  // namespace
@@ -97,59 +179,12 @@ typedef Fp32<4, 2> Chosen;
 
 namespace {
 
-// --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
-
-inline uint16_t to_bf16(float x) {
-  if (is_nan(x)) return 0x7FC0;
-  uint32_t u = (uint32_t)bits_of(x);
-  return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-
-inline uint16_t to_fp16(float x) {
-#if defined(__F16C__)
-  return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
-#else
-  uint16_t sign = (uint16_t)((uint32_t)bits_of(x) >> 16 & 0x8000);
-  float m = float_of(bits_of(x) & MAGNITUDE);
-  if (is_nan(m)) return sign | 0x7E00;
-  if (m >= 65520.0f) return sign | 0x7C00;
-  int e = larger(exponent_of(m), -14);                          // subnormals share the exponent of 2**-14
-  int steps = bits_of(m * power(10 - e) + 0x1p23f) & 0x7FFFFF;  // at most 2048, in the sum's low bits: ties to even
-  return sign | (uint16_t)(((e + 14) << 10) + steps);           // a carry moves into the exponent by itself
-#endif
-}
-
-// What rows of sums become; `scales` and `bias` of their columns.
-struct Epilogue {
-  const float *scales, *bias;
-  int64_t type, columns;  // of y's, in this panel
-};
-
-// Whole panels, of a length that the compiler knows; the last one, if it is narrower, comes through a row of its own.
-template <int NR>
-void finish_row(const float* __restrict sum, float scale, const Epilogue& e, char* __restrict y) {
-  char narrow[NR * 4];
-  const int64_t size = e.type == 0 ? 4 : 2;
-  char* row = e.columns == NR ? y : narrow;
-  const float* __restrict scales = e.scales;
-  const float* __restrict bias = e.bias;
-  const auto value = [&](int j) { return sum[j] * scale * scales[j] + bias[j]; };
-  if (e.type == 0) {
-    float v[NR];
-    for (int j = 0; j < NR; j++) v[j] = value(j);
-    std::memcpy(row, v, sizeof v);
-  } else {
-    uint16_t v[NR];
-    if (e.type == 1)
-      for (int j = 0; j < NR; j++) v[j] = to_bf16(value(j));
-    else
-      for (int j = 0; j < NR; j++) v[j] = to_fp16(value(j));
-    std::memcpy(row, v, sizeof v);
-  }
-  if (row == narrow) std::memcpy(y, narrow, e.columns * size);
-}
-
 // --- the walk --------------------------------------------------------------------------------------------------------
+
+struct Memory {
+  const void* at;
+  int64_t bytes;
+};
 
 template <class Isa>
 struct Walk {
@@ -160,25 +195,33 @@ struct Walk {
   int64_t units, chunk;  // chunk: units of one sum
   Layout layout;
 
-  // Rows [m0, m0 + rows) of y x one panel that begins at column n0.
-  void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums) const {
+  // Rows [m0, m0 + rows) of y x one panel that begins at column n0. `after`: what is read next, which is fetched meanwhile.
+  void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums,
+             const Memory& after) const {
     const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
     float bias[Isa::NR];
-    for (int j = 0; j < Isa::NR; j++) bias[j] = y.bias && j < columns ? y.bias[n0 + j] : -0.0f;  // x + -0 is x
-    const Epilogue epilogue{b.row_scale.get() + n0, bias, y.type, columns};
+    fill(bias, Isa::NR, -0.0f);  // x + -0 is x
+    if (y.bias) std::memcpy(bias, y.bias + n0, columns * 4);
+    Epilogue end{nullptr, b.row_scale.get() + n0, bias, nullptr, y.type, width * size, 0, columns};
     for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
       int64_t count = smaller(chunk, units - u);
+      const Memory next = u + count < units ? Memory{panel + (u + count) * Isa::NR, chunk * Isa::NR * 4} : after;
+      const int64_t share = ceil_div(next.bytes, ceil_div(rows, MR) * count);  // for one unit of one tile
       for (int64_t i = 0; i < rows; i += MR) {
-        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr};
+        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr, nullptr, (const char*)next.at + i / MR * share * count, share};
         if (mode == STEPS) {
           tile.of_a = a.step_scale.get() + c * a.padded + m0 + i;
           tile.of_b = b.step_scale.get() + c * b.padded + n0;
         }
-        tile_sum_any<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
-        if (u + chunk < units) continue;
-        for (int64_t r = i; r < smaller(rows, i + MR); r++)
-          finish_row<Isa::NR>(sums + r * Isa::NR, a.row_scale[m0 + r], epilogue,
-                              (char*)y.data + ((m0 + r) * width + n0) * size);
+        if (u + chunk >= units) {
+          end.of_a = a.row_scale.get() + m0 + i;
+          end.y = (char*)y.data + ((m0 + i) * width + n0) * size;
+          end.rows = smaller<int64_t>(MR, rows - i);
+          for (int64_t r = 0; r < end.rows; r++)
+            for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(end.y + r * end.stride + at, 1);
+          tile.end = &end;
+        }
+        tile_sum<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
       }
     }
   }
@@ -218,8 +261,12 @@ struct Walk {
         for (int64_t i = 0; i < blocks * groups; i++) {
           int64_t m0 = i / groups * rows, count = smaller(rows, m - m0), first = p0 + i % groups * per_group;
           pack_block<Isa>(a, m0, count, layout, own);
-          for (int64_t p = first; p < smaller(p1, first + per_group); p++)
-            block(own, m0, count, packed.get() + (p - p0) * panel_words, p * Isa::NR, sums.get() + me * rows * Isa::NR);
+          const Memory codes{a.side.codes + (m0 + threads * rows) * a.side.row_stride, a.side.col_stride == 1 ? rows * a.k : 0};
+          for (int64_t p = first, end = smaller(p1, first + per_group); p < end; p++) {
+            const Word* panel = packed.get() + (p - p0) * panel_words;
+            block(own, m0, count, panel, p * Isa::NR, sums.get() + me * rows * Isa::NR,
+                  p + 1 < end ? Memory{panel + panel_words, smaller(chunk, units) * Isa::NR * 4} : codes);
+          }
         }
       }
     }
@@ -251,20 +298,19 @@ int ottava_gemm_refusal() {
 #endif
 }
 
-// step: number of k over which no scale of either side changes, a multiple of the unit; k or more: none changes.
-// exact: whether the scales along k are powers of two. The mode that ran, or -1: no memory; -2: see ottava_gemm_refusal.
-int ottava_gemm(const Side* a_side, const Side* b_side, const Result* y, int64_t k, int64_t step, int exact,
-                int threads) {
+// The mode that ran, or -1: no memory; -2: see ottava_gemm_refusal.
+int ottava_gemm(const Call* call) {
   if (ottava_gemm_refusal()) return -2;
-  Operand a(*a_side, k), b(*b_side, k);
+  const int64_t k = call->k, step = call->step;
+  Operand a(call->a, k), b(call->b, k);
   if (!a.row_scale || !b.row_scale) return -1;
   Mode mode = step >= k ? PLAIN : STEPS;
-  if (mode == STEPS && exact) {
+  if (mode == STEPS && call->exact) {
     int octaves = fold(a) + fold(b);
     if (octaves >= NO_MEMORY) return -1;
     if (octaves <= FOLD_OCTAVES) mode = FOLD;
   }
   if (mode == STEPS && !(scale_steps(a, step) && scale_steps(b, step))) return -1;
-  return walk<Chosen>(a, b, *y, mode, step, threads) ? mode : -1;
+  return walk<Chosen>(a, b, call->y, mode, step, (int)call->threads) ? mode : -1;
 }
 }

@@ -45,6 +45,14 @@ struct Result {  // y
   int64_t type;  // 0 fp32, 1 bf16, 2 fp16
   const float* bias;
 };
+struct Call {
+  Side a, b;
+  Result y;
+  int64_t k;
+  int64_t step;   // number of k over which no scale of either side changes, whole units; k or more: none changes
+  int64_t exact;  // whether the scales along k are powers of two
+  int64_t threads;
+};
 }
 
 namespace {
@@ -296,13 +304,15 @@ inline __attribute__((always_inline)) void transpose(const uint32_t* in, int64_t
   }
 }
 
-// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written.
+// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: how
+// far on from a code those lie that are fetched for later.
 void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
-                 uint32_t* out, int64_t stride) {
+                 uint32_t* out, int64_t stride, int64_t ahead) {
   for (int64_t i = 0; i < count; i++) {
     const uint8_t* codes = o.side.codes + (r0 + i) * o.side.row_stride;
     for (int64_t u = u0; u < u1; u += 32) {
       __m512i x, y;
+      _mm_prefetch((const char*)codes + 2 * u + ahead, _MM_HINT_T0);
       decode(codes + 2 * u, o.k - 2 * u, x, y);
       if (o.exponent) {
         int64_t row = r0 + i, cols = o.side.block_cols;
@@ -322,11 +332,16 @@ void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t co
   }
 }
 
+constexpr int64_t AHEAD = 16;
 // 64 rows that lie column by column, one unit: 64 words in x
 inline __attribute__((always_inline)) void decode_unit(const Operand& o, const Decoder& decode, int64_t r0, int64_t u,
                                                        __m512i* x) {
   const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
   int64_t n = o.side.rows - r0;
+  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // every column lies elsewhere: no hardware sees it coming
+    _mm_prefetch((const char*)codes + at * o.side.col_stride, _MM_HINT_T1);
+    _mm_prefetch((const char*)codes + at * o.side.col_stride + 63, _MM_HINT_T1);
+  }
   __m512i p, q, r = _mm512_setzero_si512(), s = r;
   decode(codes, n, p, q);
   if (2 * u + 1 < o.k) decode(codes + o.side.col_stride, n, r, s);
@@ -360,6 +375,19 @@ void decode_columns(const Operand& o, const Decoder& decode, int64_t r0, int64_t
         transpose(lines + g, 64, out + (i + g) * stride + u, stride);
     }
 }
+#else
+// Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
+// next unit's overwrites: units come in ascending order, and between two tiles there is room.
+inline __attribute__((always_inline)) void store_tiles(const __m512i* x, int64_t tiles, uint32_t* to, int64_t stride) {
+  static_assert(MR == 6, "the shifts below");
+#define OTTAVA_TILE(t)                                                                                          \
+  if (t >= tiles) return;                                                                                       \
+  _mm256_storeu_si256((__m256i*)(to + t * stride),                                                              \
+                      _mm512_castsi512_si256(_mm512_alignr_epi32(x[t * 6 / 16 + 1], x[t * 6 / 16], t * 6 % 16)))
+  OTTAVA_TILE(0); OTTAVA_TILE(1); OTTAVA_TILE(2); OTTAVA_TILE(3); OTTAVA_TILE(4);
+  OTTAVA_TILE(5); OTTAVA_TILE(6); OTTAVA_TILE(7); OTTAVA_TILE(8); OTTAVA_TILE(9);
+#undef OTTAVA_TILE
+}
 #endif
 #endif
 
@@ -381,7 +409,7 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
     int64_t count = smaller<int64_t>(64, o.side.rows - r0);
     if (count < 64) std::memset(rows, 0, sizeof rows);
     for (int64_t u = u0; u < u1; u += 32) {
-      decode_rows(o, decode, r0, count, u, u + 1, rows, 32);
+      decode_rows(o, decode, r0, count, u, u + 1, rows, 32, 64);
       alignas(64) uint32_t last[16 * 64];
       for (int64_t v = u; v < smaller(u + 32, u1); v += 16) {
         bool whole = v + 16 <= u1;
@@ -403,16 +431,12 @@ struct Layout {
 
 template <class Isa>
 Layout layout_of_a(const Operand& o) {
-  int64_t units = ceil_div(o.k, Isa::UNIT);
+  const int64_t units = ceil_div(o.k, Isa::UNIT), stride = ceil_div(units, 32) * 32 + 16;
+  const Layout by_rows{MR * stride, stride, 1};  // stride is no power of two: rows would share cache sets
+  if (OTTAVA_LEVEL == 4) return by_rows;
 #if defined(OTTAVA_FAST_PACK)
-  const bool decoded_by_rows = o.side.col_stride == 1;
-#else
-  const bool decoded_by_rows = false;
+  if (Isa::UNIT == 2) return o.side.col_stride == 1 ? by_rows : Layout{MR * units + 8, 1, MR};
 #endif
-  if (OTTAVA_LEVEL == 4 || decoded_by_rows) {
-    int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
-    return {MR * stride, stride, 1};
-  }
   return {MR * units, 1, MR};
 }
 
@@ -423,23 +447,19 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
   if constexpr (Isa::UNIT == 2) {
     Decoder decode(o.tables);
     if (o.side.col_stride == 1) {
-      decode_rows(o, decode, r0, count, 0, units, out, layout.row);
+      decode_rows(o, decode, r0, count, 0, units, out, layout.row, ceil_div(1024, o.k) * o.side.row_stride);
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
 #if OTTAVA_LEVEL == 4
     decode_columns(o, decode, r0, ceil_div(count, MR) * MR, units, out, layout.row);
 #else
-    alignas(64) uint32_t line[64 + 16];
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
-        __m512i x[4];
+        __m512i x[5] = {};
         decode_unit(o, decode, r0 + i, u, x);
-        for (int j = 0; j < 4; j++) _mm512_store_si512(line + 16 * j, x[j]);
-        uint32_t* to = out + i / MR * layout.tile + u * MR;
-        for (int64_t t = 0; t < TILES && i + t * MR < count; t++)
-          _mm256_mask_storeu_epi32(to + t * layout.tile, 0x3F, _mm256_loadu_si256((const __m256i*)(line + t * MR)));
+        store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
       }
 #endif
     return;

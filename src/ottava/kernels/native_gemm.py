@@ -11,10 +11,10 @@ hardware yet but on a model of its tiles, NEON on an emulator.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import os
+import struct
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -43,18 +43,7 @@ MODES = ("plain", "fold", "steps")
 _OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Side(ctypes.Structure):
-    _fields_ = (
-        ("codes", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "row_stride", "col_stride")),
-        ("scale_inv", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("scale_row_stride", "scale_col_stride", "block_rows", "block_cols")),
-        ("table", ctypes.c_void_p),
-    )
-
-
-class _Result(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("type", ctypes.c_int64), ("bias", ctypes.c_void_p))
+_CALL = struct.Struct("=27q")  # struct Call of native_gemm.h: two sides, the result, four numbers
 
 
 def built(level: int | None = None) -> Built:
@@ -189,27 +178,26 @@ def run(
     library = found.library
     if library is None:
         raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
-    m, k = a.shape
-    y = torch.empty(m, b.shape[0], dtype=out_dtype)
+    (m, k), n = a.data.shape, b.data.shape[0]
+    y = torch.empty(m, n, dtype=out_dtype)
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()
-    granularities = a.spec.granularity, b.spec.granularity
     # what pointers point to is held here until the call has ended
     held = [(_along_memory(t.data), _table(t.spec.format)) for t in (a, b)]
-    sides = [_side(t, codes, table) for t, (codes, table) in zip((a, b), held, strict=True)]
-    result = _Result(y.data_ptr(), _OUT_TYPES.index(out_dtype), None if bias is None else bias.data_ptr())
-    exact = all(t.spec.scale_format != "fp32" for t in (a, b))
     mode = library.ottava_gemm(
-        *(ctypes.byref(s) for s in (*sides, result)),
-        ctypes.c_int64(k),
-        ctypes.c_int64(_step(*granularities, k)),
-        int(exact),
-        torch.get_num_threads(),
+        _CALL.pack(
+            *_side(a, *held[0]),
+            *_side(b, *held[1]),
+            *(y.data_ptr(), _OUT_TYPES.index(out_dtype), 0 if bias is None else bias.data_ptr()),
+            *(k, _step(a.spec.granularity, b.spec.granularity, k)),
+            "fp32" not in (a.spec.scale_format, b.spec.scale_format),
+            torch.get_num_threads(),
+        )
     )
     if mode == -2:
         raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
     if mode < 0:
-        raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({b.shape[0]}, {k})")
+        raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
     return y, MODES[mode]
 
 
@@ -224,16 +212,15 @@ def _along_memory(codes: Tensor) -> Tensor:
     return codes if 1 in codes.stride() and min(codes.stride()) > 0 else codes.contiguous()
 
 
-def _side(x: QuantizedTensor, codes: Tensor, table: Tensor) -> _Side:
+def _side(x: QuantizedTensor, codes: Tensor, table: Tensor) -> tuple[int, ...]:
     rows, k = codes.shape
-    block_rows, block_cols = x.spec.granularity.block_shape((rows, k))
-    row_stride, col_stride = codes.stride()
     scales = x.scale_inv
-    return _Side(
-        codes.data_ptr(), rows, row_stride, col_stride,
-        scales.data_ptr(), scales.stride(0), scales.stride(1), block_rows, block_cols,
+    return (
+        *(codes.data_ptr(), rows, *codes.stride()),
+        *(scales.data_ptr(), *scales.stride()),
+        *x.spec.granularity.block_shape((rows, k)),
         table.data_ptr(),
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -74,7 +74,7 @@ inline void amx_rest(const uint32_t* a, int64_t a_stride, const uint32_t* b, int
 }
 
 template <>
-void tile_sum_any<Amx>(const uint32_t* a, const Layout& layout, const uint32_t* b, int64_t units, const Tile& tile) {
+void tile_sum<Amx>(const uint32_t* a, const Layout& layout, const uint32_t* b, int64_t units, const Tile& tile) {
   constexpr int64_t NR = Amx::NR, ROW = NR * 4;
   alignas(64) float steps[MR * NR];
   float* to = tile.of_a ? steps : tile.sums;
@@ -101,12 +101,12 @@ void tile_sum_any<Amx>(const uint32_t* a, const Layout& layout, const uint32_t* 
     amx_store(3, sums + 16 * NR + 16, ROW);
   }
   amx_memory();
-  if (!tile.of_a) return;
-  for (int i = 0; i < MR; i++)
+  for (int i = 0; i < MR && tile.of_a; i++)
     for (int j = 0; j < NR; j++) {
       float scaled = steps[i * NR + j] * tile.of_a[i] * tile.of_b[j];
       tile.sums[i * NR + j] = tile.more ? tile.sums[i * NR + j] + scaled : scaled;
     }
+  if (tile.end) end_in_memory<NR>(tile.sums, *tile.end);
 }
 
 }  // namespace

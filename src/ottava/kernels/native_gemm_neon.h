@@ -9,7 +9,7 @@ namespace {
 
 // Words of two rows lie side by side, as the instruction wants them; MR and NR are even.
 template <>
-void tile_sum_any<Bfmmla>(const uint64_t* a, const Layout&, const uint64_t* b, int64_t units, const Tile& tile) {
+void tile_sum<Bfmmla>(const uint64_t* a, const Layout&, const uint64_t* b, int64_t units, const Tile& tile) {
   constexpr int NR = Bfmmla::NR, ROWS2 = MR / 2, COLUMNS2 = NR / 2;
   float32x4_t s[ROWS2][COLUMNS2];
 #pragma GCC unroll 3
@@ -41,6 +41,7 @@ void tile_sum_any<Bfmmla>(const uint64_t* a, const Layout&, const uint64_t* b, i
         vst1q_f32(to, tile.more ? vaddq_f32(vld1q_f32(to), y) : y);
       }
     }
+  if (tile.end) end_in_memory<NR>(tile.sums, *tile.end);
 }
 
 }  // namespace
