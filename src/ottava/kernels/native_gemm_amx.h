@@ -1,5 +1,5 @@
-// The AMX level of native_gemm.cpp: 32 x 64 of y by tiles of 16 rows x 64 bytes. It has not run on hardware yet: tests run it
-// on a model of the tiles (OTTAVA_AMX_MODEL names a header with the functions below).
+// The AMX level of native_gemm.cpp: 32 x 64 of y by tiles of 16 rows x 64 bytes. It has not run on hardware yet: tests run
+// it on a model of the tiles (OTTAVA_AMX_MODEL names a header with the functions below).
 //
 // One multiplication sums 32 steps of k, even and odd ones apart, from zero, and adds that to the tile's sums.
 #pragma once
@@ -18,8 +18,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-// Linux gives a process the state of the tiles when it asks, for good and for all its threads; a tile instruction before
-// that ends it. ENOSPC: a thread's alternative signal stack is too small for the state.
+// Linux gives a process the state of the tiles when it asks, for good and for all its threads; a tile instruction
+// before that ends it. ENOSPC: a thread's alternative signal stack is too small for the state.
 inline int amx_refusal() {
 #if defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -51,7 +51,8 @@ struct Session<Amx> {  // a thread's tiles: nobody pays for saving them once it 
 };
 
 // 32 rows of a x 32 columns of y into tiles 0 to 3, over 16 units; strides in words.
-inline __attribute__((always_inline)) void amx_units(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride) {
+inline __attribute__((always_inline)) void amx_units(const uint32_t* a, int64_t a_stride, const uint32_t* b,
+                                                     int64_t b_stride) {
   amx_load(4, a, a_stride * 4);
   amx_load(6, b, b_stride * 4);
   amx_load(7, b + 16, b_stride * 4);

@@ -1,8 +1,8 @@
 // The NEON-BF16 level of native_gemm.cpp: BFMMLA, 2 x 2 sums over 4 steps of k in one instruction.
 //
-// Twice the products of BFDOT, four times those of BFMLALB. It rounds to odd, so a rounding may be off by a whole ulp where
-// others are off by half of one, but there are half as many: the bound of one fp32 accumulation holds. It flushes subnormal
-// numbers, which do not occur: sums are multiples of the smallest product, which is normal (FOLD_OCTAVES).
+// Twice the products of BFDOT, four times those of BFMLALB. It rounds to odd, so a rounding may be off by a whole ulp
+// where others are off by half of one, but there are half as many: the bound of one fp32 accumulation holds. It flushes
+// subnormal numbers, which do not occur: sums are multiples of the smallest product, which is normal (FOLD_OCTAVES).
 #pragma once
 
 namespace {
