@@ -20,7 +20,7 @@ from ottava.kernels import cpu_choice, native_build, native_gemm, reference
 from ottava.kernels.cpu_choice import Ranking
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X32, Granularity
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, Granularity
 
 SOURCE = Path(native_gemm.__file__).with_suffix(".cpp")
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -49,6 +49,16 @@ def test_amx_sums_even_and_odd_steps_apart(amx: int | None) -> None:
         if amx is not None:
             patch.setattr(native_gemm, "built", lambda level=None: model())
         assert float(native_gemm.run(a, b, torch.float32, None, AMX)[0]) == 2**24 + 2
+
+
+@pytest.mark.skipif(AMX not in native_gemm.levels(), reason="needs a CPU with AMX")
+@pytest.mark.parametrize("spec", [QuantizationSpec(E4M3), MX, QuantizationSpec(E4M3, BLOCK_1X128)], ids=str)
+def test_the_model_is_the_cpu(spec: QuantizationSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, rests of every size included."""
+    a, b = (cast(torch.randn(rows, 700), spec) for rows in (77, 130))
+    y = native_gemm.run(a, b, torch.float32, None, AMX)[0]
+    monkeypatch.setattr(native_gemm, "built", lambda level=None: model())
+    assert torch.equal(native_gemm.run(a, b, torch.float32, None, AMX)[0], y)
 
 
 @needs_library

@@ -166,7 +166,7 @@ typedef Amx Chosen;
 #include "native_gemm_neon.h"
 typedef Bfmmla Chosen;
 #elif OTTAVA_LEVEL == 5
-typedef Fp32<4, 4> Chosen;
+typedef Fp32<4, 3> Chosen;
 #elif OTTAVA_LEVEL == 3
 typedef Bf16 Chosen;
 #elif OTTAVA_LEVEL == 2

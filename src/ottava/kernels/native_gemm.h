@@ -80,7 +80,7 @@ struct Fp32 {  // words are fp32 numbers
   typedef typename Vector<LANES>::type V;
   typedef float Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
-    V x = V{} + *a;
+    V x = *a - V{};  // *a in all lanes; plus would have to add: -0 + 0 is 0
 #if defined(__AVX512F__)
     if constexpr (LANES == 16) return (V)_mm512_fmadd_ps((__m512)x, (__m512)b, (__m512)sum);
 #endif
