@@ -17,6 +17,7 @@ NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "CAST_ELEMENTS", (4096,))
+    monkeypatch.setattr(cpu, "GEMM_SHAPES", ((8, 32, 64),))
     monkeypatch.setattr(cpu, "LINEAR_SHAPES", ((8, 32, 64),))
     monkeypatch.setattr(cpu, "BLOCK_SIZES", (32, 4, 8, 2))
     monkeypatch.setattr(cpu, "SMOLLM2_SIZES", (97, 1, 16))
@@ -33,6 +34,15 @@ def test_every_case_measures_bf16_and_every_recipe() -> None:
     assert all(case.timings[0].ratio == 1.0 for case in cases)
     assert "ratio to BF16" in str(cases[1])
     assert cases[1].to_dict()["timings"][0]["name"] == "BF16"
+
+
+def test_gemms_have_the_layouts_of_a_linear() -> None:
+    """Both operands contracted over their last dimension, beside torch's BF16."""
+    cases = list(cpu.bench(["gemm"], Settings(rounds=2)))
+    names = ["fprop (8, 32) x (64, 32)", "dgrad (8, 64) x (32, 64)", "wgrad (64, 8) x (32, 8)"]
+    assert [case.name for case in cases] == names
+    variants = ["torch.mm BF16", "ottava tensor", "ottava 1x128", "ottava 1x32"]
+    assert all([timing.name for timing in case.timings] == variants for case in cases)
 
 
 def test_what_is_kept_for_backward_is_counted() -> None:
@@ -90,7 +100,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_suite_is_refused() -> None:
     """Before anything is measured."""
-    with pytest.raises(ValueError, match="suite: got 'casts'; there are cast, linear, block, statistics"):
+    with pytest.raises(ValueError, match="suite: got 'casts'; there are cast, gemm, linear, block, statistics"):
         next(iter(cpu.bench(["casts"])))
 
 

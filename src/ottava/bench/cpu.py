@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -25,15 +26,18 @@ from ottava.casts import quantize
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.nn.convert import convert
+from ottava.ops import gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import WeightQuantizer
-from ottava.scaling import BLOCK_1X32
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_TENSOR, Granularity, ScaleFormat
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """Those that have a goal."""
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
+GEMM_SHAPES = ((2048, 512, 512), (2048, 512, 2048), (256, 576, 1536), (2048, 128, 384))
+"""(rows, in_features, out_features): the block's, one of SmolLM2's, one of the demo's."""
 LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
 """(rows, in_features, out_features)."""
 BLOCK_SIZES = (512, 8, 256, 8)
@@ -180,6 +184,28 @@ def _casts(n: int) -> Variants:
     }
     if n <= 1 << 22:
         variants["eager torch"] = lambda: (x * (448.0 / x.abs().max())).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return variants
+
+
+def _gemm(settings: Settings) -> Iterator[Case]:
+    """The three of a Linear in the layouts that they have there: w.T, dy.T and x.T are views."""
+    for rows, k, n in GEMM_SHAPES:
+        x, w, dy = (torch.randn(shape).bfloat16() for shape in ((rows, k), (n, k), (rows, n)))
+        for name, a, b in (("fprop", x, w), ("dgrad", dy, w.t()), ("wgrad", dy.t(), x.t())):
+            yield Case("gemm", f"{name} {tuple(a.shape)} x {tuple(b.shape)}", settings.time(_gemms(a, b)))
+
+
+def _gemms(a: Tensor, b: Tensor) -> Variants:
+    variants: Variants = {"torch.mm BF16": lambda: torch.mm(a, b.t())}
+    scales: tuple[tuple[Granularity, ScaleFormat], ...] = (
+        (PER_TENSOR, "fp32"),
+        (BLOCK_1X128, "fp32"),
+        (BLOCK_1X32, "e8m0"),
+    )
+    for granularity, scale_format in scales:
+        spec = QuantizationSpec(E4M3, granularity, scale_format)
+        pair = quantize(a, spec), quantize(b, spec)
+        variants[f"ottava {granularity}"] = partial(gemm, *pair, out_dtype=torch.bfloat16)
     return variants
 
 
@@ -352,6 +378,7 @@ def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, flo
 SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
     {
         "cast": _cast,
+        "gemm": _gemm,
         "linear": _linear,
         "block": _block,
         "statistics": _statistics,

@@ -27,7 +27,7 @@ def options() -> None:
 def cpu(
     suite: Annotated[
         list[str] | None,
-        typer.Option(help="cast, linear, block, statistics, demo or smollm2; may be repeated. [all but smollm2]"),
+        typer.Option(help="cast, gemm, linear, block, statistics, demo or smollm2; may be repeated. [all but smollm2]"),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: minutes.")] = False,

@@ -195,6 +195,8 @@ struct Walk {
   int64_t units, chunk;  // chunk: units of one sum
   Layout layout;
 
+  int64_t spans() const { return larger<int64_t>(SPAN / (chunk * Isa::NR * 4), 1) * chunk; }
+
   // Rows [m0, m0 + rows) of y x one panel that begins at column n0. `after`: what is read next, which is fetched meanwhile.
   void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums,
              const Memory& after) const {
@@ -203,26 +205,31 @@ struct Walk {
     fill(bias, Isa::NR, -0.0f);  // x + -0 is x
     if (y.bias) std::memcpy(bias, y.bias + n0, columns * 4);
     Epilogue end{nullptr, b.row_scale.get() + n0, bias, nullptr, y.type, width * size, 0, columns};
-    for (int64_t c = 0, u = 0; u < units; c++, u += chunk) {
-      int64_t count = smaller(chunk, units - u);
-      const Memory next = u + count < units ? Memory{panel + (u + count) * Isa::NR, chunk * Isa::NR * 4} : after;
-      const int64_t share = ceil_div(next.bytes, ceil_div(rows, MR) * count);  // for one unit of one tile
-      for (int64_t i = 0; i < rows; i += MR) {
-        Tile tile{sums + i * Isa::NR, c > 0, nullptr, nullptr, nullptr, (const char*)next.at + i / MR * share * count, share};
-        if (mode == STEPS) {
-          tile.of_a = a.step_scale.get() + c * a.padded + m0 + i;
-          tile.of_b = b.step_scale.get() + c * b.padded + n0;
+    const int64_t span = spans();
+    for (int64_t from = 0, to; from < units; from = to) {
+      to = smaller(units, from + span);
+      const Memory next = to < units ? Memory{panel + to * Isa::NR, span * Isa::NR * 4} : after;
+      const int64_t share = ceil_div(next.bytes, ceil_div(rows, MR) * (to - from));  // for one unit of one tile
+      const char* ahead = (const char*)next.at;
+      for (int64_t i = 0; i < rows; i += MR)
+        for (int64_t u = from; u < to; u += chunk) {
+          const int64_t count = smaller(chunk, to - u);
+          Tile tile{sums + (units > span ? i * Isa::NR : 0), u > 0, nullptr, nullptr, nullptr, ahead, share};
+          ahead += share * count;
+          if (mode == STEPS) {
+            tile.of_a = a.step_scale.get() + u / chunk * a.padded + m0 + i;
+            tile.of_b = b.step_scale.get() + u / chunk * b.padded + n0;
+          }
+          if (u + chunk >= units) {
+            end.of_a = a.row_scale.get() + m0 + i;
+            end.y = (char*)y.data + ((m0 + i) * width + n0) * size;
+            end.rows = smaller<int64_t>(MR, rows - i);
+            for (int64_t r = 0; r < end.rows; r++)
+              for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(end.y + r * end.stride + at, 1);
+            tile.end = &end;
+          }
+          tile_sum<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
         }
-        if (u + chunk >= units) {
-          end.of_a = a.row_scale.get() + m0 + i;
-          end.y = (char*)y.data + ((m0 + i) * width + n0) * size;
-          end.rows = smaller<int64_t>(MR, rows - i);
-          for (int64_t r = 0; r < end.rows; r++)
-            for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(end.y + r * end.stride + at, 1);
-          tile.end = &end;
-        }
-        tile_sum<Isa>(packed_a + i / MR * layout.tile + u * layout.unit, layout, panel + u * Isa::NR, count, tile);
-      }
     }
   }
 
@@ -265,7 +272,7 @@ struct Walk {
           for (int64_t p = first, end = smaller(p1, first + per_group); p < end; p++) {
             const Word* panel = packed.get() + (p - p0) * panel_words;
             block(own, m0, count, panel, p * Isa::NR, sums.get() + me * rows * Isa::NR,
-                  p + 1 < end ? Memory{panel + panel_words, smaller(chunk, units) * Isa::NR * 4} : codes);
+                  p + 1 < end ? Memory{panel + panel_words, smaller(spans(), units) * Isa::NR * 4} : codes);
           }
         }
       }

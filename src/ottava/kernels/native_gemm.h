@@ -60,6 +60,7 @@ namespace {
 constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
+constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
 constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
 constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
 
@@ -166,11 +167,14 @@ struct Operand {
         padded(ceil_div(side.rows, 64) * 64 + 64), row_scale(padded) {
     if (!row_scale) return;
     fill(row_scale.get(), padded, 1.0f);
-    for (int64_t r = 0; steps == 1 && r < side.rows; r++) row_scale[r] = scale(r, 0);
+    if (steps == 1) scales_at(0, row_scale.get());
   }
 
-  float scale(int64_t row, int64_t k0) const {
-    return side.scale_inv[row / side.block_rows * side.scale_row_stride + k0 / side.block_cols * side.scale_col_stride];
+  // Scales of all rows at column k0.
+  void scales_at(int64_t k0, float* to) const {
+    const float* at = side.scale_inv + k0 / side.block_cols * side.scale_col_stride;
+    for (int64_t r = 0; r < side.rows; r += side.block_rows, at += side.scale_row_stride)
+      fill(to + r, smaller(side.block_rows, side.rows - r), *at);
   }
   const int32_t* exponents(int64_t k0) const {
     return exponent ? exponent.get() + k0 / side.block_cols * padded : nullptr;
@@ -182,25 +186,27 @@ constexpr int NO_POWER = 1000, NO_MEMORY = 1000000;  // more octaves than any tw
 // Fills row_scale and exponent; the largest number of octaves between two scales of a row, or one of the above.
 int fold(Operand& o) {
   if (o.steps == 1) return 0;
-  int spread = 0;
+  const Side& side = o.side;
   if (!o.exponent.make(o.steps * o.padded)) return NO_MEMORY;
   fill(o.exponent.get(), o.steps * o.padded, 0);
-  for (int64_t r = 0; r < o.side.rows; r++) {
-    if (r % o.side.block_rows) {  // as the row above
-      for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] = o.exponent[s * o.padded + r - 1];
-      o.row_scale[r] = o.row_scale[r - 1];
-      continue;
-    }
+  int spread = 0;
+  for (int64_t r = 0, block = 0; r < side.rows; r += side.block_rows, block++) {
+    const int64_t rows = smaller(side.block_rows, side.rows - r);
+    const float* scales = side.scale_inv + block * side.scale_row_stride;
+    int32_t* exponents = o.exponent.get() + r;
     int top = -10000, bottom = 10000;
     for (int64_t s = 0; s < o.steps; s++) {
-      float scale = o.scale(r, s * o.side.block_cols);
-      int e = exponent_of(scale);
+      const float scale = scales[s * side.scale_col_stride];
+      const int e = exponent_of(scale);
       if (!(scale > 0) || !is_finite(scale) || scale != power(e)) return NO_POWER;
-      o.exponent[s * o.padded + r] = e;
+      exponents[s * o.padded] = e;
       top = larger(top, e), bottom = smaller(bottom, e);
     }
-    for (int64_t s = 0; s < o.steps; s++) o.exponent[s * o.padded + r] -= top;
-    o.row_scale[r] = power(top);
+    for (int64_t s = 0; s < o.steps; s++, exponents += o.padded) {
+      *exponents -= top;
+      for (int64_t i = 1; i < rows; i++) exponents[i] = *exponents;
+    }
+    fill(o.row_scale.get() + r, rows, power(top));
     spread = larger(spread, top - bottom);
   }
   return spread;
@@ -212,8 +218,7 @@ bool scale_steps(Operand& o, int64_t chunk) {
   fill(o.step_scale.get(), chunks * o.padded, 0.0f);
   fill(o.row_scale.get(), o.padded, 1.0f);
   o.exponent.drop();
-  for (int64_t c = 0; c < chunks; c++)
-    for (int64_t r = 0; r < o.side.rows; r++) o.step_scale[c * o.padded + r] = o.scale(r, c * chunk);
+  for (int64_t c = 0; c < chunks; c++) o.scales_at(c * chunk, o.step_scale.get() + c * o.padded);
   return true;
 }
 
