@@ -38,18 +38,26 @@ inline uint16_t to_fp16(float x) {
 #endif
 }
 
-// One vector of finished values -> bf16 in memory.
-template <class V>
-inline __attribute__((always_inline)) void put_bf16(V v, uint16_t* to) {
+// Some vectors of finished values -> bf16 in memory.
+template <int N, class V>
+inline __attribute__((always_inline)) void put_bf16(const V* v, uint16_t* to) {
   constexpr int LANES = sizeof(V) / 4;
 #if OTTAVA_LEVEL == 3
-  // the instruction takes subnormals for zeros, and keeps what a NaN carries
-  if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)v, 0x01 | 0x20 | 0x80) == 0, 1)) {
-    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+  __mmask16 special = 0;  // the instruction takes subnormals for zeros, and keeps what a NaN carries
+#pragma GCC unroll 4
+  for (int j = 0; j < N; j++) special |= _mm512_fpclass_ps_mask((__m512)v[j], 0x01 | 0x20 | 0x80);
+  if (__builtin_expect(special == 0, 1)) {
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++)
+      _mm256_storeu_si256((__m256i*)(to + j * LANES), (__m256i)_mm512_cvtneps_pbh((__m512)v[j]));
     return;
   }
 #endif
-  for (int j = 0; j < LANES; j++) to[j] = to_bf16(v[j]);
+#pragma GCC unroll 4
+  for (int j = 0; j < N; j++) {
+    const V x = v[j];  // a copy: sums that are indexed at run time would not stay in registers
+    for (int i = 0; i < LANES; i++) to[j * LANES + i] = to_bf16(x[i]);
+  }
 }
 
 // What sums of a tile become: rows of y, times the scales of theirs and of their columns, plus the bias.
@@ -136,8 +144,7 @@ void tile_sum(const typename Isa::Word* a, const Layout& layout, const typename 
 #pragma GCC unroll 6
       for (int i = 0; i < MR; i++) {
         if (i == e->rows) return;
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) put_bf16(s[i][j], (uint16_t*)(e->y + i * e->stride) + j * Isa::LANES);
+        put_bf16<N>(s[i], (uint16_t*)(e->y + i * e->stride));
       }
       return;
     }
@@ -180,6 +187,14 @@ typedef Fp32<4, 2> Chosen;
 namespace {
 
 // --- the walk --------------------------------------------------------------------------------------------------------
+
+inline int thread_number() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
 
 struct Memory {
   const void* at;
@@ -233,8 +248,40 @@ struct Walk {
     }
   }
 
+  // Few rows: each thread has all of a, packs a panel, and multiplies it while L2 still holds it.
+  bool run_few(int threads) const {
+    const int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), tiles = ceil_div(m, MR);
+    // each of the three begins on a cache line, as stores of whole ones want it
+    const int64_t a_words = ceil_div(tiles * layout.tile + 64, 16) * 16;
+    const int64_t own = ceil_div(a_words + units * Isa::NR + tiles * MR * Isa::NR, 16) * 16;
+    Array<Word> memory(threads * own);
+    if (!memory) return false;
+#pragma omp parallel num_threads(threads)
+    {
+      Session<Isa> session;
+      Word* packed_a = memory.get() + thread_number() * own;
+      Word* panel = packed_a + a_words;
+      float* sums = (float*)(panel + units * Isa::NR);
+      pack_block<Isa>(a, 0, m, layout, packed_a);
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t p = 0; p < panels; p++) {
+        pack_panel<Isa>(b, p * Isa::NR, 0, units, panel);
+        block(packed_a, 0, m, panel, p * Isa::NR, sums, codes(b, (p + threads) * Isa::NR, Isa::NR));
+      }
+    }
+    return true;
+  }
+
+  // Those of some rows, where they lie together.
+  static Memory codes(const Operand& o, int64_t r0, int64_t rows) {
+    return {o.side.codes + r0 * o.side.row_stride, o.side.col_stride == 1 ? rows * o.k : 0};
+  }
+
   bool run(int threads) const {
     int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), panel_words = units * Isa::NR;
+    const int64_t a_bytes = ceil_div(m, MR) * layout.tile * (int64_t)sizeof(Word);
+    const bool shared_evenly = panels % threads == 0 || panels >= 16 * threads;
+    if (m <= FEW_ROWS && a_bytes <= FEW_BYTES && shared_evenly) return run_few(threads);
     int64_t at_once = between<int64_t>(PANEL_BYTES / (panel_words * 4), 1, panels);
     at_once = ceil_div(panels, ceil_div(panels, at_once));
     int64_t blocks = ceil_div(m, ROWS);
@@ -252,10 +299,7 @@ struct Walk {
 #pragma omp parallel num_threads(threads)
     {
       Session<Isa> session;
-      int me = 0;
-#if defined(_OPENMP)
-      me = omp_get_thread_num();
-#endif
+      const int me = thread_number();
       Word* own = blocks_of_a.get() + me * a_words;
       for (int64_t p0 = 0; p0 < panels; p0 += at_once) {
         int64_t p1 = smaller(panels, p0 + at_once), per_group = ceil_div(p1 - p0, groups);
@@ -268,11 +312,11 @@ struct Walk {
         for (int64_t i = 0; i < blocks * groups; i++) {
           int64_t m0 = i / groups * rows, count = smaller(rows, m - m0), first = p0 + i % groups * per_group;
           pack_block<Isa>(a, m0, count, layout, own);
-          const Memory codes{a.side.codes + (m0 + threads * rows) * a.side.row_stride, a.side.col_stride == 1 ? rows * a.k : 0};
+          const Memory later = codes(a, m0 + threads * rows, rows);
           for (int64_t p = first, end = smaller(p1, first + per_group); p < end; p++) {
             const Word* panel = packed.get() + (p - p0) * panel_words;
             block(own, m0, count, panel, p * Isa::NR, sums.get() + me * rows * Isa::NR,
-                  p + 1 < end ? Memory{panel + panel_words, smaller(spans(), units) * Isa::NR * 4} : codes);
+                  p + 1 < end ? Memory{panel + panel_words, smaller(spans(), units) * Isa::NR * 4} : later);
           }
         }
       }

@@ -61,6 +61,7 @@ constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
 constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
+constexpr int64_t FEW_ROWS = 512, FEW_BYTES = 1 << 20;  // of a: every thread packs it whole, for itself
 constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
 constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
 
