@@ -43,7 +43,7 @@ MODES = ("plain", "fold", "steps")
 _OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-_CALL = struct.Struct("=27q")  # struct Call of native_gemm.h: two sides, the result, four numbers
+_CALL = "=27q"  # struct Call of native_gemm.h: two sides, the result, four numbers
 
 
 def built(level: int | None = None) -> Built:
@@ -185,7 +185,8 @@ def run(
     # what pointers point to is held here until the call has ended
     held = [(_along_memory(t.data), _table(t.spec.format)) for t in (a, b)]
     mode = library.ottava_gemm(
-        _CALL.pack(
+        struct.pack(
+            _CALL,
             *_side(a, *held[0]),
             *_side(b, *held[1]),
             *(y.data_ptr(), _OUT_TYPES.index(out_dtype), 0 if bias is None else bias.data_ptr()),
