@@ -249,6 +249,18 @@ def test_any_strides(level: int) -> None:
         assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+def test_few_rows_of_any_size(layout: str, level: int) -> None:
+    """One thread and few rows go another way: packed rows of any length, then a panel that begins on a cache line."""
+    torch.set_num_threads(1)
+    for m in (2, 7, 13, 40):
+        for n, k in ((130, 1), (3, 7), (64, 33)):
+            a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, n, k))
+            lhs, rhs = in_columns(a) if layout[0] == "t" else a, in_columns(b) if layout[1] == "n" else b
+            y = native_gemm.run(lhs, rhs, torch.float32, None, level)[0]
+            torch.testing.assert_close(y, reference.gemm(a, b, torch.float32, None), rtol=2.0**-18, atol=2.0**-18)
+
+
 def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:
     """K = 40,000 and N = 300: panels come in several rounds, sums in many chunks."""
     a, b = operands((QuantizationSpec(E5M2), QuantizationSpec(E4M3)), (8, 300, 40_000))
