@@ -119,17 +119,18 @@ def test_nearly_every_output_is_correctly_rounded(pair: Pair, level: int, float6
     assert int(wrong.sum()) <= 6.5 + 10
 
 
-def test_threads_change_no_bit(pair: Pair, level: int) -> None:
-    """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum."""
-    for sizes in ((200, 150, 700), (7, 900, 300)):
-        a, b = operands(pair, sizes)
-        if not taken(a, b):
-            return
-        results = []
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(native_gemm.run(a, b, torch.float32, None, level)[0])
-        assert all(torch.equal(y, results[0]) for y in results)
+@pytest.mark.parametrize("sizes", [(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], ids=str)
+def test_threads_change_no_bit(pair: Pair, sizes: tuple[int, int, int], level: int) -> None:
+    """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum; row by row and column by column."""
+    a, b = operands(pair, sizes)
+    if not taken(a, b):
+        return
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        for lhs, rhs in ((a, b), (in_columns(a), in_columns(b))):
+            results.append(native_gemm.run(lhs, rhs, torch.float32, None, level)[0])
+    assert all(torch.equal(y, results[0]) for y in results)
 
 
 def test_rows_of_a_batch_do_not_know_each_other(pair: Pair, level: int) -> None:

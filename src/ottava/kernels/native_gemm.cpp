@@ -251,9 +251,8 @@ struct Walk {
   // Few rows: each thread has all of a, packs a panel, and multiplies it while L2 still holds it.
   bool run_few(int threads) const {
     const int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), tiles = ceil_div(m, MR);
-    // each of the three begins on a cache line, as stores of whole ones want it
-    const int64_t a_words = ceil_div(tiles * layout.tile + 64, 16) * 16;
-    const int64_t own = ceil_div(a_words + units * Isa::NR + tiles * MR * Isa::NR, 16) * 16;
+    const int64_t a_words = ceil_div(tiles * layout.tile, 16) * 16 + 64;  // whole cache lines: the panel follows
+    const int64_t own = a_words + units * Isa::NR + tiles * MR * Isa::NR;
     Array<Word> memory(threads * own);
     if (!memory) return false;
 #pragma omp parallel num_threads(threads)
