@@ -6,7 +6,6 @@ laptop without it runs; and at the AMX level on a model of its tiles (amx_model.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -120,17 +119,18 @@ def test_nearly_every_output_is_correctly_rounded(pair: Pair, level: int, float6
     assert int(wrong.sum()) <= 6.5 + 10
 
 
-def test_threads_change_no_bit(pair: Pair, level: int) -> None:
-    """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum."""
-    for sizes in ((200, 150, 700), (7, 900, 300)):
-        a, b = operands(pair, sizes)
-        if not taken(a, b):
-            return
-        results = []
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(native_gemm.run(a, b, torch.float32, None, level)[0])
-        assert all(torch.equal(y, results[0]) for y in results)
+@pytest.mark.parametrize("sizes", [(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], ids=str)
+def test_threads_change_no_bit(pair: Pair, sizes: tuple[int, int, int], level: int) -> None:
+    """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum; row by row and column by column."""
+    a, b = operands(pair, sizes)
+    if not taken(a, b):
+        return
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        for lhs, rhs in ((a, b), (in_columns(a), in_columns(b))):
+            results.append(native_gemm.run(lhs, rhs, torch.float32, None, level)[0])
+    assert all(torch.equal(y, results[0]) for y in results)
 
 
 def test_rows_of_a_batch_do_not_know_each_other(pair: Pair, level: int) -> None:
@@ -250,14 +250,16 @@ def test_any_strides(level: int) -> None:
         assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_few_rows_of_any_size_in_columns_have_the_bits_of_rows(level: int, threads: int) -> None:
-    """Rests of tiles, panels and units, whatever memory they begin at."""
-    torch.set_num_threads(threads)
-    for m, n, k in itertools.product((1, 5, 13, 30), (1, 63, 128), (1, 3, 31, 130)):
-        a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, n, k))
-        in_rows = native_gemm.run(a, b, torch.float32, None, level)[0]
-        assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0], in_rows)
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+def test_few_rows_of_any_size(layout: str, level: int) -> None:
+    """One thread and few rows go another way: packed rows of any length, then a panel that begins on a cache line."""
+    torch.set_num_threads(1)
+    for m in (2, 7, 13, 40):
+        for n, k in ((130, 1), (3, 7), (64, 33)):
+            a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, n, k))
+            lhs, rhs = in_columns(a) if layout[0] == "t" else a, in_columns(b) if layout[1] == "n" else b
+            y = native_gemm.run(lhs, rhs, torch.float32, None, level)[0]
+            torch.testing.assert_close(y, reference.gemm(a, b, torch.float32, None), rtol=2.0**-18, atol=2.0**-18)
 
 
 def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:

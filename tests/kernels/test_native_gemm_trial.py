@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,8 +29,8 @@ class Wrong:
     def ottava_gemm(self, *arguments: Any) -> int:
         assert BUILT.library is not None
         mode = BUILT.library.ottava_gemm(*arguments)
-        y = (ctypes.c_float * (M * N)).from_address(struct.unpack_from("=q", arguments[0], 8 * 20)[0])
-        return self._change((mode, arguments, y))
+        y = (ctypes.c_float * (M * N)).from_address(arguments[0][20])
+        return self._change((mode, arguments[0], y))
 
 
 def test_a_good_library_passes() -> None:
@@ -47,8 +46,8 @@ def test_one_wrong_number_is_found() -> None:
     """The last one, off by an ulp; in one mode and one layout only."""
 
     def change(call: Any) -> int:
-        mode, arguments, y = call
-        if mode == 2 and struct.unpack_from("=q", arguments[0], 8 * 2)[0] == 1:  # steps, by columns
+        mode, argument, y = call
+        if mode == 2 and argument[2] == 1:  # steps, by columns
             y[M * N - 1] *= 1 + 2.0**-23
         return int(mode)
 

@@ -156,14 +156,12 @@ void tile_sum(const typename Isa::Word* a, const Layout& layout, const typename 
   if (tile.end) put_rows<Isa::NR>(tile.sums, *tile.end);
 }
 
-// What other tiles end with: their sums are in memory.
+// The same for a tile whose sums are in memory.
 template <int NR>
-inline void finish(const Tile& tile) {
-  const Epilogue* e = tile.end;
-  if (e == nullptr) return;
-  for (int64_t i = 0; i < e->rows; i++)
-    for (int j = 0; j < NR; j++) tile.sums[i * NR + j] = tile.sums[i * NR + j] * e->of_a[i] * e->of_b[j] + e->bias[j];
-  put_rows<NR>(tile.sums, *e);
+void end_in_memory(float* sums, const Epilogue& e) {
+  for (int i = 0; i < MR; i++)
+    for (int j = 0; j < NR; j++) sums[i * NR + j] = sums[i * NR + j] * e.of_a[i] * e.of_b[j] + e.bias[j];
+  put_rows<NR>(sums, e);
 }
 
 }  // namespace
@@ -253,7 +251,7 @@ struct Walk {
   // Few rows: each thread has all of a, packs a panel, and multiplies it while L2 still holds it.
   bool run_few(int threads) const {
     const int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), tiles = ceil_div(m, MR);
-    const int64_t a_words = ceil_div(tiles * layout.tile, 64) * 64 + 64;  // a panel is written by whole cache lines
+    const int64_t a_words = ceil_div(tiles * layout.tile, 16) * 16 + 64;  // whole cache lines: the panel follows
     const int64_t own = a_words + units * Isa::NR + tiles * MR * Isa::NR;
     Array<Word> memory(threads * own);
     if (!memory) return false;

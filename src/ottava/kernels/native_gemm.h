@@ -49,7 +49,7 @@ struct Call {
   Side a, b;
   Result y;
   int64_t k;
-  int64_t step;   // even number of k over which no scale of either side changes; k or more: none changes
+  int64_t step;   // number of k over which no scale of either side changes, whole units; k or more: none changes
   int64_t exact;  // whether the scales along k are powers of two
   int64_t threads;
 };
@@ -437,17 +437,12 @@ struct Layout {
 
 template <class Isa>
 Layout layout_of_a(const Operand& o) {
-  int64_t units = ceil_div(o.k, Isa::UNIT);
+  const int64_t units = ceil_div(o.k, Isa::UNIT), stride = ceil_div(units, 32) * 32 + 16;
+  const Layout by_rows{MR * stride, stride, 1};  // stride is no power of two: rows would share cache sets
+  if (OTTAVA_LEVEL == 4) return by_rows;
 #if defined(OTTAVA_FAST_PACK)
-  constexpr bool fast = true;
-#else
-  constexpr bool fast = false;
+  if (Isa::UNIT == 2) return o.side.col_stride == 1 ? by_rows : Layout{MR * units + 8, 1, MR};
 #endif
-  if (OTTAVA_LEVEL == 4 || (fast && Isa::UNIT == 2)) {
-    int64_t stride = ceil_div(units, 32) * 32 + 16;  // no power of two: rows would share cache sets
-    if (OTTAVA_LEVEL == 4 || o.side.col_stride == 1) return {MR * stride, stride, 1};
-    return {MR * units + 8, 1, MR};
-  }
   return {MR * units, 1, MR};
 }
 

@@ -102,12 +102,12 @@ void tile_sum<Amx>(const uint32_t* a, const Layout& layout, const uint32_t* b, i
     amx_store(3, sums + 16 * NR + 16, ROW);
   }
   amx_memory();
-  for (int i = 0; tile.of_a && i < MR; i++)
+  for (int i = 0; i < MR && tile.of_a; i++)
     for (int j = 0; j < NR; j++) {
       float scaled = steps[i * NR + j] * tile.of_a[i] * tile.of_b[j];
       tile.sums[i * NR + j] = tile.more ? tile.sums[i * NR + j] + scaled : scaled;
     }
-  finish<NR>(tile);
+  if (tile.end) end_in_memory<NR>(tile.sums, *tile.end);
 }
 
 }  // namespace

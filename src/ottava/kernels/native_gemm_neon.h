@@ -41,7 +41,7 @@ void tile_sum<Bfmmla>(const uint64_t* a, const Layout&, const uint64_t* b, int64
         vst1q_f32(to, tile.more ? vaddq_f32(vld1q_f32(to), y) : y);
       }
     }
-  finish<NR>(tile);
+  if (tile.end) end_in_memory<NR>(tile.sums, *tile.end);
 }
 
 }  // namespace

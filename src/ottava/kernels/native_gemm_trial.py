@@ -48,9 +48,10 @@ def trial(library: ctypes.CDLL) -> str:
 def _multiply(
     library: ctypes.CDLL, a: list[list[int]], b: list[list[int]], of_a: list[float], mode: int, by_columns: bool
 ) -> tuple[array[float], int]:
-    """y, and the mode that ran; the call is laid out as `Call` of native_gemm.h."""
+    """y, and the mode that ran; the argument is laid out as `Call` of native_gemm.h."""
     table = array("f", [128.0 - code if code > 127 else code for code in range(256)])  # sign and magnitude, as formats
-    held, call = [], array("q")
+    held: list[object] = []
+    sides: list[int] = []
     for x, scales in ((a, array("f", of_a)), (b, array("f", [1.0]))):
         lines = zip(*x, strict=True) if by_columns else x
         codes = array("B", [v if v >= 0 else 128 - v for line in lines for v in line])
@@ -58,11 +59,11 @@ def _multiply(
         blocks = len(scales) // len(x)
         layout = (blocks, 1, 1, BLOCK) if blocks else (0, 0, len(x), K)
         pointers = [values.buffer_info()[0] for values in (codes, scales, table)]
-        call.extend((pointers[0], len(x), *strides, pointers[1], *layout, pointers[2]))
-        held.append((codes, scales))
+        sides += [pointers[0], len(x), *strides, pointers[1], *layout, pointers[2]]
+        held += [codes, scales]
     y = array("f", bytes(4 * M * N))
-    call.extend((y.buffer_info()[0], 0, 0, K, BLOCK if mode else K, int(mode == 1), 1))
-    return y, library.ottava_gemm(call.tobytes())
+    numbers = (K, BLOCK if mode else K, int(mode == 1), 1)
+    return y, library.ottava_gemm((ctypes.c_int64 * 27)(*sides, y.buffer_info()[0], 0, 0, *numbers))
 
 
 if __name__ == "__main__":
