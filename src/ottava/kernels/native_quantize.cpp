@@ -194,7 +194,8 @@ void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const flo
   }
   for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
     const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
-    encode<T>(x, out, n, OneFactor{*factor}, code);
+    if (n == 16) encode_piece<T, 16>(x, out, OneFactor{*factor}, code);  // no call for so few
+    else encode<T>(x, out, n, OneFactor{*factor}, code);
     if (nans) encode_nans<T>(x, out, n, OneFactor{*factor}, code);
   }
 }
