@@ -77,9 +77,7 @@ class RunWriter:
         manifest = self.path / MANIFEST
         if manifest.exists() and rank == 0:
             if not append:
-                raise RunError(
-                    f"{self.path} holds a watched run already; choose another, or append=True to go on"
-                )
+                raise RunError(f"{self.path} holds a watched run already; choose another, or append=True to go on")
             self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
             if self.manifest.get("schema_version") != SCHEMA_VERSION:
                 raise RunError(f"{manifest}: was written by another version; start again in another folder")
