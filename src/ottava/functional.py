@@ -128,14 +128,13 @@ class _Linear(torch.autograd.Function):
         dgrad, wgrad, log = ctx.recipe.dgrad, ctx.recipe.wgrad, ctx.log
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         x_col, w_col = _saved(ctx)
+        dx = dw = None
+        db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
         dy_row, dy_col = ctx.quantizers.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
-        dx = dw = db = None
         if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
             dx = _gemm("dgrad", dgrad, dy_row, w_col, log, out_dtype=x_dtype)
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
             dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
-        if needs_db:
-            db = column_sums(dy, bias_dtype)
         if ctx.after_backward is not None:
             ctx.after_backward()
         return dx, dw, db, None, None, None, None, None

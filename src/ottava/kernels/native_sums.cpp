@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t SEGMENT = 1 << 18;  // bytes hashed on their own; native_sums._SEGMENT
 constexpr int LANES = 32;             // 64-bit words that are hashed side by side
 constexpr int64_t ROWS = 64;          // rows of one partial sum: shorter chains, less error
-constexpr int64_t COLUMNS = 256;      // columns that one task sums: its partial sums stay in a first-level cache
+constexpr int64_t COLUMNS = 4096;     // columns that one task sums: its partial sums stay in a first-level cache
 
 // Multiplication by an odd number and the shift are both one to one, so one changed bit always changes the hash.
 inline uint64_t mix(uint64_t hash, uint64_t word) {
@@ -33,17 +33,29 @@ uint64_t hash_segment(const uint8_t* bytes, int64_t n) {
 }
 
 template <class Type>
-void sum_columns(const typename Type::Int* x, int64_t rows, int64_t row_stride, int64_t c0, int64_t count, float* out) {
-  float total[COLUMNS] = {};
-  for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
-    float part[COLUMNS] = {};
-    for (int64_t r = r0; r < smaller(rows, r0 + ROWS); r++) {
-      const typename Type::Int* row = x + r * row_stride + c0;
-      for (int64_t c = 0; c < count; c++) part[c] += Type::value(row[c]);
-    }
-    for (int64_t c = 0; c < count; c++) total[c] += part[c];
+void sum_band(const typename Type::Int* x, int64_t rows, int64_t row_stride, int64_t columns, float* __restrict out) {
+  fill(out, columns, 0.0f);
+  for (int64_t r = 0; r < rows; r++, x += row_stride)
+    for (int64_t c = 0; c < columns; c++) out[c] += Type::value(x[c]);
+}
+
+// Each task reads whole lines of some rows, as memory likes it; what the bands give is added in their order.
+template <class Type>
+bool sum_columns(const void* x, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
+  const int64_t bands = (rows + ROWS - 1) / ROWS, across = (columns + COLUMNS - 1) / COLUMNS;
+  const Array<float> parts(bands * columns);
+  if (!parts) return false;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t task = 0; task < bands * across; task++) {
+    const int64_t band = task / across, c0 = task % across * COLUMNS;
+    sum_band<Type>(static_cast<const typename Type::Int*>(x) + band * ROWS * row_stride + c0,
+                   smaller(ROWS, rows - band * ROWS), row_stride, smaller(COLUMNS, columns - c0),
+                   parts.get() + band * columns + c0);
   }
-  std::memcpy(out + c0, total, count * 4);
+  fill(out, columns, 0.0f);
+  for (int64_t band = 0; band < bands; band++)
+    for (int64_t c = 0; c < columns; c++) out[c] += parts[band * columns + c];
+  return true;
 }
 
 }  // namespace
@@ -60,14 +72,9 @@ uint64_t ottava_checksum(const uint8_t* bytes, int64_t n, uint64_t* hashes, int 
   return hash;
 }
 
-// type: 0 fp32, 1 bf16, 2 fp16; rows lie one after the other, columns side by side
-void ottava_column_sums(const void* x, int type, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t c0 = 0; c0 < columns; c0 += COLUMNS) {
-    int64_t count = smaller(COLUMNS, columns - c0);
-    if (type == 0) sum_columns<Float32>((const int32_t*)x, rows, row_stride, c0, count, out);
-    if (type == 1) sum_columns<BFloat16>((const int16_t*)x, rows, row_stride, c0, count, out);
-    if (type == 2) sum_columns<Float16>((const int16_t*)x, rows, row_stride, c0, count, out);
-  }
+// type: 0 fp32, 1 bf16, 2 fp16; rows lie one after the other, columns side by side. 0, or 1 if there was no memory.
+int ottava_column_sums(const void* x, int type, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
+  const auto sum = type == 0 ? sum_columns<Float32> : type == 1 ? sum_columns<BFloat16> : sum_columns<Float16>;
+  return sum(x, rows, columns, row_stride, out, threads) ? 0 : 1;
 }
 }

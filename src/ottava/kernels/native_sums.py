@@ -24,7 +24,7 @@ def _declare(library: ctypes.CDLL) -> None:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.ottava_checksum.restype = ctypes.c_uint64
     library.ottava_checksum.argtypes = [pointer, size, pointer, number]
-    library.ottava_column_sums.restype = None
+    library.ottava_column_sums.restype = number
     library.ottava_column_sums.argtypes = [pointer, number, size, size, size, pointer, number]
 
 
@@ -75,5 +75,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(columns, dtype=torch.float32)
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
-    library.ottava_column_sums(x.data_ptr(), _TYPES.index(x.dtype), rows, columns, x.stride(0), out.data_ptr(), threads)
+    sizes = rows, columns, x.stride(0)
+    if library.ottava_column_sums(x.data_ptr(), _TYPES.index(x.dtype), *sizes, out.data_ptr(), threads):
+        raise MemoryError(f"column_sums: no memory for the partial sums of {rows} x {columns} elements")
     return out.to(dtype)
