@@ -25,8 +25,10 @@ from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
+from ottava.debug.measure import Packed, found_by, measure_packed, sample_bands, take_bands, take_bands_of
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
+from ottava.kernels import reference
 from ottava.nn.convert import convert
 from ottava.ops import gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -187,8 +189,11 @@ def _casts(n: int) -> Variants:
         "ottava tensor": lambda: quantize(x, tensor),
         "ottava tensor, scale known": lambda: quantize(x, delayed, scale=scale),
         "ottava 1x32": lambda: quantize(x, mx),
+        "ottava tensor, with statistics of 1 band in 16": lambda: _measured(x, tensor, 16),
+        "ottava tensor, with statistics of all": lambda: _measured(x, tensor, 1),
     }
     if n <= 1 << 22:
+        variants["ottava tensor, no compiler"] = lambda: reference.quantize(x, tensor)
         variants["eager torch"] = lambda: (x * (448.0 / x.abs().max())).clamp(-448, 448).to(torch.float8_e4m3fn)
     return variants
 
@@ -213,6 +218,15 @@ def _gemms(a: Tensor, b: Tensor) -> Variants:
         pair = quantize(a, spec), quantize(b, spec)
         variants[f"ottava {granularity}"] = partial(gemm, *pair, out_dtype=torch.bfloat16)
     return variants
+
+
+def _measured(x: Tensor, spec: QuantizationSpec, every: int) -> Packed:
+    """Casts, and measures the cast as a watch does."""
+    x_q = quantize(x, spec)
+    extent = found_by(x_q, x.numel())
+    if (bands := sample_bands(x.shape[0], every, 0)) is not None:
+        x, x_q = take_bands(x, bands), take_bands_of(x_q, bands)
+    return measure_packed(x, x_q, extent=extent)
 
 
 def _linear(settings: Settings) -> Iterator[Case]:
