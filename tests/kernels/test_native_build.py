@@ -129,7 +129,9 @@ def test_a_fork_during_a_build_builds_for_itself(
     own = replace(settings, compiler=script(tmp_path / "slow-cxx", slow))
     monkeypatch.setattr(native_build, "from_environment", lambda: own)
     native_build.begin("tiny")
+    deadline = time.monotonic() + 30
     while not (tmp_path / "runs").exists():
+        assert time.monotonic() < deadline, "the compiler was not begun"
         time.sleep(0.01)
     child = os.fork()
     if child == 0:
