@@ -111,6 +111,14 @@ def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: in
         assert_same(x, quantize(x, spec))
 
 
+def test_zeros_below_numbers_far_smaller_than_their_row_are_counted(dtype: torch.dtype) -> None:
+    """Their block's amax is so small in units of the row that its inverse is infinite, and 0 times that is NaN."""
+    info = torch.finfo(dtype)
+    x = torch.zeros(2, 256, dtype=dtype)
+    x[0, 0], x[1, 128:] = info.max / 4, info.smallest_normal * 2
+    assert_same(x, quantize(x, QuantizationSpec(E4M3)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_quotient_on_the_edge_of_a_bin_is_in_the_right_one(dtype: torch.dtype) -> None:
     """Magnitudes of 16 bits within 8 octaves of amaxes of many significands, edges included: no division is made."""

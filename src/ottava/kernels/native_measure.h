@@ -290,7 +290,7 @@ struct Walk {
     bool close;  // so that any element is in bins of `joint`
 
     Blocks(float r, float c, float s, const float* t, int64_t n)
-        : row(one_if_zero(r)), chunk(one_if_zero(c)), square(one_if_zero(s)), thirty(t), close(!(c > 0) || steps(c, s)) {
+        : row(one_if_zero(r)), chunk(one_if_zero(c)), square(c > 0 ? s : 1.0f), thirty(t), close(!(c > 0) || steps(c, s)) {
       for (int64_t i = 0; i < n; i++) close = close && (!(t[i] > 0) || steps(t[i], r));
     }
     static bool steps(float inner, float outer) {  // bins grow a little apart: they are quarters of octaves, not their roots
