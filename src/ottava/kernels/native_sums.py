@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ottava.kernels import native_build
 from ottava.kernels.custom_operator import custom_operator
+from ottava.scaling import column_major
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEGMENT = 1 << 18  # bytes that are hashed on their own
@@ -49,7 +50,8 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """x (R, C) -> (C,): sums over the rows in fp32, rounded once to dtype; on a CPU the same bits for any number of
     threads, 64 rows at a time.
 
-    torch's own sum where there is no library, x is not on a CPU, or its rows do not lie one after the other.
+    torch's own sum where there is no library, x is not on a CPU, or it lies column by column. Where neither its rows nor
+    its columns do so, it is copied first: the bits of torch's sum would depend on the number of threads.
 
     Example:
         >>> column_sums(torch.ones(3, 2, dtype=torch.bfloat16))
@@ -68,10 +70,11 @@ def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
-    usable = x.device.type == "cpu" and x.dtype in _TYPES and x.stride(1) == 1 and x.numel() > 0
+    usable = x.device.type == "cpu" and x.dtype in _TYPES and x.numel() > 0 and not column_major(x)
     library = native_build.load("native_sums", _declare).library if usable else None
     if library is None:
         return x.sum(0, dtype=torch.float32).to(dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
     out = torch.empty(columns, dtype=torch.float32)
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
