@@ -227,6 +227,37 @@ def test_a_cache_that_cannot_be_used_costs_time_only(settings: BuildSettings, ki
         assert kept(settings) == []
 
 
+@pytest.mark.parametrize("full", ["cache", "both"])
+def test_a_full_disk_costs_a_library_no_flags(
+    settings: BuildSettings, full: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that cannot write what it makes is not asked for less of it, which would be kept for good."""
+    real = shutil.disk_usage
+
+    def usage(path: Path) -> object:
+        is_full = full == "both" or settings.cache in (path, *Path(path).parents)
+        return real(path)._replace(free=1000) if is_full else real(path)
+
+    usual = build("tiny", replace(settings, cache=None))
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    found = build("tiny", settings)
+    assert kept(settings) == []
+    assert "is on a full disk: compiled anew in every process; free 16 MiB or set OTTAVA_CACHE" in found.note
+    if full == "both":
+        assert found.reason.endswith("is on a full disk: free 16 MiB or set TMPDIR")
+    else:
+        assert (answer(found), found.flags) == (42, usual.flags)
+
+
+def test_a_compiler_puts_its_files_where_there_is_room(settings: BuildSettings, tmp_path: Path) -> None:
+    """Beside the library, whatever TMPDIR says; nothing of them stays."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    told = script(tmp_path / "cxx", f'echo "$TMPDIR" >> {tmp_path}/told; exec {compiler} "$@"')
+    assert answer(build("tiny", replace(settings, compiler=told))) == 42
+    assert Path((tmp_path / "told").read_text().splitlines()[-1]).parent == settings.cache
+    assert [path.suffix for path in kept(settings)] == [".so"]
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

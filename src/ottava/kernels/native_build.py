@@ -55,6 +55,7 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
     ("-mcpu=native",),
     (),
 )
+_ROOM = 16 << 20  # bytes on a disk: a compiler that runs out of them would be taken for one that wants fewer flags
 _TIMEOUT = 120  # seconds
 _TRIAL_TIMEOUT = 20
 
@@ -237,12 +238,17 @@ def _build(name: str, settings: BuildSettings, variant: str) -> Built:
     cache, note = usable_cache(settings.cache)
     if cache is not None and (cached := _from_cache(cache, name, key)) is not None:
         return cached._replace(key=key)
+    if cache is not None and _is_full(cache):
+        note = f"{cache} is on a full disk: compiled anew in every process; free 16 MiB or set OTTAVA_CACHE"
+        cache = None
     try:  # beside its place in the cache: a rename does not cross file systems
         folder = tempfile.mkdtemp(prefix=".build-", dir=cache)
     except OSError as error:
         cache, note = None, _unusable(cache, error)
         folder = tempfile.mkdtemp(prefix="ottava-")
     try:
+        if cache is None and _is_full(Path(folder)):
+            return Built(None, f"{folder} is on a full disk: free 16 MiB or set TMPDIR", note=note)
         return _compile_and_load(source, compiler, Path(folder), cache, key)._replace(note=note, key=key)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -253,7 +259,7 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     made = folder / "made.so"
     errors: list[str] = []
     for extra in _EXTRAS:
-        ran = _run([*compiler, *_FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)])
+        ran = _run([*compiler, *_FLAGS, *extra, f"-I{source.parent}", str(source), "-o", str(made)], temporary=folder)
         if ran.returncode == 0 and made.is_file():
             break
         errors.append(_first_error(ran.stderr or ran.stdout) or f"exit code {ran.returncode}")
@@ -309,9 +315,19 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _run(command: list[str], seconds: int = _TIMEOUT) -> subprocess.CompletedProcess[str]:
+def _run(
+    command: list[str], seconds: int = _TIMEOUT, temporary: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`temporary`: where it puts files of its own; None: where it likes to."""
+    variables = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        env=variables,
     )
 
 
@@ -338,6 +354,11 @@ def usable_cache(cache: Path | None) -> tuple[Path | None, str]:
     except OSError as error:
         return None, _unusable(cache, error)
     return cache, ""
+
+
+def _is_full(folder: Path) -> bool:
+    usage = shutil.disk_usage(folder)
+    return usage.total > 0 and usage.free < _ROOM  # some file systems do not say: 0 of 0
 
 
 def _unusable(cache: Path | None, error: OSError) -> str:

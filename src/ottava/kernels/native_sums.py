@@ -50,8 +50,8 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """x (R, C) -> (C,): sums over the rows in fp32, rounded once to dtype; on a CPU the same bits for any number of
     threads, 64 rows at a time.
 
-    torch's own sum where there is no library, x is not on a CPU, or it lies column by column. Where neither its rows nor
-    its columns do so, it is copied first: the bits of torch's sum would depend on the number of threads.
+    torch's own sum where there is no library, x is not on a CPU, or it lies column by column. What lies otherwise is
+    copied first: the bits of torch's sum would depend on the number of threads.
 
     Example:
         >>> column_sums(torch.ones(3, 2, dtype=torch.bfloat16))
