@@ -157,6 +157,16 @@ def test_blocks_of_any_two_sizes_multiply(lhs: str, rhs: str, scale_format: str,
     assert ((y.double() - exact).abs() <= 3 * accumulation).all()  # blocks of 1 column: two more roundings a product
 
 
+def test_a_block_is_scaled_once_however_long_the_sum_is() -> None:
+    """The other side has one scale, and 40 columns are no whole number of blocks of 16."""
+    a, b = operands((QuantizationSpec(E4M3, Granularity(1, 16)), QuantizationSpec(E4M3)), (5, 7, 40))
+    y = torch.zeros(5, 7)
+    for i, columns in enumerate((slice(0, 16), slice(16, 32), slice(32, 40))):
+        sums = a.data[:, columns].float() @ b.data[:, columns].float().t()
+        y += sums * a.scale_inv[:, i : i + 1] * b.scale_inv
+    assert torch.equal(reference.gemm(a, b, torch.float32, None), y)
+
+
 def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """K = 1024, bf16 outputs: fp32 sums leave 0 to 1.1 in 10,000 one ulp off, NVFP4's two-level scales up to 3."""
     a, b = operands(pair, (256, 256, 1024))

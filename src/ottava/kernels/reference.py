@@ -128,7 +128,8 @@ def _exact_in_fp32(spec: QuantizationSpec) -> bool:
 
 
 def _block_columns(a: Granularity, b: Granularity, k: int) -> int:
-    return math.gcd(a.cols or k, b.cols or k) if a.cols or b.cols else k
+    blocks = [side.cols for side in (a, b) if side.cols is not None and side.cols < k]
+    return math.gcd(*blocks) if blocks else k
 
 
 def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:
