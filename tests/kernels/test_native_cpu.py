@@ -19,7 +19,7 @@ from layout_samples import LAYOUTS, tiles
 from ottava import casts
 from ottava.casts import explain_quantize, quantize, quantize_with_amax
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
-from ottava.kernels import native_build, native_cpu, reference
+from ottava.kernels import native_build, native_cpu, native_sums, reference
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import Quantizer
@@ -339,6 +339,26 @@ def test_tensors_without_memory_are_refused() -> None:
     assert "runs on a cpu; got meta" in str(native_cpu.supports_quantize(torch.ones(2, 2, device="meta"), spec))
     two = native_cpu.supports_quantize(torch.ones(2, 2), spec, torch.ones(2))
     assert two == "native_cpu: takes one fp32 scale; got 2 of torch.float32"
+
+
+@needs_library
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_what_is_negated_or_made_when_it_is_read_is_not_read_from_memory(rounding: str) -> None:
+    """Of conjugated numbers torch keeps the sign apart, and of some zeros nothing at all; all give those of a copy."""
+    x = torch.randn(40, 1, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    for matrix in (x, x.t(), torch._neg_view(torch.randn(5, 64)), torch._efficientzerotensor((5, 64))):
+        copy = matrix + 0.0
+        assert torch.allclose(native_sums.column_sums(matrix), native_sums.column_sums(copy), atol=1e-4)
+        for granularity in (PER_TENSOR, PER_ROW, BLOCK_1X32):
+            spec = QuantizationSpec(E4M3, granularity, rounding=rounding)  # type: ignore[arg-type]
+            assert "takes plain tensors; got a tensor that is negated, or made" in explain_quantize(matrix, spec)
+            torch.manual_seed(0)
+            got = quantize_with_amax(matrix, spec)
+            torch.manual_seed(0)
+            wanted = quantize_with_amax(copy, spec)
+            assert torch.equal(raw(got[0].data), raw(wanted[0].data))
+            assert torch.equal(got[1], wanted[1])
 
 
 def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,20 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_cast_both.argtypes = [ctypes.c_char_p]
 
 
+def not_in_memory(x: Tensor) -> str | None:
+    """Why what lies at a tensor's address is not its numbers; None if it is.
+
+    Example:
+        >>> not_in_memory(torch.ones(2, dtype=torch.complex64).conj().imag)
+        'got a tensor that is negated, or made, when it is read'
+    """
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
+        return f"got {type(x).__name__}"
+    if x.is_neg() or x._is_zerotensor():
+        return "got a tensor that is negated, or made, when it is read"
+    return None
+
+
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
     """Why this kernel does not take such a cast; None if it does.
 
@@ -89,8 +103,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if (reason := plan(spec).refusal) is not None:
         return reason
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
-        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if reason := not_in_memory(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
     if reason := built(x.dtype).reason:

@@ -69,12 +69,13 @@ inline void random_bits(const Keys& keys, uint64_t number, int32_t* __restrict o
 }
 
 struct Encoder {
-  int32_t largest, smallest, to_fixed, shift, sign_shift, sign_bit, nan_code, nan_sign;
+  uint32_t to_fixed;  // beyond an int32_t, until an exponent is taken off it
+  int32_t largest, smallest, shift, sign_shift, sign_bit, nan_code, nan_sign;
 
   explicit Encoder(const Job& job) {
     largest = bits_of(job.max);
     smallest = (127 + job.emin) << 23;
-    to_fixed = (127 + 24 + job.mantissa_bits + 127) << 23;
+    to_fixed = uint32_t(127 + 24 + job.mantissa_bits + 127) << 23;
     shift = 23 - job.mantissa_bits;
     sign_shift = 32 - job.bits;
     sign_bit = 1 << (job.bits - 1);
@@ -86,7 +87,7 @@ struct Encoder {
   inline uint8_t operator()(float v, int32_t random) const {
     const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = smaller(a, largest);
     const int32_t exponent = larger(clamped & INFINITE, smallest);
-    const int32_t quanta = (int32_t(float_of(clamped) * float_of(to_fixed - exponent)) + random) >> 24;
+    const int32_t quanta = (int32_t(float_of(clamped) * float_of(int32_t(to_fixed - uint32_t(exponent)))) + random) >> 24;
     const int32_t sign = b >> sign_shift;
     const int32_t code = (quanta + ((exponent - smallest) >> shift)) | (sign & sign_bit);
     return uint8_t(a > INFINITE ? nan_code | (sign & nan_sign) : code);

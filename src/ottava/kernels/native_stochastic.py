@@ -49,8 +49,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         return f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
-        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if reason := native_cpu.not_in_memory(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
     return None

@@ -12,7 +12,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from ottava.kernels import native_build
+from ottava.kernels import native_build, native_cpu
 from ottava.kernels.custom_operator import custom_operator
 from ottava.scaling import column_major
 
@@ -71,6 +71,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
     usable = x.device.type == "cpu" and x.dtype in _TYPES and x.numel() > 0 and not column_major(x)
+    usable = usable and native_cpu.not_in_memory(x) is None
     library = native_build.load("native_sums", _declare).library if usable else None
     if library is None:
         return x.sum(0, dtype=torch.float32).to(dtype)
