@@ -119,6 +119,15 @@ def test_zeros_below_numbers_far_smaller_than_their_row_are_counted(dtype: torch
     assert_same(x, quantize(x, QuantizationSpec(E4M3)))
 
 
+def test_what_is_negated_when_it_is_read_is_not_read_from_memory() -> None:
+    """Of conjugated numbers torch keeps the sign apart."""
+    x = torch.randn(300, 1, dtype=torch.complex64).conj().imag
+    for matrix in (x, torch._neg_view(torch.randn(300, 40))):
+        assert "takes plain tensors; got a tensor that is negated" in str(native_measure.supports_survey(matrix))
+        assert torch.equal(take_bands(matrix, [(128, 256)]), matrix[128:256])
+        assert torch.equal(survey(matrix), survey(matrix + 0.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_quotient_on_the_edge_of_a_bin_is_in_the_right_one(dtype: torch.dtype) -> None:
     """Magnitudes of 16 bits within 8 octaves of amaxes of many significands, edges included: no division is made."""

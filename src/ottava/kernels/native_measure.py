@@ -107,8 +107,8 @@ def supports_survey(x: Tensor) -> str | None:
     """
     if x.device.type != "cpu":
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if type(x) not in (Tensor, torch.nn.Parameter):
-        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if reason := native_cpu.not_in_memory(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if x.dtype not in native_cpu.VARIANTS or x.dim() != 2:
         return f"{NAME}: takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
     if not x.numel():
@@ -149,14 +149,17 @@ def supports_take(x: Tensor) -> str | None:
         >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
         'native_measure: takes rows of float32, bfloat16, float16 or single bytes; got torch.int64 (4, 4)'
     """
-    if type(x) is not Tensor or x.device.type != "cpu":
-        return f"{NAME}: takes plain tensors on a cpu; got {type(x).__name__} on {x.device.type}"
+    if x.device.type != "cpu":
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if reason := native_cpu.not_in_memory(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if (x.dtype not in native_cpu.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
         return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
     if _steps(x) == (0, 0):
         return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
-    reason = built(_holds(x)).reason
-    return f"{NAME}: {reason}" if reason else None
+    if reason := built(_holds(x)).reason:
+        return f"{NAME}: {reason}"
+    return None
 
 
 def _holds(x: Tensor) -> torch.dtype:
