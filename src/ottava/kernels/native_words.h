@@ -38,6 +38,7 @@ struct Steps {  // of one factor
   // taken.
   __attribute__((noinline)) bool bases(const float* factor, int64_t n, int16_t* out) const {
     int32_t others = 0;
+    OTTAVA_ROLLED
     for (int64_t i = 0; i < n; i++) {
       const int32_t bits = bits_of(factor[i]);
       others |= (bits & 0x7fffff) | int32_t(bits < LEAST_FACTOR) | int32_t(bits > LARGEST_FACTOR);
