@@ -105,9 +105,8 @@ OTTAVA_INLINE int16_t largest16(Z a) {
   Z half, quarter;
   __asm__("vextracti64x4 $1, %1, %t0\n\tvpmaxsw %t1, %t0, %t0" : "=&v"(half) : "v"(a));
   __asm__("vextracti64x2 $1, %t1, %x0\n\tvpmaxsw %x1, %x0, %x0" : "=&v"(quarter) : "v"(half));
-  quarter = words(0x7fff) - quarter;  // there is an instruction for the smallest of eight, none for the largest
-  int32_t least;
-  __asm__("vphminposuw %x1, %x1\n\tvmovd %x1, %0" : "=r"(least), "+x"(quarter));
+  int32_t least;  // there is an instruction for the smallest of eight, none for the largest
+  __asm__("vpxor %x2, %x1, %x1\n\tvphminposuw %x1, %x1\n\tvmovd %x1, %0" : "=r"(least), "+x"(quarter) : "x"(words(0x7fff)));
   return int16_t(0x7fff - least);
 }
 

@@ -268,10 +268,13 @@ __attribute__((noinline)) void turn(const float* from, int64_t rows, int64_t col
     for (int64_t row = 0; row < rows; row++) {
       const float* line = from + row * cols + left;
       float* out = to + left * rows + row;
-      if (left + 16 <= cols) for (int i = 0; i < 16; i++) out[i * rows] = line[i];
-      else
+      if (left + 16 <= cols) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) out[i * rows] = line[i];
+      } else {
         OTTAVA_ROLLED
         for (int64_t i = 0; i < cols - left; i++) out[i * rows] = line[i];
+      }
     }
 }
 

@@ -152,12 +152,13 @@ __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, i
       const bool whole = i + 64 <= count;
       const uint64_t inside = ~uint64_t(0) >> (whole ? 0 : i + 64 - count);
       const uint32_t low = uint32_t(inside), high = uint32_t(inside >> 32);
-      const Z a = whole ? load(x + i) : load16(x + i, low), b = whole ? load(x + i + 32) : load16(x + i + 32, high);
+      const auto read = [=](const int16_t* from, uint32_t mask) { return whole ? load(from) : load16(from, mask); };
+      const Z a = read(x + i, low), b = read(x + i + 32, high);
       const Z size_a = a & magnitude, size_b = b & magnitude;
       if (LOOK) most = max16(most, max16(size_a, size_b));
-      const Z base_a = each ? load16(base + i, low) : words(*base);
+      const Z base_a = each ? read(base + i, low) : words(*base);
       base += bases.block == 32 && high;
-      const Z base_b = each ? load16(base + i + 32, high) : words(*base);
+      const Z base_b = each ? read(base + i + 32, high) : words(*base);
       base += bases.block == 32;
       const Z code = table.codes(a, b, minus16(size_a, base_a), minus16(size_b, base_b));
       if (whole) store(out + i, code);  // a masked store takes several times as long
