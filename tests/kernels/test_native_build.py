@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -379,6 +380,16 @@ def test_what_is_lost_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         "no_such_kernel.cpp: the package has no no_such_kernel.cpp; install it anew. "
         "What it would have run takes the slower reference."
     ]
+
+
+def test_no_header_is_included_that_takes_long_to_read() -> None:
+    """immintrin.h alone takes as long as all that a kernel has to compile; a first call waits for it."""
+    small = {"cerrno", "cfloat", "cstdint", "cstdlib", "cstring", "new", "omp.h", "sys/syscall.h", "unistd.h"}
+    small |= {"arm_neon.h"}  # of aarch64 alone, where the GEMM is written with it
+    folder = Path(native_build.__file__).parent
+    sources = [path.read_text("utf-8") for path in folder.iterdir() if path.suffix in (".cpp", ".h")]
+    named = {name for text in sources for name in re.findall(r"#include <(.*)>", text)}
+    assert named <= small, named - small
 
 
 def test_functions_are_declared_where_there_is_a_library() -> None:

@@ -39,7 +39,7 @@ _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the w
 
 _JOB = struct.Struct("@PqqqqqPPPPPPqq")
 _BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
-"""The C++ file's `Job` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
+"""The C++ file's `CastJob` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
 
 
 class _Cast(ctypes.Structure):

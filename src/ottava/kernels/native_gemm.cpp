@@ -26,7 +26,10 @@ inline uint16_t to_bf16(float x) {
 
 inline uint16_t to_fp16(float x) {
 #if defined(__F16C__)
-  return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+  typedef float Four __attribute__((vector_size(16)));
+  Four halves{x};
+  __asm__("vcvtps2ph $0, %0, %0" : "+x"(halves));
+  return (uint16_t)bits_of(halves[0]);
 #else
   uint16_t sign = (uint16_t)((uint32_t)bits_of(x) >> 16 & 0x8000);
   float m = float_of(bits_of(x) & MAGNITUDE);
@@ -43,13 +46,12 @@ template <int N, class V>
 inline __attribute__((always_inline)) void put_bf16(const V* v, uint16_t* to) {
   constexpr int LANES = sizeof(V) / 4;
 #if OTTAVA_LEVEL == 3
-  __mmask16 special = 0;  // the instruction takes subnormals for zeros, and keeps what a NaN carries
+  uint32_t special = 0;  // the instruction takes subnormals for zeros, and keeps what a NaN carries
 #pragma GCC unroll 4
-  for (int j = 0; j < N; j++) special |= _mm512_fpclass_ps_mask((__m512)v[j], 0x01 | 0x20 | 0x80);
+  for (int j = 0; j < N; j++) special |= is_nan_or_subnormal((Z)v[j]);
   if (__builtin_expect(special == 0, 1)) {
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++)
-      _mm256_storeu_si256((__m256i*)(to + j * LANES), (__m256i)_mm512_cvtneps_pbh((__m512)v[j]));
+    for (int j = 0; j < N; j++) store_half(to + j * LANES, as_bf16((Z)v[j]));
     return;
   }
 #endif

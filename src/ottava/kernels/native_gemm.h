@@ -22,11 +22,9 @@
 #error "OTTAVA_LEVEL: this CPU has no such instruction set"
 #endif
 
+#include "native_avx512.h"
 #include "native_base.h"
 #include "native_float.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -83,11 +81,11 @@ struct Fp32 {  // words are fp32 numbers
   typedef float Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
     V x = *a - V{};  // *a in all lanes; plus would have to add: -0 + 0 is 0
-#if defined(__AVX512F__)
-    if constexpr (LANES == 16) return (V)_mm512_fmadd_ps((__m512)x, (__m512)b, (__m512)sum);
-#endif
 #if defined(__FMA__)
-    if constexpr (LANES == 8) return (V)_mm256_fmadd_ps((__m256)x, (__m256)b, (__m256)sum);
+    if constexpr (LANES >= 8) {
+      __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(b));
+      return sum;
+    }
 #endif
 #if defined(__aarch64__)
     if constexpr (LANES == 4) return (V)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)b);
@@ -102,7 +100,8 @@ struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
   typedef typename Vector<16>::type V;
   typedef uint32_t Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)*a), (__m512bh)b);
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(doubles((int32_t)*a)), "v"(b));
+    return sum;
   }
 };
 #endif
@@ -251,151 +250,11 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
     }
 }
 
-#if (OTTAVA_LEVEL == 3 || OTTAVA_LEVEL == 4) && defined(__AVX512VBMI__)
-#define OTTAVA_FAST_PACK 1
-struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
-  __m512i low0, low1, high0, high1, order, sign;
-  explicit Decoder(const Tables& t)
-      : low0(_mm512_load_si512(t.low)), low1(_mm512_load_si512(t.low + 64)), high0(_mm512_load_si512(t.high)),
-        high1(_mm512_load_si512(t.high + 64)), order(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0)),
-        sign(_mm512_set1_epi8((char)0x80)) {}
-  inline __attribute__((always_inline)) void operator()(const uint8_t* codes, int64_t n, __m512i& x, __m512i& y) const {
-    __m512i c = n >= 64 ? _mm512_loadu_si512(codes)
-                        : _mm512_maskz_loadu_epi8(n <= 0 ? 0 : ~0ull >> (64 - n), codes);
-    c = _mm512_permutexvar_epi64(order, c);
-    __m512i l = _mm512_permutex2var_epi8(low0, c, low1);
-    __m512i h = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, c, high1), c, sign, 0xF8);  // t | (c & sign)
-    x = _mm512_unpacklo_epi8(l, h);
-    y = _mm512_unpackhi_epi8(l, h);
-  }
-};
+}  // namespace
 
-// bf16 numbers times 2**e: e is added to the exponent, but zero, infinity and NaN stay
-inline __attribute__((always_inline)) __m512i shift(__m512i x, __m512i e) {
-  const __m512i field = _mm512_set1_epi16(0x7F80);
-  __m512i exponent = _mm512_and_si512(x, field);
-  __mmask32 finite = _mm512_test_epi16_mask(x, field) & _mm512_cmpneq_epi16_mask(exponent, field);
-  return _mm512_mask_add_epi16(x, finite, x, e);
-}
+#include "native_gemm_decode.h"
 
-inline __m512i exponent_words(const int32_t* e) {  // 16 rows -> both halves of a word, at the place of the exponent
-  __m512i v = _mm512_slli_epi32(_mm512_loadu_si512(e), 7);
-  return _mm512_or_si512(_mm512_slli_epi32(v, 16), _mm512_and_si512(v, _mm512_set1_epi32(0xFFFF)));
-}
-
-inline __attribute__((always_inline)) void transpose(const uint32_t* in, int64_t in_stride, uint32_t* out, int64_t stride) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(in + i * in_stride);
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
-  }
-  for (int i = 0; i < 4; i++) {
-    _mm512_storeu_si512(out + i * stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
-    _mm512_storeu_si512(out + (4 + i) * stride, _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
-    _mm512_storeu_si512(out + (8 + i) * stride, _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD));
-    _mm512_storeu_si512(out + (12 + i) * stride, _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD));
-  }
-}
-
-// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: how
-// far on from a code those lie that are fetched for later.
-void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
-                 uint32_t* out, int64_t stride, int64_t ahead) {
-  for (int64_t i = 0; i < count; i++) {
-    const uint8_t* codes = o.side.codes + (r0 + i) * o.side.row_stride;
-    for (int64_t u = u0; u < u1; u += 32) {
-      __m512i x, y;
-      _mm_prefetch((const char*)codes + 2 * u + ahead, _MM_HINT_T0);
-      decode(codes + 2 * u, o.k - 2 * u, x, y);
-      if (o.exponent) {
-        int64_t row = r0 + i, cols = o.side.block_cols;
-        if (cols % 32 == 0) {
-          x = shift(x, _mm512_set1_epi16((short)(o.exponents(2 * u)[row] * 128)));
-          if (2 * u + 32 < o.k) y = shift(y, _mm512_set1_epi16((short)(o.exponents(2 * u + 32)[row] * 128)));
-        } else {
-          alignas(64) int16_t e[64];
-          for (int64_t j = 0; j < 64; j++)
-            e[j] = (int16_t)(2 * u + j < o.k ? o.exponents(2 * u + j)[row] * 128 : 0);
-          x = shift(x, _mm512_load_si512(e)), y = shift(y, _mm512_load_si512(e + 32));
-        }
-      }
-      _mm512_store_si512(out + i * stride + u - u0, x);
-      _mm512_store_si512(out + i * stride + u - u0 + 16, y);
-    }
-  }
-}
-
-constexpr int64_t AHEAD = 16;
-// 64 rows that lie column by column, one unit: 64 words in x
-inline __attribute__((always_inline)) void decode_unit(const Operand& o, const Decoder& decode, int64_t r0, int64_t u,
-                                                       __m512i* x) {
-  const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
-  int64_t n = o.side.rows - r0;
-  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // every column lies elsewhere: no hardware sees it coming
-    _mm_prefetch((const char*)codes + at * o.side.col_stride, _MM_HINT_T1);
-    _mm_prefetch((const char*)codes + at * o.side.col_stride + 63, _MM_HINT_T1);
-  }
-  __m512i p, q, r = _mm512_setzero_si512(), s = r;
-  decode(codes, n, p, q);
-  if (2 * u + 1 < o.k) decode(codes + o.side.col_stride, n, r, s);
-  alignas(64) static const uint16_t index[64] = {
-      0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-      11, 43, 12, 44, 13, 45, 14, 46, 15, 47, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53,
-      22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-  __m512i low = _mm512_load_si512(index), high = _mm512_load_si512(index + 32);
-  x[0] = _mm512_permutex2var_epi16(p, low, r);
-  x[1] = _mm512_permutex2var_epi16(p, high, r);
-  x[2] = _mm512_permutex2var_epi16(q, low, s);
-  x[3] = _mm512_permutex2var_epi16(q, high, s);
-  if (const int32_t* e = o.exponents(2 * u))
-    for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
-}
-
-#if OTTAVA_LEVEL == 4
-// Rows that lie column by column, as words[row][unit]; `count` is a multiple of 16.
-void decode_columns(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t units, uint32_t* out,
-                    int64_t stride) {
-  for (int64_t i = 0; i < count; i += 64)
-    for (int64_t u = 0; u < units; u += 16) {
-      alignas(64) uint32_t lines[16 * 64];
-      if (u + 16 > units) std::memset(lines, 0, sizeof lines);
-      for (int64_t v = 0; v < smaller<int64_t>(16, units - u); v++) {
-        __m512i x[4];
-        decode_unit(o, decode, r0 + i, u + v, x);
-        for (int j = 0; j < 4; j++) _mm512_store_si512(lines + 64 * v + 16 * j, x[j]);
-      }
-      for (int64_t g = 0; g < smaller<int64_t>(64, count - i); g += 16)
-        transpose(lines + g, 64, out + (i + g) * stride + u, stride);
-    }
-}
-#else
-// Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
-// next unit's overwrites: units come in ascending order, and between two tiles there is room.
-inline __attribute__((always_inline)) void store_tiles(const __m512i* x, int64_t tiles, uint32_t* to, int64_t stride) {
-  static_assert(MR == 6, "the shifts below");
-#define OTTAVA_TILE(t)                                                                                          \
-  if (t >= tiles) return;                                                                                       \
-  _mm256_storeu_si256((__m256i*)(to + t * stride),                                                              \
-                      _mm512_castsi512_si256(_mm512_alignr_epi32(x[t * 6 / 16 + 1], x[t * 6 / 16], t * 6 % 16)))
-  OTTAVA_TILE(0); OTTAVA_TILE(1); OTTAVA_TILE(2); OTTAVA_TILE(3); OTTAVA_TILE(4);
-  OTTAVA_TILE(5); OTTAVA_TILE(6); OTTAVA_TILE(7); OTTAVA_TILE(8); OTTAVA_TILE(9);
-#undef OTTAVA_TILE
-}
-#endif
-#endif
+namespace {
 
 // One panel of b, units [u0, u1).
 template <class Isa>
@@ -405,9 +264,9 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
     Decoder decode(o.tables);
     if (o.side.col_stride != 1) {
       for (int64_t u = u0; u < u1; u++, out += Isa::NR) {
-        __m512i x[4];
+        Z x[4];
         decode_unit(o, decode, r0, u, x);
-        for (int j = 0; j < 4; j++) _mm512_store_si512(out + 16 * j, x[j]);
+        for (int j = 0; j < 4; j++) store(out + 16 * j, x[j]);
       }
       return;
     }
@@ -463,7 +322,7 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
-        __m512i x[5] = {};
+        Z x[5] = {};
         decode_unit(o, decode, r0 + i, u, x);
         store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
       }

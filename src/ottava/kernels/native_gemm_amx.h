@@ -7,12 +7,14 @@
 #if defined(OTTAVA_AMX_MODEL)
 #include OTTAVA_AMX_MODEL
 #else
-#define amx_configure(config) _tile_loadconfig(config)
-#define amx_release() _tile_release()
-#define amx_zero(tile) _tile_zero(tile)
-#define amx_load(tile, from, stride) _tile_loadd(tile, from, stride)
-#define amx_store(tile, to, stride) _tile_stored(tile, to, stride)
-#define amx_multiply(sums, a, b) _tile_dpbf16ps(sums, a, b)
+#define amx_configure(config) __asm__ volatile("ldtilecfg %0" : : "m"(config))
+#define amx_release() __asm__ volatile("tilerelease")
+#define amx_zero(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define amx_load(tile, from, stride) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"(int64_t(stride)))
+#define amx_store(tile, to, stride) \
+  __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"(int64_t(stride)) : "memory")
+#define amx_multiply(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 #if defined(__linux__)
 #include <cerrno>
 #include <sys/syscall.h>

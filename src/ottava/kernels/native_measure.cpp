@@ -114,9 +114,9 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
   const Array<uint8_t> codes(rows * cols);
   const Array<float> scales(job.scale_count), amaxes(job.scale_count);
   need(codes && scales && amaxes);
-  if (library.quantize(job.x, rows, cols, job.x_row, job.block_rows, job.block_cols, job.cast, job.given, codes.get(),
-                       scales.get(), amaxes.get(), threads))
-    throw std::bad_alloc();
+  const CastJob cast{job.x,     rows,        cols,         job.x_row,    job.block_rows, job.block_cols, job.cast,
+                     job.given, codes.get(), scales.get(), amaxes.get(), nullptr,        0,              threads};
+  need(library.quantize(&cast) == 0);
   job.codes = codes.get(), job.code_row = cols, job.code_col = 1;
   job.scale_inv = scales.get();
   measure<T>(job, library, scratch, threads);

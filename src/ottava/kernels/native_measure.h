@@ -9,6 +9,7 @@
 #include <new>
 
 #include "native_base.h"
+#include "native_cast.h"
 #include "native_float.h"
 #include "native_vectors.h"
 
@@ -16,7 +17,7 @@ extern "C" struct Job {  // native_measure._Job
   const void* x;
   const uint8_t* codes;    // null: cast x first, as `cast` says
   const float* scale_inv;  // null with them
-  const void* cast;        // native_quantize.cpp's Cast
+  const Cast* cast;
   const float* given;      // the scale of that cast; null: the current one
   const double* extent;    // of the tensor that x is part of, see Extent
   int64_t rows, cols, x_row, x_col, code_row, code_col;  // strides in elements; one of each pair is 1
@@ -28,9 +29,8 @@ extern "C" struct Job {  // native_measure._Job
 };
 
 extern "C" {
-typedef int Quantize(const void* x, int64_t rows, int64_t cols, int64_t stride, int64_t block_rows, int64_t block_cols,
-                     const void* cast, const float* given, uint8_t* out, float* scale_inv, float* amax, int threads);
-typedef void Scales(const float* amax, int64_t n, const void* cast, float* scale, float* scale_inv);
+typedef int Quantize(const CastJob* job);
+typedef void Scales(const float* amax, int64_t n, const Cast* cast, float* scale, float* scale_inv);
 }
 
 extern "C" struct Library {  // native_measure._Library: of native_quantize.cpp, and of tally.py

@@ -237,7 +237,7 @@ def measure(
         if any(isinstance(looks[i].cast, QuantizationSpec) or _spec(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
             assert casts is not None  # supports_measure was asked
-            told.quantize = ctypes.cast(casts.ottava_quantize, _POINTERS)
+            told.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
             told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
         library = built(dtype).library
         assert library is not None

@@ -5,13 +5,8 @@
 #include <cfloat>
 
 #include "native_base.h"
+#include "native_cast.h"
 #include "native_float.h"
-
-extern "C" struct Cast {  // native_cpu._Cast
-  int32_t mantissa_bits, emin, emax, bias, bits, nan_code;  // nan_code -1: NaN becomes the largest number
-  int32_t scale_format, guarded, margin;
-  float max, top, guard_floor, tensor_top;
-};
 
 namespace {
 
@@ -29,6 +24,7 @@ inline float floor_power_of_two(float x) {
 
 void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   const int32_t top = bits_of(c.max) & 0x7fffff, up = c.scale_format == E8M0_UP, offset = c.margin - c.emax;
+  OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f;
     const bool tiny = bits_of(a) < (1 << 23);
@@ -43,6 +39,7 @@ void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, floa
 
 void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   const bool rounded = c.scale_format == POW2;
+  OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f;
     const float exact = smaller(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
@@ -54,9 +51,11 @@ void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, flo
 // NVFP4: a scale in E4M3 for the block times one in fp32 for the tensor
 void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   float tensor = 0;
+  OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
   const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
   const float per_block = encode / c.max, decode = 1.0f / encode;
+  OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);
     const float magic = float_of(larger(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
@@ -75,6 +74,7 @@ void current_scales(const float* amax, int64_t n, const Cast& c, float* scale, f
 void scales(const float* amax, int64_t n, const Cast& c, const float* given, float* scale, float* scale_inv) {
   current_scales(amax, n, c, scale, scale_inv);
   if (given == nullptr || !(*given > 0)) return;
+  OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float reached = amax[i] * *given;
     const bool inside = reached <= c.max && reached >= c.guard_floor;

@@ -10,11 +10,11 @@
 // powers of two share a table: theirs only move it.
 #pragma once
 
+#include "native_avx512.h"
 #include "native_base.h"
 #include "native_float.h"
 
-#if defined(OTTAVA_CASTS_BF16) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#include <immintrin.h>
+#if defined(OTTAVA_CASTS_BF16) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define OTTAVA_WORDS 1
 #else
 #define OTTAVA_WORDS 0
@@ -38,6 +38,7 @@ struct Steps {  // of one factor
   // taken.
   __attribute__((noinline)) bool bases(const float* factor, int64_t n, int16_t* out) const {
     int32_t others = 0;
+    OTTAVA_ROLLED
     for (int64_t i = 0; i < n; i++) {
       const int32_t bits = bits_of(factor[i]);
       others |= (bits & 0x7fffff) | int32_t(bits < LEAST_FACTOR) | int32_t(bits > LARGEST_FACTOR);
@@ -86,97 +87,94 @@ struct Bases {
 
 #if OTTAVA_WORDS
 
-struct Words {  // what encoding takes, in registers
+typedef uint16_t UnsignedWords __attribute__((vector_size(64)));
+
+struct Table {  // what encoding takes, in registers
   const Steps& steps;
-  const __m512i low_table, high_table, low_bytes, order, before_first, steps_end, largest, sign;
+  const Z low_table, high_table, low_bytes, order, before_first, steps_end, largest, sign;
   const int sign_shift;
 
-  explicit Words(const Steps& s)
+  explicit Table(const Steps& s)
       : steps(s),
-        low_table(_mm512_load_si512(s.table)),
-        high_table(_mm512_load_si512(s.table + 64)),
-        low_bytes(_mm512_set_epi64(0x7e7c7a7876747270, 0x3e3c3a3836343230, 0x6e6c6a6866646260, 0x2e2c2a2826242220,
-                                   0x5e5c5a5856545250, 0x1e1c1a1816141210, 0x4e4c4a4846444240, 0x0e0c0a0806040200)),
-        order(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0)),
-        before_first(_mm512_set1_epi16(int16_t(s.first - 1))),
-        steps_end(_mm512_set1_epi16(int16_t(s.normal - s.first + 1))),
-        largest(_mm512_set1_epi8(char(s.largest))),
-        sign(_mm512_set1_epi8(char(s.sign))),
+        low_table(load(s.table)),
+        high_table(load(s.table + 64)),
+        low_bytes(Z{0x0e0c0a0806040200, 0x4e4c4a4846444240, 0x1e1c1a1816141210, 0x5e5c5a5856545250,
+                    0x2e2c2a2826242220, 0x6e6c6a6866646260, 0x3e3c3a3836343230, 0x7e7c7a7876747270}),
+        order(Z{0, 2, 4, 6, 1, 3, 5, 7}),
+        before_first(words(int16_t(s.first - 1))),
+        steps_end(words(int16_t(s.normal - s.first + 1))),
+        largest(bytes(s.largest)),
+        sign(bytes(s.sign)),
         sign_shift(__builtin_clz(s.sign) - 24) {}
+
+  static OTTAVA_INLINE Z shifted(Z x, int n) { return (Z)((UnsignedWords)x >> n); }
 
   // 64 numbers, none of them NaN, and how far their magnitudes are from the base. Bytes are packed in the order of 128
   // bits of a, 128 of b, ..; the last step puts them right.
-  inline __m512i codes(__m512i a, __m512i b, __m512i from_a, __m512i from_b) const {
-    const __m512i past_a = _mm512_sub_epi16(from_a, before_first), past_b = _mm512_sub_epi16(from_b, before_first);
-    const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(from_a, steps.shift), _mm512_srli_epi16(from_b, steps.shift));
-    const __m512i mantissas = _mm512_permutex2var_epi8(a, low_bytes, b);  // and a bit that the table's look-up ignores
-    __m512i code = _mm512_adds_epu8(upper, _mm512_permutex2var_epi8(low_table, mantissas, high_table));
-    code = _mm512_min_epu8(code, largest);
-    code = _mm512_min_epu8(code, _mm512_packus_epi16(past_a, past_b));  // 0 before the first step, 255 where all are equal
-    if (_mm512_cmplt_epu16_mask(_mm512_min_epu16(past_a, past_b), steps_end)) code = counted(past_a, past_b, code);
-    const __m512i signs = _mm512_srli_epi16(_mm512_packs_epi16(a, b), sign_shift);
-    return _mm512_permutexvar_epi64(order, _mm512_ternarylogic_epi32(code, signs, sign, 0xf8));  // code | (signs & sign)
+  OTTAVA_INLINE Z codes(Z a, Z b, Z from_a, Z from_b) const {
+    const Z past_a = minus16(from_a, before_first), past_b = minus16(from_b, before_first);
+    const Z upper = packed_unsigned(shifted(from_a, steps.shift), shifted(from_b, steps.shift));
+    const Z mantissas = chosen8(a, low_bytes, b);  // and a bit that the table's look-up ignores
+    Z code = add8_saturated(upper, chosen8(low_table, mantissas, high_table));
+    code = min8_unsigned(code, largest);
+    code = min8_unsigned(code, packed_unsigned(past_a, past_b));  // 0 before the first step, 255 where all are equal
+    if (less16_unsigned(min16_unsigned(past_a, past_b), steps_end)) code = counted(past_a, past_b, code);
+    return ordered64(order, a_or_b_and_c(code, shifted(packed_signed(a, b), sign_shift), sign));
   }
 
   // Counts steps where some number is among them. Past the last one `code` is right.
-  inline __m512i counted(__m512i past_a, __m512i past_b, __m512i code) const {
-    const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi8(1);
-    const __m512i a = _mm512_max_epi16(past_a, zero), b = _mm512_max_epi16(past_b, zero);
-    __m512i count = zero, past = zero;
+  OTTAVA_INLINE Z counted(Z past_a, Z past_b, Z code) const {
+    const Z zero{}, one = bytes(1), a = max16(past_a, zero), b = max16(past_b, zero);
+    Z count = zero, past = zero;
     for (int k = 0; k < steps.count; k++) {
       if (steps.counted_from[k] >= 0) {
-        const __m512i start = _mm512_set1_epi16(int16_t(steps.counted_from[k]));
-        past = _mm512_packus_epi16(_mm512_subs_epu16(a, start), _mm512_subs_epu16(b, start));
+        const Z start = words(int16_t(steps.counted_from[k]));
+        past = packed_unsigned(subtract16_saturated(a, start), subtract16_saturated(b, start));
       }
-      count = _mm512_add_epi8(count, _mm512_min_epu8(_mm512_subs_epu8(past, _mm512_set1_epi32(int32_t(steps.from_on[k]))), one));
+      const Z reached = subtract8_saturated(past, doubles(int32_t(steps.from_on[k])));
+      count = (Z)((Bytes)count + (Bytes)min8_unsigned(reached, one));
     }
-    const __m512i left = _mm512_packus_epi16(_mm512_subs_epu16(steps_end, a), _mm512_subs_epu16(steps_end, b));
-    return _mm512_mask_mov_epi8(count, _mm512_testn_epi8_mask(left, left), code);
+    const Z left = packed_unsigned(subtract16_saturated(steps_end, a), subtract16_saturated(steps_end, b));
+    return replaced8(count, is_zero8(left), code);
   }
 };
 
 // n numbers of a row. LOOK: gives their largest magnitude, which may be NaN; its codes then mean nothing.
 template <bool LOOK>
 __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, int64_t n, Bases bases, const Steps& steps) {
-  const Words words(steps);
-  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  Table table(steps);  // not const: g++ 12 would keep it in memory
+  const Z magnitude = words(0x7fff);
   const bool each = bases.block == 1;
-  __m512i most = _mm512_setzero_si512();
+  Z most{};
   for (const int16_t* base = bases.first; n > 0; base += !each) {
     const int64_t count = each || bases.block == 32 ? n : smaller(bases.block, n);
     for (int64_t i = 0; i < count; i += 64) {
       const bool whole = i + 64 <= count;
-      const __mmask64 inside = ~__mmask64(0) >> (whole ? 0 : i + 64 - count);
-      const __mmask32 low = __mmask32(inside), high = __mmask32(inside >> 32);
-      const __m512i a = _mm512_maskz_loadu_epi16(low, x + i), b = _mm512_maskz_loadu_epi16(high, x + i + 32);
-      const __m512i size_a = _mm512_and_si512(a, magnitude), size_b = _mm512_and_si512(b, magnitude);
-      if (LOOK) most = _mm512_max_epi16(most, _mm512_max_epi16(size_a, size_b));
-      const __m512i base_a = each ? _mm512_maskz_loadu_epi16(low, base + i) : _mm512_set1_epi16(*base);
+      const uint64_t inside = ~uint64_t(0) >> (whole ? 0 : i + 64 - count);
+      const uint32_t low = uint32_t(inside), high = uint32_t(inside >> 32);
+      const auto read = [=](const int16_t* from, uint32_t mask) { return whole ? load(from) : load16(from, mask); };
+      const Z a = read(x + i, low), b = read(x + i + 32, high);
+      const Z size_a = a & magnitude, size_b = b & magnitude;
+      if (LOOK) most = max16(most, max16(size_a, size_b));
+      const Z base_a = each ? read(base + i, low) : words(*base);
       base += bases.block == 32 && high;
-      const __m512i base_b = each ? _mm512_maskz_loadu_epi16(high, base + i + 32) : _mm512_set1_epi16(*base);
+      const Z base_b = each ? read(base + i + 32, high) : words(*base);
       base += bases.block == 32;
-      const __m512i code = words.codes(a, b, _mm512_sub_epi16(size_a, base_a), _mm512_sub_epi16(size_b, base_b));
-      if (whole) _mm512_storeu_si512(out + i, code);  // a masked store takes several times as long
-      else _mm512_mask_storeu_epi8(out + i, inside, code);
+      const Z code = table.codes(a, b, minus16(size_a, base_a), minus16(size_b, base_b));
+      if (whole) store(out + i, code);  // a masked store takes several times as long
+      else store8(out + i, inside, code);
     }
     n -= count, x += count, out += count;
   }
-  if (!LOOK) return 0;
-  int16_t lanes[32], all = 0;
-  _mm512_storeu_si512(lanes, most);
-  for (int k = 0; k < 32; k++) all = larger(all, lanes[k]);
-  return all;
+  return LOOK ? largest16(most) : 0;
 }
 
 // The largest magnitude of 32, 64, .. numbers.
-inline int16_t largest_word(const int16_t* x, int64_t n) {
-  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-  __m512i most = _mm512_and_si512(_mm512_loadu_si512(x), magnitude);
-  for (int64_t i = 32; i < n; i += 32) most = _mm512_max_epi16(most, _mm512_and_si512(_mm512_loadu_si512(x + i), magnitude));
-  const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
-  const __m128i quarter = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm512_castsi512_si128(magnitude)));  // there is no maxpos
-  return int16_t(0x7fff - _mm_cvtsi128_si32(smallest));
+OTTAVA_INLINE int16_t largest_word(const int16_t* x, int64_t n) {
+  const Z magnitude = words(0x7fff);
+  Z most = load(x) & magnitude;
+  for (int64_t i = 32; i < n; i += 32) most = max16(most, load(x + i) & magnitude);
+  return largest16(most);
 }
 
 #else  // no steps are ever made
