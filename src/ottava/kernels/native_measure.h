@@ -93,8 +93,9 @@ struct Walk {
     if (job.code_col != 1)
       codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get(), job.cols), code_row = job.cols;
     const bool histograms = job.detail >= EXPONENTS;
+    std::memset(s.stretch.spread, 0, sizeof(s.stretch.spread));
     if (histograms) {
-      look(x, x_row, rows, s, out);
+      look(x, x_row, rows, s);
       std::memset(s.exponents, 0, sizeof(s.exponents));
       std::memset(s.pairs, 0, sizeof(s.pairs));
       if (job.detail >= BLOCKS) std::memset(s.below, 0, sizeof(s.below)), std::memset(s.joint, 0, sizeof(s.joint));
@@ -105,11 +106,11 @@ struct Walk {
       for (int64_t row = first; row < last; row++) {
         const Int* here = x + row * x_row;
         float* amaxes = histograms ? s.blocks[1].get() + row * chunks : s.blocks[1].get();
-        const float largest = histograms ? s.blocks[0][row] : numbers.look(here, amaxes, out);
+        const float largest = histograms ? s.blocks[0][row] : numbers.look(here, amaxes, s.stretch);
         numbers.add(here, codes + row * code_row, top + row, largest, amaxes, s.stretch, group, out, extremes);
         if (histograms) this->row(here, row, s);
       }
-      nonzero += numbers.finish(group, (last - first) * job.cols, out);
+      nonzero += numbers.finish(group, (last - first) * job.cols, s.stretch, out);
     }
     if (!histograms) return;
     apart(s);
@@ -150,7 +151,7 @@ struct Walk {
   }
 
   // The largest finite magnitude of every block of the band.
-  void look(const Int* x, int64_t stride, int64_t rows, Scratch& s, double* out) const {
+  void look(const Int* x, int64_t stride, int64_t rows, Scratch& s) const {
     const int64_t thirties = (job.cols + 31) / 32, chunks = (job.cols + CHUNK - 1) / CHUNK;
     fill(s.blocks[3].get(), chunks, 0.0f);
     for (int64_t row = 0; row < rows; row++, x += stride) {
@@ -172,7 +173,7 @@ struct Walk {
         s.blocks[1][row * chunks + c] = most;
         s.blocks[3][c] = larger(s.blocks[3][c], most);
         whole = larger(whole, most);
-        numbers.count_spread(most, out);
+        if (most > 0) s.stretch.spread[c % 4][numbers.spread_of(most)]++;
       }
       s.blocks[0][row] = whole;
     }

@@ -42,22 +42,48 @@ enum Field {  // native_measure.FIELDS
 enum Extreme { AMAX, AMIN, MAX_ERROR, SCALE_MAX, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN };  // minima negated
 enum Extent { LARGEST, LARGEST_FINITE, NOT_FINITE, ELEMENTS };  // LARGEST: inf or NaN where an element is
 constexpr int SUMS = 7, SQNR_BINS = 128, SPREAD_BINS = 32;
-constexpr int64_t CHUNK = 128, STRETCH = 1024, GROUP = 32;  // columns; columns summed in fp32; rows summed in one go
+constexpr int64_t CHUNK = 128, PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
 
 typedef double D __attribute__((vector_size(LANES * 4)));  // half as many
 typedef float HalfV __attribute__((vector_size(LANES * 2)));
 
 inline D doubles(V v) {
+#if OTTAVA_SWIFT
+  return _mm512_cvtps_pd(_mm512_castps512_ps256(v)) + _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#else
   HalfV halves[2];
   std::memcpy(halves, &v, sizeof(v));
   return __builtin_convertvector(halves[0], D) + __builtin_convertvector(halves[1], D);
+#endif
 }
 
 inline double total(D d) {  // as a tree
+#if OTTAVA_SWIFT
+  return _mm512_reduce_add_pd(d);
+#else
   for (int step = LANES / 4; step > 0; step /= 2)
     for (int l = 0; l < step; l++) d[l] += d[l + step];
   return d[0];
+#endif
 }
+
+struct Decibels {  // where bins of SQNR begin, as error over signal
+  double begin[SQNR_BINS];
+
+  constexpr Decibels() : begin() {
+    double ratio = 1;
+    for (int bin = 0; bin < SQNR_BINS; bin++, ratio *= 0.89125093813374552995) begin[bin] = ratio;  // 10 ** -0.05
+  }
+
+  // Not by a logarithm, which costs as much as a hundred elements: bits of a float are one, of straight lines between
+  // powers of two, and at most half a bin too many.
+  int bin(double ratio) const {
+    const float bins = (float(127 << 23) - float(bits_of(float(ratio)))) * float(6.0205999132796239 / (1 << 23)) + 1e-4f;
+    const int most = int(between(bins, 0.0f, SQNR_BINS - 1.0f));
+    return larger(most - int(ratio > begin[most]), 0);
+  }
+};
+constexpr Decibels DECIBELS;
 
 // Exponent of the power of two that brings an amax into [1, 2); a subnormal one as far as can be.
 inline int32_t exponent_of_unit(float amax) {
@@ -71,9 +97,9 @@ struct Group {  // of at most 32 rows
 };
 
 struct Stretch {  // of a row, and of the thread that is there
-  alignas(64) float scale[STRETCH + LANES];  // of each column, times `factor`; or, if there is one for all, of LANES
-  float least[STRETCH / CHUNK];              // the smallest of each chunk
-  int32_t lowest, highest;                   // bits of the smallest and the largest of all
+  alignas(64) float scale[STRETCH + LANES];  // of each column, times `factor`; where there is one for all, of LANES
+  float least[STRETCH / PIECE];              // the smallest of each piece
+  uint32_t spread[4][SPREAD_BINS];           // of chunks: neighbours, which are alike, do not wait for each other
 };
 
 template <class T>
@@ -104,23 +130,21 @@ struct Rows {
     return magnitude >= T::infinity ? Int(0) : magnitude;
   }
 
-  // Counts a block of 1x128 by the octaves that its amax lies below the tensor's.
-  inline void count_spread(float most, double* out) const {
-    constexpr int32_t normal = 1 << 23;
-    if (!(most > 0)) return;
-    const int32_t octaves = bits_of(most) >= normal ? (bits_of(amax) - bits_of(most)) >> 23  // rounds down, as it should
-                                                    : (bits_of(amax / most) >> 23) - 127;
-    out[places[SPREAD] + between(octaves, 0, SPREAD_BINS - 1)]++;
+  // The octaves that the amax of a block of 1x128 lies below the tensor's.
+  inline int32_t spread_of(float most) const {
+    const int32_t octaves = bits_of(most) >= 1 << 23 ? (bits_of(amax) - bits_of(most)) >> 23  // rounds down, as it should
+                                                     : (bits_of(amax / most) >> 23) - 127;
+    return between(octaves, 0, SPREAD_BINS - 1);
   }
 
   // Amaxes of the chunks of a row; gives that of all of it.
-  float look(const Int* x, float* chunks, double* out) const {
+  float look(const Int* x, float* chunks, Stretch& s) const {
     Int most_of_all = 0;
     for (int64_t left = 0, c = 0; left < job.cols; left += CHUNK, c++) {
       const Int most = largest_of(x + left, smaller(CHUNK, job.cols - left));
       most_of_all = larger(most_of_all, most);
       chunks[c] = T::value(most);
-      count_spread(chunks[c], out);
+      if (most > 0) s.spread[c % 4][spread_of(chunks[c])]++;
     }
     return T::value(most_of_all);
   }
@@ -128,7 +152,7 @@ struct Rows {
   inline Int largest_of(const Int* x, int64_t n) const {
     Int most = 0;
 #if OTTAVA_SWIFT
-    if (n == CHUNK && clean) return largest_word(x, CHUNK);
+    if (n == CHUNK && clean) return largest_word<CHUNK>(x);
 #endif
     for (int64_t i = 0; i < n; i++) most = larger(most, finite(x[i]));
     return most;
@@ -138,27 +162,35 @@ struct Rows {
   void add(const Int* x, const uint8_t* codes, int64_t number, float largest, const float* chunks, Stretch& s, Group& group,
            double* out, double* extremes) const {
     const int32_t exponent = exponent_of_unit(largest);
-    const double once = __builtin_ldexp(1.0, -exponent), twice = once * once;
+    const int64_t once_bits = int64_t(1023 - exponent) << 52;
+    double once;
+    std::memcpy(&once, &once_bits, sizeof(once));
+    const double twice = once * once;
     const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // sums are of x * unit, x ** 2 ...
     Row row{};
     if (!swift(x, codes, number, exponent, s, row)) {
       row = Row{};
+      row.clipped = -1;
       careful(x, codes, number, unit_of(largest), s, row);
     }
-    clipped(x, codes, number, chunks, largest, s, out);
+    if (row.clipped < 0) clipped(x, codes, number, chunks, largest, s, out);
+    else out[places[OVERFLOW_]] += double(row.clipped);
+#pragma GCC unroll 7
     for (int k = 0; k < SUMS; k++) group.sums[k] += row.sums[k] * units[k];
     group.nonzero += row.nonzero, group.kept += row.kept, group.subnormal += row.subnormal, group.infinite += row.infinite;
     if (row.smallest > 0) extremes[AMIN] = larger(extremes[AMIN], -double(row.smallest));
     extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(row.max_error));
     const double signal = total(row.sums[2]);  // sxx
     if (!(signal > 0)) return;
-    const double bin = -10 * __builtin_log10(total(row.sums[4]) / signal) / 0.5;
     out[places[ROWS]]++;
-    out[places[ROW_SQNR] + (bin > 0 ? int(smaller(bin, SQNR_BINS - 1.0)) : 0)]++;
+    out[places[ROW_SQNR] + DECIBELS.bin(total(row.sums[4]) / signal)]++;
   }
 
   // Adds rows that were summed, of so many elements; gives how many of these are not zero.
-  int64_t finish(const Group& group, int64_t elements, double* out) const {
+  int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out) const {
+    for (auto& counts : s.spread)
+      for (int i = 0; i < SPREAD_BINS; i++) out[places[SPREAD] + i] += counts[i];
+    std::memset(s.spread, 0, sizeof(s.spread));
     for (int k = 0; k < SUMS; k++) out[places[SX + k]] += total(group.sums[k]);
     out[places[N]] += double(elements - group.infinite);
     out[places[NONZERO]] += double(group.nonzero);
@@ -170,31 +202,37 @@ struct Rows {
  private:
   struct Row {
     D sums[SUMS];
-    int64_t nonzero, kept, subnormal, infinite;
-    float smallest, max_error;  // smallest: 0 if all are
+    int64_t nonzero, kept, subnormal, infinite, clipped;  // clipped: -1 where nobody looked
+    float smallest, max_error;                            // smallest: 0 if all are
+  };
+
+  struct Range {
+    int32_t low, high;  // bits of the smallest and the largest
   };
 
   // Scales of some columns, times a power of two.
-  void scales(int64_t row, int64_t left, int64_t n, float factor, Stretch& s) const {
+  Range scales(int64_t row, int64_t left, int64_t n, float factor, Stretch& s) const {
     const float* from = job.scale_inv + row / job.block_rows * job.grid_cols;
-    const bool each = job.grid_cols > 1;
-    if (!each) n = LANES;
-    fill(s.least, STRETCH / CHUNK, __builtin_inff());
-    s.lowest = MAGNITUDE, s.highest = 0;
-    int64_t block = each ? left / job.block_cols : 0;
-    for (int64_t i = 0; i < n; block++) {
-      const int64_t end = each ? smaller((block + 1) * job.block_cols - left, n) : n;
-      const V scale = spread(from[block] * factor);
-      const int32_t bits = bits_of(from[block]);
-      s.lowest = smaller(s.lowest, bits), s.highest = larger(s.highest, bits);
-      for (int64_t c = i / CHUNK; c <= (end - 1) / CHUNK; c++) s.least[c] = smaller(s.least[c], from[block]);
-      for (; i < end; i += LANES) std::memcpy(s.scale + i, &scale, sizeof(scale));  // the next block writes over what is its
-      i = end;
+    if (job.grid_cols == 1) {
+      fill(s.scale, LANES, *from * factor);
+      fill(s.least, STRETCH / PIECE, *from);
+      return {bits_of(*from), bits_of(*from)};
     }
-    if (!each) fill(s.least, STRETCH / CHUNK, from[0]);
+    Range range = {MAGNITUDE, 0};
+    fill(s.least, STRETCH / PIECE, __builtin_inff());
+    int64_t block = left / job.block_cols;
+    for (int64_t i = 0, end; i < n; i = end, block++) {
+      end = smaller((block + 1) * job.block_cols - left, n);
+      const float one = from[block];
+      range = {smaller(range.low, bits_of(one)), larger(range.high, bits_of(one))};
+      for (int64_t piece = i / PIECE; piece * PIECE < end; piece++) s.least[piece] = smaller(s.least[piece], one);
+      const V scale = spread(one * factor);
+      for (int64_t k = i; k < end; k += LANES) std::memcpy(s.scale + k, &scale, sizeof(scale));  // the next one writes over it
+    }
+    return range;
   }
 
-  // Elements beyond the largest number of the format, in chunks whose amax is near it.
+  // Elements beyond the largest number of the format, in pieces whose amax is near it.
   void clipped(const Int* x, const uint8_t* codes, int64_t number, const float* chunks, float largest, Stretch& s,
                double* out) const {
     const double near = job.clip * (1 - 1.0 / 64);
@@ -203,23 +241,29 @@ struct Rows {
     for (int64_t left = 0; left < job.cols; left += STRETCH) {
       const int64_t n = smaller(STRETCH, job.cols - left);
       if (left == 0 || each) scales(number, left, n, 1.0f, s);
-      for (int64_t i = 0; i < n; i += CHUNK) {
-        const float most = chunks[(left + i) / CHUNK];
-        if (most > 0 && !(most < near * s.least[i / CHUNK]))
-          count_clipped(x + left + i, codes + left + i, smaller(CHUNK, n - i), s.scale + (each ? i : 0), each, out);
+      for (int64_t i = 0; i < n; i += PIECE) {
+        const double far = near * s.least[i / PIECE];
+        if (!(chunks[(left + i) / CHUNK] > 0) || chunks[(left + i) / CHUNK] < far) continue;
+        const int64_t count = smaller(PIECE, n - i);
+        if (double(T::value(largest_of(x + left + i, count))) < far) continue;
+        out[places[OVERFLOW_]] +=
+            double(count_clipped(x + left + i, codes + left + i, count, s.scale + (each ? i : 0), each, 1.0f));
       }
     }
   }
 
-  void count_clipped(const Int* x, const uint8_t* codes, int64_t n, const float* scales, bool each, double* out) const {
+  // scales: times unit.
+  __attribute__((noinline)) int64_t count_clipped(const Int* x, const uint8_t* codes, int64_t n, const float* scales,
+                                                  bool each, float unit) const {
+    int64_t count = 0;
     for (int64_t i = 0; i < n; i++) {
-      const float scale = scales[each ? i : 0];
-      const int32_t bits = bits_of(T::value(x[i])) & MAGNITUDE;
-      const double magnitude = double(float_of(bits)), end = job.clip * double(scale);
-      const bool clips = job.tie_clips ? magnitude >= end : magnitude > end;
+      const float scale = scales[each ? i : 0], magnitude = float_of(bits_of(T::value(x[i])) & MAGNITUDE);
+      const double end = job.clip * double(scale), size = double(magnitude * unit);
+      const bool clips = job.tie_clips ? size >= end : size > end;
       // where even the scale of a block underflowed, an element is lost, not clipped
-      if (bits < INFINITE && clips && float_of(decode(codes[i])) * scale != 0) out[places[OVERFLOW_]]++;
+      count += bits_of(magnitude) < INFINITE && clips && float_of(decode(codes[i])) * scale != 0;
     }
+    return count;
   }
 
   // --- any numbers, on any CPU ---------------------------------------------------------------------------------------
@@ -304,10 +348,12 @@ struct Rows {
   }
   static inline __m512i larger_of(__m512i a, __m512i b) { return WORDS ? _mm512_max_epi16(a, b) : _mm512_max_epi32(a, b); }
 
-  static inline Int largest_word(const Int* x, int64_t n) {
+  template <int64_t COUNT>
+  static inline Int largest_word(const Int* x) {
     constexpr int64_t EACH = 64 / sizeof(Int);
     __m512i most = magnitudes(_mm512_loadu_si512(x));
-    for (int64_t i = EACH; i < n; i += EACH) most = larger_of(most, magnitudes(_mm512_loadu_si512(x + i)));
+#pragma GCC unroll 8
+    for (int64_t i = EACH; i < COUNT; i += EACH) most = larger_of(most, magnitudes(_mm512_loadu_si512(x + i)));
     if (!WORDS) return Int(_mm512_reduce_max_epi32(most));
     const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
     const __m128i quarter = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -315,10 +361,13 @@ struct Rows {
     return Int(0x7fff - _mm_cvtsi128_si32(smallest));
   }
 
+  struct Words {
+    __m512i smallest;  // less 1, so that zeros are the largest
+    int64_t nonzero, kept, normal, clipped;
+  };
   struct Swift {
     V sums[SUMS], max_error;
-    __m512i smallest;  // less 1, so that zeros are the largest
-    int64_t nonzero, kept, normal;
+    Words words;
   };
 
   // False where a product might be subnormal or infinite.
@@ -328,43 +377,52 @@ struct Rows {
     const int32_t last_code = larger((1 << (job.bits - 1 - job.mantissa_bits)) - job.bias, 0);  // .. and beyond the largest
     const int32_t low_scale = 1 - least_code - smaller(exponent, 0), high_scale = 253 - last_code - larger(exponent, 0);
     const float unit = float_of((exponent + 127) << 23);
+    const bool each = job.grid_cols > 1;
     Swift a{};
-    a.smallest = _mm512_set1_epi32(-1);
-    const int64_t step = job.grid_cols > 1;
+    a.words.smallest = _mm512_set1_epi32(-1);
     for (int64_t left = 0; left < job.cols; left += STRETCH) {
       const int64_t n = smaller(STRETCH, job.cols - left), whole = n / 64 * 64;
-      if (left == 0 || step) scales(number, left, n, unit, s);
-      if (s.lowest < low_scale << 23 || s.highest >= high_scale << 23) return false;
-      words(x + left, codes + left, whole, s.scale, step, unit, a);
+      if (left == 0 || each) {
+        const Range range = scales(number, left, n, unit, s);
+        if (range.low < low_scale << 23 || range.high >= high_scale << 23) return false;
+      }
+      if (each) words<true>(x + left, codes + left, whole, s.scale, unit, a);
+      else words<false>(x + left, codes + left, whole, s.scale, unit, a);
       if (whole < n) {
         alignas(64) Int some_x[64] = {};
         alignas(64) uint8_t some_codes[64] = {};
         std::memcpy(some_x, x + left + whole, size_t(n - whole) * sizeof(Int));
         std::memcpy(some_codes, codes + left + whole, size_t(n - whole));
-        for (int64_t i = n; step && i < whole + 64; i++) s.scale[i] = 1.0f;
-        words(some_x, some_codes, 64, s.scale + whole * step, step, unit, a);
+        for (int64_t i = n; each && i < whole + 64; i++) s.scale[i] = 1.0f;
+        if (each) words<true>(some_x, some_codes, 64, s.scale + whole, unit, a);
+        else words<false>(some_x, some_codes, 64, s.scale, unit, a);
       }
+#pragma GCC unroll 7
       for (int k = 0; k < SUMS; k++) row.sums[k] += doubles(a.sums[k]), a.sums[k] = V{};
     }
-    Int least[64 / sizeof(Int)];
-    _mm512_storeu_si512(least, a.smallest);
-    using Unsigned = decltype(as_unsigned(Int()));
-    Unsigned smallest = Unsigned(-1);
-    for (Int one : least) smallest = smaller(smallest, Unsigned(one));
-    row.smallest = T::value(Int(Unsigned(smallest + 1)));
+    row.smallest = T::value(smallest_word(a.words.smallest));
     if (row.smallest > 0 && bits_of(row.smallest) < (1 + larger(-exponent, 0)) << 23) return false;
-    row.nonzero = a.nonzero, row.kept = a.kept, row.subnormal = a.kept - a.normal;
-    for (int l = 0; l < LANES; l++) row.max_error = larger(row.max_error, a.max_error[l]);
-    row.max_error /= unit;
+    row.nonzero = a.words.nonzero, row.kept = a.words.kept, row.subnormal = a.words.kept - a.words.normal;
+    row.clipped = each ? a.words.clipped : -1;
+    row.max_error = _mm512_reduce_max_ps(a.max_error) / unit;
     return true;
   }
-  static inline uint16_t as_unsigned(int16_t x) { return uint16_t(x); }
-  static inline uint32_t as_unsigned(int32_t x) { return uint32_t(x); }
+
+  // Of magnitudes less 1: plus 1.
+  static inline Int smallest_word(__m512i less_one) {
+    if (!WORDS) return Int(_mm512_reduce_min_epu32(less_one) + 1);
+    const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(less_one), _mm512_extracti64x4_epi64(less_one, 1));
+    const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return Int(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)) + 1);
+  }
 
   // noinline: its registers are all taken
-  __attribute__((noinline)) void words(const Int* x, const uint8_t* codes, int64_t n, const float* scales, int64_t step,
-                                       float in_units, Swift& sums) const {
-    Swift a = sums;
+  template <bool EACH>
+  __attribute__((noinline)) void words(const Int* x, const uint8_t* codes, int64_t n, const float* scales, float in_units,
+                                       Swift& sums) const {
+    V sx = sums.sums[0], sabs = sums.sums[1], sxx = sums.sums[2], sx4 = sums.sums[3], see = sums.sums[4];
+    V sxe = sums.sums[5], srel = sums.sums[6], max_error = sums.max_error;
+    Words a = sums.words;
     const __m512i low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
     const __m512i high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
     const __m512i order = _mm512_set_epi64(0x3f3e3d3c3b3a3938, 0x1f1e1d1c1b1a1918, 0x3736353433323130, 0x1716151413121110,
@@ -374,7 +432,8 @@ struct Rows {
     const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16)), sign = _mm512_set1_epi8(char(0x80));
     const __m512i magnitude = _mm512_set1_epi8(char((1 << (job.bits - 1)) - 1));
     const __m512i exponents = _mm512_set1_epi8(char((1 << (job.bits - 1)) - (1 << job.mantissa_bits)));
-    const __m512 unit = _mm512_set1_ps(in_units), two = _mm512_set1_ps(2.0f);
+    const __m512 unit = _mm512_set1_ps(in_units), two = _mm512_set1_ps(2.0f), one_scale = _mm512_loadu_ps(scales);
+    const __m512 near = _mm512_set1_ps(float(job.clip * (1 - 1.0 / 64)));
     for (int64_t i = 0; i < n; i += 64) {
       const __m512i code = _mm512_loadu_si512(codes + i), shuffled = _mm512_permutexvar_epi8(order, code);
       a.kept += __builtin_popcountll(_mm512_test_epi8_mask(code, magnitude));
@@ -383,31 +442,32 @@ struct Rows {
       const __m512i upper = _mm512_permutex2var_epi8(high0, shuffled, high1);
       const __m512i signed_upper = _mm512_ternarylogic_epi32(upper, shuffled, sign, 0xf8);  // upper | (code & sign)
       const __m512i halves[] = {_mm512_unpacklo_epi8(lower, signed_upper), _mm512_unpackhi_epi8(lower, signed_upper)};
+      __mmask16 far = __mmask16(-1);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         const __m512i word = _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, j % 2 ? second : first, halves[j / 2]);
         __mmask16 nonzero;
         const __m512 value = values(x + i, j, first, second, a, nonzero);
-        const __m512 y = _mm512_mul_ps(value, unit);
-        const __m512 q = _mm512_mul_ps(_mm512_castsi512_ps(word), _mm512_loadu_ps(scales + (i + 16 * j) * step));
+        const __m512 y = _mm512_mul_ps(value, unit), scale = EACH ? _mm512_loadu_ps(scales + i + 16 * j) : one_scale;
+        const __m512 q = _mm512_mul_ps(_mm512_castsi512_ps(word), scale);
         const __m512 e = _mm512_sub_ps(y, q), size = _mm512_abs_ps(e), most = _mm512_abs_ps(y), square = _mm512_mul_ps(y, y);
-        a.sums[0] += y;
-        a.sums[1] += most;
-        a.sums[2] += square;
-        a.sums[3] = _mm512_fmadd_ps(square, square, a.sums[3]);
-        a.sums[4] = _mm512_fmadd_ps(e, e, a.sums[4]);
-        a.sums[5] = _mm512_fmadd_ps(y, e, a.sums[5]);
+        sx += y, sabs += most, sxx += square;
+        sx4 = _mm512_fmadd_ps(square, square, sx4);
+        see = _mm512_fmadd_ps(e, e, see);
+        sxe = _mm512_fmadd_ps(y, e, sxe);
         // one step of Newton's makes 28 bits of 14: size / most = size * r * (2 - most * r)
         const __m512 r = _mm512_maskz_rcp14_ps(nonzero, most), better = _mm512_fnmadd_ps(most, r, two);
-        a.sums[6] = _mm512_fmadd_ps(_mm512_mul_ps(size, r), better, a.sums[6]);
-        a.max_error = _mm512_max_ps(size, a.max_error);
+        srel = _mm512_fmadd_ps(_mm512_mul_ps(size, r), better, srel);
+        max_error = _mm512_max_ps(size, max_error);
+        if (EACH) far &= _mm512_cmp_ps_mask(most, _mm512_mul_ps(scale, near), _CMP_LT_OQ);
       }
+      if (EACH && far != __mmask16(-1)) a.clipped += count_clipped(x + i, codes + i, 64, scales + i, true, in_units);
     }
-    sums = a;
+    sums = {{sx, sabs, sxx, sx4, see, sxe, srel}, max_error, a};
   }
 
   // Numbers 16 j to 16 j + 15 of 64.
-  static inline __m512 values(const Int* x, int j, __m512i first, __m512i second, Swift& a, __mmask16& nonzero) {
+  static inline __m512 values(const Int* x, int j, __m512i first, __m512i second, Words& a, __mmask16& nonzero) {
     if (!WORDS) {
       const __m512i bits = _mm512_loadu_si512(x + 16 * j), size = magnitudes(bits);
       nonzero = _mm512_test_epi32_mask(size, size);
