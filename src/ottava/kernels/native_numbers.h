@@ -370,9 +370,15 @@ struct Rows {
     Words words;
   };
 
+  __attribute__((noinline)) bool all_finite(const Int* x) const {
+    bool finite = true;
+    for (int64_t i = 0; i < job.cols; i++) finite &= (x[i] & T::mask) < T::infinity;
+    return finite;
+  }
+
   // False where a product might be subnormal or infinite.
   bool swift(const Int* x, const uint8_t* codes, int64_t number, int32_t exponent, Stretch& s, Row& row) const {
-    if (!clean) return false;
+    if (!clean && !all_finite(x)) return false;  // by row, so that a part of a tensor adds up as it does in the whole
     const int32_t least_code = smaller(1 - job.bias - job.mantissa_bits, 0);  // exponents of codes: the smallest ..
     const int32_t last_code = larger((1 << (job.bits - 1 - job.mantissa_bits)) - job.bias, 0);  // .. and beyond the largest
     const int32_t low_scale = 1 - least_code - smaller(exponent, 0), high_scale = 253 - last_code - larger(exponent, 0);
