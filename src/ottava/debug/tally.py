@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 Merge = Literal["sum", "max", "min"]
 Detail = Literal["numbers", "exponents", "blocks"]
-"""How much is summed: all but histograms over elements; the one of magnitudes, too; those below the amax of blocks, too."""
+"""How much is summed: no histograms over elements; that of magnitudes; those below the amax of blocks, too."""
 DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks")
 """Each has what those before it have."""
 Key = TypeVar("Key", bound=Hashable)

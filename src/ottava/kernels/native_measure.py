@@ -1,5 +1,5 @@
-"""Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, histograms as far as they are asked for; and
-the casts themselves, where nobody made them yet.
+"""Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, with the histograms that are asked
+for; and the casts themselves, where nobody made them yet.
 
 What is summed is told to the library by name and place; this file knows neither tallies nor statistics.
 """
@@ -218,7 +218,7 @@ def measure(
     Args:
         places: where each of FIELDS begins in a vector of sums.
         width: length of that vector.
-        detail: 0: all but the histograms over elements; 1: that of magnitudes, too; 2: those below the amax of blocks, too.
+        detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
         used: how much of the vector these fields take, from its beginning; None: all of it.
     Returns:
         (fp64 (looks, width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as many

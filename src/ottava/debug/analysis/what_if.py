@@ -197,15 +197,15 @@ def predict(
             if spec is None:
                 found.append(_untouched(key, recipe.name, len(rows)))
                 continue
+            asked = _at_worst(spec) if assumed else spec
+            told = rows if asked.granularity == PER_TENSOR else in_blocks
             if str(spec.to_dict()) not in numbers:
                 scale = scales.of(key, rows, spec) if spec.predicted else None
                 known = not spec.predicted or scale is not None
-                asked = _at_worst(spec) if assumed else spec
-                told = rows if asked.granularity == PER_TENSOR else in_blocks
                 numbers[str(spec.to_dict())] = expect(told.tallies, asked, scale=scale) if known and len(told) else None
             notes = [scales.note] if spec.predicted and scales.note else []
             notes += ["x.T was not recorded: at worst"] if assumed and not spec.granularity.transposes else []
-            found.append(_prediction(key, recipe.name, spec, rows, numbers[str(spec.to_dict())], notes))
+            found.append(_prediction(key, recipe.name, spec, told, numbers[str(spec.to_dict())], notes))
     return found
 
 

@@ -119,8 +119,8 @@ class Table:
         return Table(columns, whole.take(index), [self.reported[i] for i in index])
 
     def has_histograms(self, name: str = "exponents") -> Any:
-        """bool (rows,): those that hold a histogram of that name. Rows of light looks have none, nor have those of which
-        only finished statistics were reported; a watch's `detail` decides which full looks have."""
+        """bool (rows,): those that hold a histogram of that name. Light rows have none, nor have those of which
+        only finished statistics were reported; a watch's `detail` decides which the full ones have."""
         whole = self.tallies
         return whole.filled(name) if isinstance(whole, LazyTally) else np.asarray(getattr(whole, name)).any(axis=1)
 

@@ -87,8 +87,9 @@ class WatchConfig(RefusesUnknownFields):
     sample: int = 16
     """Of tensors with many rows, one band of 128 rows in so many is measured; another one at every look. 1: all."""
     detail: Detail = "blocks"
-    """What is recorded besides numbers. "numbers": nothing, at a tenth of the price. "exponents": how many elements there
-    are of each magnitude. "blocks": also how far below the amax of their block, for every block size, which what-if needs."""
+    """How elements are spread: "numbers" records nothing of it, at a tenth of the price; "exponents" how many there are
+    of each magnitude; "blocks" also how far they lie below the amax of their block, for every block size, which what-if
+    needs."""
     light: bool = True
     """amax of inputs and gradients in every step, in a ring that triggers put on record."""
     flight: int = 64
