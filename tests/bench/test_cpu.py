@@ -67,10 +67,13 @@ def test_one_storage_is_counted_once() -> None:
 
 
 def test_statistics_compare_a_watched_step_with_an_unwatched_one() -> None:
-    """Per tensor and in blocks."""
+    """Per tensor and in blocks; numbers of all elements, and everything of some bands."""
     cases = list(cpu.bench(["statistics"], Settings(rounds=2)))
-    assert [case.name for case in cases] == ["block, tensorwise, 3 steps", "block, blockwise, 3 steps"]
-    assert [timing.name for timing in cases[0].timings] == ["unwatched", "full statistics, every step"]
+    looks = ("detail=numbers, sample=1", "detail=blocks, sample=16")
+    assert [case.name for case in cases] == [
+        f"block, {recipe}, 3 steps, {look}" for recipe in ("tensorwise", "blockwise") for look in looks
+    ]
+    assert [timing.name for timing in cases[0].timings] == ["unwatched", "every step"]
 
 
 def test_the_demo_has_tokens_a_second() -> None:

@@ -12,7 +12,8 @@ import typer
 import ottava
 from ottava.cli.what_if import what_if
 from ottava.debug.analysis.what_if import FLOORS
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure, measure_packed
+from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import RunError, SlotKey
 from ottava.debug.run.writer import RunWriter
 
@@ -73,6 +74,16 @@ def test_bad_input(watched: Path, tmp_path: Path) -> None:
     RunWriter(tmp_path / "empty").close()
     with pytest.raises(RunError, match="no histograms"):
         run(tmp_path / "empty")
+
+
+def test_numbers_alone_are_said_to_be_too_little(watched: Path, tmp_path: Path) -> None:
+    x = torch.randn(64, 64)
+    key = Run.open(watched).table().slots()[0]
+    tally = measure_packed(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), detail="numbers").tally()
+    with RunWriter(tmp_path / "numbers") as writer:
+        writer.tally(1, key, tally)
+    with pytest.raises(RunError, match='this run was watched with detail="numbers"; watch with detail="blocks"'):
+        run(tmp_path / "numbers")
 
 
 def test_help_names_the_floors_that_there_are() -> None:

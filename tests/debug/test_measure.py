@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 import ottava
 from ottava.debug.measure import BAND_ROWS, measure, measure_packed, sample_bands, survey, take_bands, take_bands_of
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import GRANULARITIES, Tally, tally_fields
+from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, GRANULARITIES, SUM_WIDTH, Detail, Tally, tally_fields
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 
@@ -268,7 +268,7 @@ def test_more_elements_than_fp32_can_count() -> None:
 def test_a_single_row_of_more_than_fp32_can_count() -> None:
     """A weight gradient may be one long row; its sums in fp32 stay good."""
     x = torch.rand(1, 2**24 + 3).to(torch.bfloat16)
-    tally = measure_packed(x, ottava.quantize(x, E4M3), fine=False).tally()
+    tally = measure_packed(x, ottava.quantize(x, E4M3), detail="exponents").tally()
     assert tally.n == tally.n_nonzero + (x == 0).sum() == 2**24 + 3
     assert tally.sx == pytest.approx(float(x.double().sum()), rel=1e-6)
     assert tally.sxx == pytest.approx(float(x.double().square().sum()), rel=1e-6)
@@ -337,16 +337,20 @@ def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
     assert (tally.n, tally.n_total, tally.n_nonfinite, tally.amax) == (BAND_ROWS * 8, x.numel(), 1, 64)
 
 
-def test_without_the_fine_histograms_all_else_is_the_same() -> None:
-    """fine=False leaves out what what-if needs, and nothing else."""
+def test_details_differ_in_the_histograms_over_elements_only() -> None:
+    """Each leaves out what those after it add, and nothing else; the bits of all else are the same."""
+    assert set(DETAILS) == {f.metadata["detail"] for f in tally_fields()} == set(get_args(Detail))
+    assert DETAIL_WIDTHS["blocks"] == SUM_WIDTH
     x = hard(200, 130, torch.float32)
     x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3, BLOCK_128X128))
-    full, coarse = measure(x, x_q), measure_packed(x, x_q, fine=False).tally()
-    for f in tally_fields():
-        if "below" in f.name:
-            assert not getattr(coarse, f.name).any()
-        else:
-            assert np.array_equal(getattr(full, f.name), getattr(coarse, f.name)), f.name
+    full = measure(x, x_q)
+    for i, detail in enumerate(DETAILS):
+        some = measure_packed(x, x_q, detail=detail).tally()
+        for f in tally_fields():
+            if f.metadata["detail"] in DETAILS[: i + 1]:
+                assert np.array_equal(getattr(full, f.name), getattr(some, f.name)), f.name
+            else:
+                assert not getattr(some, f.name).any(), f.name
 
 
 # --- which number sees which fault ----------------------------------------------------------------------------------

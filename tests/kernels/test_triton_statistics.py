@@ -53,6 +53,18 @@ def filled(x: Tensor, x_q: QuantizedTensor, *, every: int = 1, phase: int = 0, o
     return read_slot(slot)
 
 
+def test_a_slot_without_the_histogram_has_the_same_numbers() -> None:
+    """It is that much shorter."""
+    x = torch.randn(70, 300)
+    x_q = cast(x, QuantizationSpec(E4M3))
+    slot = new_slot(DEVICE, histogram=False)
+    fill(slot, x, x_q, 1, 0)
+    assert len(slot) == len(NUMBERS)
+    truth = filled(x, x_q)
+    del truth["exponents"]
+    assert read_slot(slot) == truth
+
+
 def fill(slot: Tensor, x: Tensor, x_q: QuantizedTensor, every: int, phase: int, on: int = 1) -> None:
     there = replace(x_q, data=x_q.data.to(DEVICE), scale_inv=x_q.scale_inv.to(DEVICE))
     where, switch = torch.tensor(phase, device=DEVICE), torch.tensor(on, dtype=torch.int32, device=DEVICE)

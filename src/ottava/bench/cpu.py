@@ -26,6 +26,7 @@ from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
 from ottava.debug.measure import Packed, found_by, measure_packed, sample_bands, take_bands, take_bands_of
+from ottava.debug.tally import Detail
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.kernels import reference
@@ -54,6 +55,11 @@ BUILDS = 5
 """The most rounds of compiling."""
 WATCHED_STEPS = 3
 """Steps of a round."""
+WATCHES: tuple[Mapping[str, Any], ...] = (
+    MappingProxyType({"detail": "numbers", "sample": 1}),
+    MappingProxyType({"detail": "blocks", "sample": 16}),
+)
+"""Settings of the watches whose price is measured."""
 
 Variants = dict[str, Callable[[], object]]
 
@@ -189,8 +195,9 @@ def _casts(n: int) -> Variants:
         "ottava tensor": lambda: quantize(x, tensor),
         "ottava tensor, scale known": lambda: quantize(x, delayed, scale=scale),
         "ottava 1x32": lambda: quantize(x, mx),
-        "ottava tensor, with statistics of 1 band in 16": lambda: _measured(x, tensor, 16),
-        "ottava tensor, with statistics of all": lambda: _measured(x, tensor, 1),
+        "ottava tensor, with statistics": lambda: _measured(x, tensor, 1, "numbers"),
+        "ottava tensor, with statistics and histograms, 1 band in 16": lambda: _measured(x, tensor, 16, "blocks"),
+        "ottava tensor, with statistics and histograms": lambda: _measured(x, tensor, 1, "blocks"),
     }
     if n <= 1 << 22:
         variants["ottava tensor, no compiler"] = lambda: reference.quantize(x, tensor)
@@ -220,13 +227,13 @@ def _gemms(a: Tensor, b: Tensor) -> Variants:
     return variants
 
 
-def _measured(x: Tensor, spec: QuantizationSpec, every: int) -> Packed:
+def _measured(x: Tensor, spec: QuantizationSpec, every: int, detail: Detail) -> Packed:
     """Casts, and measures the cast as a watch does."""
     x_q = quantize(x, spec)
     extent = found_by(x_q, x.numel())
     if (bands := sample_bands(x.shape[0], every, 0)) is not None:
         x, x_q = take_bands(x, bands), take_bands_of(x_q, bands)
-    return measure_packed(x, x_q, extent=extent)
+    return measure_packed(x, x_q, extent=extent, detail=detail)
 
 
 def _linear(settings: Settings) -> Iterator[Case]:
@@ -259,12 +266,14 @@ def _statistics(settings: Settings) -> Iterator[Case]:
                 step()
                 optimizer.step()
 
-        with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", {"every": 1}) as seen:
-            variants: Variants = {"unwatched": steps, "full statistics, every step": steps}
-            timings = settings.time(variants, {"unwatched": seen.paused})
-            if seen.steps_done < settings.rounds * WATCHED_STEPS:
-                raise RuntimeError(f"statistics: {seen.steps_done} watched steps were seen: that is not what was timed")
-        yield Case("statistics", f"block, {recipe}, {WATCHED_STEPS} steps", timings)
+        for looks in WATCHES:
+            with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", {"every": 1, **looks}) as seen:
+                variants: Variants = {"unwatched": steps, "every step": steps}
+                timings = settings.time(variants, {"unwatched": seen.paused})
+                if seen.steps_done < settings.rounds * WATCHED_STEPS:
+                    raise RuntimeError(f"statistics: {seen.steps_done} watched steps were seen: not what was timed")
+            what = ", ".join(f"{name}={value}" for name, value in looks.items())
+            yield Case("statistics", f"block, {recipe}, {WATCHED_STEPS} steps, {what}", timings)
 
 
 def _demo(settings: Settings) -> Iterator[Case]:

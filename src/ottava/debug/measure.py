@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ottava.casts import quantize
 from ottava.debug.tally import (
+    DETAIL_WIDTHS,
+    DETAILS,
     EXPONENT_BINS,
     EXTREME_FIELDS,
     GRANULARITIES,
@@ -27,6 +29,7 @@ from ottava.debug.tally import (
     SPREAD_BINS,
     SUM_FIELDS,
     SUM_WIDTH,
+    Detail,
     Tally,
     unpack,
 )
@@ -116,7 +119,9 @@ def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
     return torch.tensor([largest, largest, 0.0, elements], dtype=torch.float64)
 
 
-def measure_packed(x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = None, fine: bool = True) -> Packed:
+def measure_packed(
+    x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = None, detail: Detail = "blocks"
+) -> Packed:
     """As `measure`, left on the device.
 
     Args:
@@ -124,14 +129,14 @@ def measure_packed(x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = N
         x_q: the same elements after it.
         extent: the `survey` of the tensor of which x is a sample of rows: amax, the count of non-finite elements and
             the error of a predicted scale are taken from it.
-        fine: fill the histograms of elements below the amax of their block, too, which cost as much as all else.
+        detail: which histograms over elements are filled; the others are left empty. They are what a tally costs.
     """
-    packed = measure_all([Look(x, x_q, survey(x) if extent is None else extent)], fine=fine)
+    packed = measure_all([Look(x, x_q, survey(x) if extent is None else extent)], detail=detail)
     return Packed(packed.sums[0], packed.extremes[0])
 
 
 @torch.no_grad()
-def measure_all(looks: Sequence[Look], *, fine: bool = True) -> Packed:
+def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
     """The tallies of several casts, made or still to be made: sums (looks, SUM_WIDTH), extremes (looks, ...).
 
     Example:
@@ -142,8 +147,9 @@ def measure_all(looks: Sequence[Look], *, fine: bool = True) -> Packed:
     """
     looks = [look._replace(x=look.x.detach()) for look in looks]
     if all(native_measure.supports_measure(look.x, look.cast) is None for look in looks):
-        return Packed(*native_measure.measure(looks, _places(), SUM_WIDTH, fine=fine))
-    return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, fine) for look in looks), strict=True)))
+        level = DETAILS.index(detail)
+        return Packed(*native_measure.measure(looks, _places(), SUM_WIDTH, detail=level, used=DETAIL_WIDTHS[detail]))
+    return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, detail) for look in looks), strict=True)))
 
 
 def cast_of(look: Look) -> QuantizedTensor:
@@ -160,13 +166,13 @@ def cast_of(look: Look) -> QuantizedTensor:
         return quantize(look.x, spec, scale=scale)
 
 
-def _walked(look: Look, fine: bool) -> Packed:
+def _walked(look: Look, detail: Detail) -> Packed:
     x, x_q = look.x, cast_of(look)
     if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
-        return measure_packed(x, x_q, extent=look.extent, fine=fine)  # only the cast had to be made elsewhere
+        return measure_packed(x, x_q, extent=look.extent, detail=detail)  # only the cast had to be made elsewhere
     extent = look.extent
     clean = x.device.type == "cpu" and not float(extent[2])
-    walk = _Walk(x, x_q, extent[1].to(torch.float32), clean, fine)
+    walk = _Walk(x, x_q, extent[1].to(torch.float32), clean, detail)
     for start in range(0, x.shape[0], BAND_ROWS):
         walk.band(start, min(start + BAND_ROWS, x.shape[0]))
     walk.sums |= {"n_total": extent[3], "n_casts": _f64(1, x), "n_nonfinite": extent[2]}
@@ -230,8 +236,8 @@ def _f64(value: float, like: Tensor) -> Tensor:
 class _Walk:
     """Sums and extremes while bands go by."""
 
-    def __init__(self, x: Tensor, x_q: QuantizedTensor, amax: Tensor, clean: bool, fine: bool) -> None:
-        self.x, self.x_q, self.amax, self.clean, self.fine = x, x_q, amax, clean, fine
+    def __init__(self, x: Tensor, x_q: QuantizedTensor, amax: Tensor, clean: bool, detail: Detail) -> None:
+        self.x, self.x_q, self.amax, self.clean, self.detail = x, x_q, amax, clean, detail
         self.format: Format = x_q.spec.format
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
@@ -305,7 +311,7 @@ class _Walk:
             "sx4": (squares * squares).sum(1),
             "see": (e * e).sum(1),
             "sxe": (y * e).sum(1),
-            "srel": error.abs().div_(torch.where(magnitude > 0, magnitude, 1.0)).sum(1),
+            "srel": error.abs().div_(torch.where(magnitude > 0, magnitude, math.inf)).sum(1),
         }
         powers = {"sx": 1, "sabs": 1, "sxx": 2, "sx4": 4, "see": 2, "sxe": 2, "srel": 0}
         for name, per_row in rows.items():
@@ -317,7 +323,7 @@ class _Walk:
         weights = alive.to(torch.float64)
         self._add("row_sqnr", torch.bincount(bins.to(torch.int64), weights, minlength=ROW_SQNR_BINS))
         self._add("n_rows", weights.sum())
-        return squares.to(torch.float64).mul_((self.unit / unit).square()) if self.fine else squares
+        return squares.to(torch.float64).mul_((self.unit / unit).square()) if self.detail == "blocks" else squares
 
     def _extend(self, bits: Tensor, error: Tensor) -> None:
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
@@ -326,14 +332,15 @@ class _Walk:
         self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
 
     def _histograms(self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor) -> None:
-        counts = torch.bincount((bits >> _QUARTER_OCTAVE).flatten(), minlength=EXPONENT_BINS).to(torch.float64)
-        counts[0] -= zeros
-        self._add("exponents", counts)
+        if self.detail != "numbers":
+            counts = torch.bincount((bits >> _QUARTER_OCTAVE).flatten(), minlength=EXPONENT_BINS).to(torch.float64)
+            counts[0] -= zeros
+            self._add("exponents", counts)
         spread = floor_log2(self.amax / torch.where(blocks > 0, blocks, 1.0)).clamp(0, SPREAD_BINS - 1)
         self._add(
             "block_spread", torch.bincount(spread.flatten(), (blocks > 0).flatten().double(), minlength=SPREAD_BINS)
         )
-        if not self.fine:
+        if self.detail != "blocks":
             return
         for name, granularity in _BLOCKS:
             largest = blocks if granularity == BLOCK_1X128 else block_amaxes(magnitude, granularity)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.debug.observer import Key, watch_doors
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Detail, Tally
 from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.quantized_tensor import QuantizedTensor
 
@@ -23,6 +23,9 @@ class Slots:
     Args:
         model: its ottava layers are watched, until `remove` or the end of a `with`.
         every: one tile of 16 x 128 elements in so many is looked at.
+        detail: "exponents", or "numbers" for no histogram at all.
+    Raises:
+        ValueError: every is less than 1, or another detail.
 
     A tally of these has no histograms but that of the exponents, and nothing about rows, blocks and scales: those need
     more than a tile. Slots are made at the first cast of each door, so a CUDA graph is captured after a warm-up, as
@@ -39,9 +42,12 @@ class Slots:
         ({}, {'triton: runs on cuda; got cpu'})
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 64) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 64, detail: Detail = "exponents") -> None:
         if every < 1:
             raise ValueError(f"Slots: every is {every}; needs 1 (each tile) or more")
+        if detail not in ("numbers", "exponents"):
+            raise ValueError(f"Slots: detail is {detail!r}; needs 'numbers' or 'exponents': tiles know no other blocks")
+        self.detail = detail
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.every = every
         self.refused: dict[Key, str] = {}
@@ -62,11 +68,14 @@ class Slots:
     def clear(self) -> None:
         """Forgets what was seen, in place."""
         for slot in self._slots.values():
-            slot.copy_(new_slot(slot.device))
+            slot.copy_(self._new_slot(slot.device))
 
     def tallies(self) -> dict[Key, Tally]:
         """What was seen since the last `clear`. Waits for the device."""
         return {key: Tally(**read_slot(slot)) for key, slot in self._slots.items()}
+
+    def _new_slot(self, device: torch.device) -> Tensor:
+        return new_slot(device, histogram=self.detail != "numbers")
 
     def remove(self) -> None:
         """No more; what was seen stays."""
@@ -84,5 +93,5 @@ class Slots:
             self.refused[key] = reason
             return
         if key not in self._slots:
-            self._slots[key] = new_slot(x.device)
+            self._slots[key] = self._new_slot(x.device)
         fill_slot(self._slots[key], x, x_q, every=self.every, phase=self._phase, on=self._on)

@@ -19,6 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 Merge = Literal["sum", "max", "min"]
+Detail = Literal["numbers", "exponents", "blocks"]
+"""How much is summed: no histograms over elements; that of magnitudes; those below the amax of blocks, too."""
+DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks")
+"""Each has what those before it have."""
 Key = TypeVar("Key", bound=Hashable)
 Number = Any
 """A float, or one float64 for every row of a table."""
@@ -37,13 +41,13 @@ GRANULARITIES = ("row", "1x128", "1x32", "128x128")
 """Blocks for which it is recorded how far below their amax elements lie, whatever the recipe: `what_if` asks."""
 
 
-_SUM = MappingProxyType({"merge": "sum", "bins": 0})
-_MAX = MappingProxyType({"merge": "max", "bins": 0})
-_MIN = MappingProxyType({"merge": "min", "bins": 0})
+_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers"})
+_MAX = MappingProxyType({"merge": "max", "bins": 0, "detail": "numbers"})
+_MIN = MappingProxyType({"merge": "min", "bins": 0, "detail": "numbers"})
 
 
-def _histogram(bins: int) -> Any:
-    return field(default_factory=partial(np.zeros, bins), metadata={"merge": "sum", "bins": bins})
+def _histogram(bins: int, detail: Detail = "numbers") -> Any:
+    return field(default_factory=partial(np.zeros, bins), metadata={"merge": "sum", "bins": bins, "detail": detail})
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,25 +119,25 @@ class Tally:
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
     scale_error_min: Number = field(default=math.inf, metadata=_MIN)
     """Smallest one: below 0, low bits are lost."""
-    exponents: Bins = _histogram(EXPONENT_BINS)
-    """Non-zero elements by magnitude."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by their own SQNR."""
     block_spread: Bins = _histogram(SPREAD_BINS)
     """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
-    below_row: Bins = _histogram(RELATIVE_BINS)
+    exponents: Bins = _histogram(EXPONENT_BINS, "exponents")
+    """Non-zero elements by magnitude."""
+    below_row: Bins = _histogram(RELATIVE_BINS, "blocks")
     """Non-zero elements by magnitude relative to the amax of their row ..."""
-    energy_below_row: Bins = _histogram(RELATIVE_BINS)
+    energy_below_row: Bins = _histogram(RELATIVE_BINS, "blocks")
     """... and their sum of x**2."""
-    below_1x128: Bins = _histogram(RELATIVE_BINS)
+    below_1x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     """The same for blocks of 1x128, ..."""
-    energy_below_1x128: Bins = _histogram(RELATIVE_BINS)
-    below_1x32: Bins = _histogram(RELATIVE_BINS)
+    energy_below_1x128: Bins = _histogram(RELATIVE_BINS, "blocks")
+    below_1x32: Bins = _histogram(RELATIVE_BINS, "blocks")
     """... of 1x32 ..."""
-    energy_below_1x32: Bins = _histogram(RELATIVE_BINS)
-    below_128x128: Bins = _histogram(RELATIVE_BINS)
+    energy_below_1x32: Bins = _histogram(RELATIVE_BINS, "blocks")
+    below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     """... and of 128x128."""
-    energy_below_128x128: Bins = _histogram(RELATIVE_BINS)
+    energy_below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
 
     def __add__(self, other: Tally) -> Tally:
         merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -162,6 +166,13 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
 EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
 SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
+DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
+    {
+        detail: sum(f.metadata["bins"] or 1 for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1])
+        for i, detail in enumerate(DETAILS)
+    }
+)
+"""How much of a vector of SUM_WIDTH is filled, from its beginning: fields are in the order of DETAILS."""
 
 
 class Tallies(Mapping[Key, Tally]):

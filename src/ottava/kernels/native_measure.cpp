@@ -56,32 +56,41 @@ void measure_scales(const Job& job, const Library& library) {
 // scratch: of each thread.
 template <class T>
 void measure(const Job& job, const Library& library, Scratch* scratch, int threads) {
-  const int64_t bands = (job.rows + BAND - 1) / BAND, width = library.width;
-  const int team = int(between<int64_t>(smaller<int64_t>(bands, job.rows * job.cols / 16384), 1, threads));
-  const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, cells = BAND * job.cols, wave = smaller(bands, WAVE);
+  const int64_t bands = (job.rows + BAND - 1) / BAND, chunks = (job.cols + CHUNK - 1) / CHUNK, cells = BAND * job.cols;
+  const bool histograms = job.detail >= EXPONENTS;
+  const int share = int(between<int64_t>(job.rows * job.cols / 16384, 1, threads));
+  // without histograms, bands can be taken apart: their groups' sums are added in the same order
+  const int64_t span = histograms || bands >= 2 * share ? BAND : GROUP, spans = (job.rows + span - 1) / span;
+  const int team = int(smaller<int64_t>(spans, share));
   for (int i = 0; i < team; i++) {
     Scratch& s = scratch[i];
-    need(s.blocks[0].make(BAND) && s.blocks[1].make(BAND * chunks));
-    need(s.blocks[2].make(BAND * ((job.cols + 31) / 32)) && s.blocks[3].make(chunks));
+    need(s.blocks[1].make(histograms ? BAND * chunks : chunks));
+    need(!histograms || (s.blocks[0].make(BAND) && s.blocks[2].make(BAND * ((job.cols + 31) / 32)) && s.blocks[3].make(chunks)));
     need(job.x_col == 1 || s.x.make(cells * int64_t(sizeof(typename T::Int))));
     need(job.code_col == 1 || s.codes.make(cells));
   }
-  const Array<double> slots(wave * (width + 3));
+  const int64_t width = library.width, wave = smaller(spans, WAVE);
+  const Array<double> slots((wave + 1) * (width + 3));
   need(bool(slots));
+  double* whole = slots.get() + wave * (width + 3);  // of a band
   const Walk<T> walk(job, library.places);
-  for (int64_t start = 0; start < bands; start += WAVE) {
-    const int64_t count = smaller(WAVE, bands - start);
-    fill(slots.get(), wave * (width + 3), 0.0);
+  for (int64_t start = 0; start < spans; start += wave) {
+    const int64_t count = smaller(wave, spans - start);
+    fill(slots.get(), count * (width + 3), 0.0);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
     for (int64_t i = 0; i < count; i++) {
       const int thread = team > 1 ? thread_number() : 0;
       double* slot = slots.get() + i * (width + 3);
       slot[width + AMIN] = -__builtin_inf();
-      walk.band(start + i, scratch[thread], slot, slot + width);
+      const int64_t top = (start + i) * span;
+      walk.band(top, smaller(span, job.rows - top), scratch[thread], slot, slot + width);
     }
     for (int64_t i = 0; i < count; i++) {
       const double* slot = slots.get() + i * (width + 3);
-      for (int64_t k = 0; k < width; k++) job.sums[k] += slot[k];
+      const int64_t end = (start + i + 1) * span;
+      if ((end - span) % BAND == 0) fill(whole, width, 0.0);
+      for (int64_t k = 0; k < width; k++) whole[k] += slot[k];
+      for (int64_t k = 0; k < width && (end % BAND == 0 || end >= job.rows); k++) job.sums[k] += whole[k];
       job.extremes[AMIN] = larger(job.extremes[AMIN], slot[width + AMIN]);
       job.extremes[MAX_ERROR] = larger(job.extremes[MAX_ERROR], slot[width + MAX_ERROR]);
     }

@@ -1,5 +1,5 @@
-"""Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, every histogram included; and the
-casts themselves, where nobody made them yet.
+"""Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, with the histograms that are asked
+for; and the casts themselves, where nobody made them yet.
 
 What is summed is told to the library by name and place; this file knows neither tallies nor statistics.
 """
@@ -28,13 +28,13 @@ NAME = "native_measure"
 
 FIELDS = (
     *("n", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow", "n_rows"),
-    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "exponents", "row_sqnr", "block_spread"),
+    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "row_sqnr", "block_spread", "exponents"),
     *("below_row", "energy_below_row", "below_1x128", "energy_below_1x128"),
     *("below_1x32", "energy_below_1x32", "below_128x128", "energy_below_128x128"),
     *("n_scales", "scale_log2", "scale_log2_squared"),
     *("n_total", "n_casts", "n_nonfinite", "n_predicted", "scale_error"),
 )
-"""What is summed, in the order of `Field` in native_measure.h."""
+"""What is summed, in the order of `Field` in native_numbers.h."""
 EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
@@ -64,13 +64,13 @@ class Look(NamedTuple):
 
 
 class _Job(ctypes.Structure):
-    """`Job` in native_measure.h."""
+    """`Job` in native_numbers.h."""
 
     _fields_ = (
         *((name, _POINTERS) for name in ("x", "codes", "scale_inv", "cast", "given", "extent")),
         *((name, _SIZES) for name in ("rows", "cols", "x_row", "x_col", "code_row", "code_col")),
         *((name, _SIZES) for name in ("block_rows", "block_cols", "grid_cols", "scale_count")),
-        *((name, _INTS) for name in ("mantissa_bits", "bias", "bits", "special_code", "fine", "tie_clips")),
+        *((name, _INTS) for name in ("mantissa_bits", "bias", "bits", "special_code", "detail", "tie_clips")),
         *((name, _INTS) for name in ("predicted", "by_whole")),
         ("clip", ctypes.c_double),
         ("sums", _POINTERS),
@@ -214,14 +214,15 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
 
 
 def measure(
-    looks: Sequence[Look], places: Mapping[str, int], width: int, *, fine: bool = True
+    looks: Sequence[Look], places: Mapping[str, int], width: int, *, detail: int = 2, used: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums over the finite elements of each x; call `supports_measure` for each look first.
 
     Args:
         places: where each of FIELDS begins in a vector of sums.
         width: length of that vector.
-        fine: also fill the histograms of elements below the amax of their block.
+        detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
+        used: how much of the vector these fields take, from its beginning; None: all of it.
     Returns:
         (fp64 (looks, width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as many
         threads as torch uses, of several each takes some; the bits do not depend on their number.
@@ -232,8 +233,8 @@ def measure(
     for dtype in dict.fromkeys(look.x.dtype for look in looks):
         own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(own))()
-        kept = [_fill(job, looks[i], fine, sums[i], extremes[i]) for job, i in zip(jobs, own, strict=True)]
-        told = _Library(places=ctypes.cast(starts, _POINTERS), width=width)
+        kept = [_fill(job, looks[i], detail, sums[i], extremes[i]) for job, i in zip(jobs, own, strict=True)]
+        told = _Library(places=ctypes.cast(starts, _POINTERS), width=width if used is None else used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or _spec(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
             assert casts is not None  # supports_measure was asked
@@ -279,7 +280,7 @@ def _spec(look: Look) -> QuantizationSpec:
     return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
 
 
-def _fill(job: _Job, look: Look, fine: bool, sums: Tensor, extremes: Tensor) -> tuple[object, ...]:
+def _fill(job: _Job, look: Look, detail: int, sums: Tensor, extremes: Tensor) -> tuple[object, ...]:
     """Returns what has to stay until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, _spec(look)
     known = _constants(spec)
@@ -290,7 +291,7 @@ def _fill(job: _Job, look: Look, fine: bool, sums: Tensor, extremes: Tensor) -> 
     job.rows, job.cols = rows, cols
     job.block_rows, job.block_cols, job.grid_cols, job.scale_count = *block, grid[1], grid[0] * grid[1]
     job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
-    job.fine, job.tie_clips, job.clip, job.predicted = int(fine), known.tie_clips, known.clip, int(spec.predicted)
+    job.detail, job.tie_clips, job.clip, job.predicted = detail, known.tie_clips, known.clip, int(spec.predicted)
     job.cast, job.extent = ctypes.addressof(known.plan.cast), look.extent.data_ptr()
     job.sums, job.extremes = sums.data_ptr(), extremes.data_ptr()
     kept: tuple[object, ...] = (x, known)

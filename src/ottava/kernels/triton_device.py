@@ -482,11 +482,12 @@ def statistics_kernel(
         tl.atomic_add(slot_ptr + 9, _total(square * square))
         tl.atomic_add(slot_ptr + 10, _total(wide_error * wide_error))
         tl.atomic_add(slot_ptr + 11, _total(wide * wide_error))
-        tl.atomic_add(slot_ptr + 12, _total(tl.abs(wide_error) / tl.where(nonzero != 0, size, 1.0)))
+        tl.atomic_add(slot_ptr + 12, _total(tl.abs(wide_error) / tl.where(nonzero != 0, size, float("inf"))))
         tl.atomic_max(slot_ptr + 13, tl.max(tl.max(size, axis=1), axis=0))
         tl.atomic_max(slot_ptr + 14, tl.max(tl.max(tl.abs(wide_error), axis=1), axis=0))
         tl.atomic_min(slot_ptr + 15, tl.min(tl.min(tl.where(nonzero != 0, size, float("inf")), axis=1), axis=0))
-        found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
-        place = tl.arange(0, BINS)
-        found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and what is not there
-        tl.atomic_add(slot_ptr + NUMBERS + place, found.to(tl.float64), mask=found > 0)
+        if BINS > 0:
+            found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
+            place = tl.arange(0, BINS)
+            found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and what is not there
+            tl.atomic_add(slot_ptr + NUMBERS + place, found.to(tl.float64), mask=found > 0)

@@ -32,7 +32,7 @@ NUMBERS = (
 )
 """What a slot holds first, under the names and with the meaning of the debugger's tally."""
 EXPONENT_BINS = 1024
-"""Then the histogram `exponents`: a quarter octave each, bits 30 to 21 of |x| in fp32."""
+"""Then, unless it is left out, the histogram `exponents`: a quarter octave each, bits 30 to 21 of |x| in fp32."""
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _AMPERE = (8, 0)
@@ -62,9 +62,9 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
     return None
 
 
-def new_slot(device: torch.device | str) -> Tensor:
-    """fp64 (len(NUMBERS) + EXPONENT_BINS,): of nothing yet."""
-    slot = torch.zeros(len(NUMBERS) + EXPONENT_BINS, dtype=torch.float64, device=device)
+def new_slot(device: torch.device | str, *, histogram: bool = True) -> Tensor:
+    """fp64 (len(NUMBERS) + EXPONENT_BINS,), or (len(NUMBERS),) without the histogram: of nothing yet."""
+    slot = torch.zeros(len(NUMBERS) + EXPONENT_BINS * histogram, dtype=torch.float64, device=device)
     slot[NUMBERS.index("amin")].fill_(math.inf)
     return slot
 
@@ -73,7 +73,7 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     """Adds what the cast of x (R, C) to x_q did to some tiles of 16 x 128 elements.
 
     Args:
-        slot: from `new_slot`; changed in place.
+        slot: from `new_slot`, which decides whether there is a histogram; changed in place.
         every: one tile in so many.
         phase: int64 (), on the device: tiles are looked at whose number, along rows, is phase modulo every.
         on: int32 (), on the device: 0 for nothing at all.
@@ -83,7 +83,7 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     if every < 1:
         raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
     spec = x_q.spec
-    launch = statistics_launch(spec)
+    launch = statistics_launch(spec, len(slot) - len(NUMBERS))
     tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()
     blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
@@ -98,19 +98,20 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
 
 
 def read_slot(slot: Tensor) -> dict[str, Any]:
-    """Field of a tally -> a number, or the histogram as a numpy array. Waits for the device.
+    """Field of a tally -> a number, or the histogram, if the slot has it, as a numpy array. Waits for the device.
 
     Example:
         >>> read_slot(new_slot("cpu"))["amin"]
         inf
     """
     values = slot.cpu()
-    return dict(zip(NUMBERS, values.tolist(), strict=False)) | {"exponents": values[len(NUMBERS) :].numpy()}
+    histogram = {"exponents": values[len(NUMBERS) :].numpy()} if len(values) > len(NUMBERS) else {}
+    return dict(zip(NUMBERS, values.tolist(), strict=False)) | histogram
 
 
 @functools.lru_cache(maxsize=256)
-def statistics_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
-    """The compile-time parameters with which `statistics_kernel` is launched."""
+def statistics_launch(spec: QuantizationSpec, bins: int = EXPONENT_BINS) -> Mapping[str, Any]:
+    """The compile-time parameters with which `statistics_kernel` is launched; bins: 0 for no histogram."""
     fmt, granularity = spec.format, spec.granularity
     step = math.ldexp(fmt.eps, fmt.emax)
     constants = {
@@ -120,7 +121,7 @@ def statistics_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
         "BIAS": fmt.bias,
         "SIGN": fmt.bits - 1,
         "TIES_CLIP": fmt.max / step % 2 != 0,  # a tie goes to the even one of its neighbours
-        "BINS": EXPONENT_BINS,
+        "BINS": bins,
         "NUMBERS": len(NUMBERS),
     }
     return MappingProxyType({**constants, **_TILE})

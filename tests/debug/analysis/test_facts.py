@@ -12,10 +12,11 @@ import ottava
 from ottava.debug.analysis.conditions import Condition, Missing
 from ottava.debug.analysis.facts import VOCABULARY, context_of
 from ottava.debug.analysis.rows import CastRows, EventRows, RunRows, StepRows
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure, measure_packed
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import DETAILS, Detail
 
 KINDS = {kind.kind: kind for kind in (CastRows, StepRows, EventRows, RunRows)}
 
@@ -88,6 +89,26 @@ def test_blocks_would_save_what_one_scale_flushes(run: Run) -> None:
     ill = (rows.value("layer") == "layers.3.fc2") & (rows.value("format") == "E4M3")
     assert rows.value("underflow_pct")[ill].min() > 10
     assert rows.value("flushed_in_blocks_pct")[ill].max() < 0.1
+
+
+@pytest.mark.parametrize("detail", DETAILS)
+def test_what_was_not_recorded_is_missing_not_zero(tmp_path: Path, detail: Detail) -> None:
+    """Conditions over blocks are unknown, and say what they need; all other facts of casts are there."""
+    with RunWriter(tmp_path / "run") as writer:
+        x = torch.randn(64, 128)
+        x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
+        key = SlotKey("fc", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+        writer.tally(1, key, measure_packed(x, x_q, detail=detail).tally())
+    rows = CastRows(context_of(Run.open(tmp_path / "run")))
+    for name in ("flushed_in_blocks_pct", "at_block_amax_pct"):
+        answer, missing = Condition.parse(f"{name} >= 0").ask(rows)
+        if detail == "blocks":
+            assert (answer.tolist(), missing) == ([1.0], set())
+        else:
+            assert np.isnan(answer).all()
+            assert 'watch with detail="blocks"' in "".join(missing)
+    assert np.isfinite(rows.value("row_sqnr_p50_db")).all()
+    assert np.isfinite(rows.value("block_spread_p50")).all()
 
 
 def test_steps(run: Run) -> None:

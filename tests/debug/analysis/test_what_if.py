@@ -23,12 +23,12 @@ from ottava.debug.analysis.what_if import (
     summary,
     thinned,
 )
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure, measure_packed
 from ottava.debug.recording import Recording
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Detail, Tally
 from ottava.recipe import RECIPES
 
 KEY = SlotKey("fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
@@ -167,8 +167,30 @@ def test_unknown_is_said_not_guessed(tmp_path: Path) -> None:
     assert tensor.clears
     assert not blocks.clears
     assert blocks.steps == 0
-    assert blocks.why == "the run did not record what E4M3[1x128, pow2] needs"
+    assert blocks.why == 'the run did not record what E4M3[1x128, pow2] needs (detail="blocks" does)'
     assert json.loads(json.dumps(blocks.to_dict(), allow_nan=False))["underflow_pct"] is None
+
+
+def test_looks_of_less_detail_are_asked_what_they_know(tmp_path: Path) -> None:
+    """A run that was resumed with another detail: nothing is told by numbers, one scale by magnitudes, blocks by
+    the looks that have them."""
+    details: tuple[Detail, ...] = ("numbers", "exponents", "blocks", "blocks")
+    torch.manual_seed(0)
+    with RunWriter(tmp_path) as writer:
+        for step, detail in enumerate(details):
+            x = massive(1e5) if detail == "numbers" else massive(1.0)
+            writer.tally(step, KEY, measure_packed(x, ottava.quantize(x, SPEC), detail=detail).tally())
+    table = Run.open(tmp_path).table()
+    assert predict(table.where(step=0)) == []
+    assert 'detail="numbers"' in table.where(step=0).not_recorded()
+    assert table.not_recorded() == ""
+    recipes = [RECIPES["tensorwise"], RECIPES["blockwise"]]
+    only_exponents = predict(table.where(step=[0, 1]), recipes)[:2]
+    assert [p.clears for p in only_exponents] == [True, False]
+    assert 'detail="blocks"' in only_exponents[1].why
+    whole, part = predict(table, recipes)[:2], predict(table.where(step=[2, 3]), recipes)[:2]
+    assert (whole[0].steps, part[0].steps) == (3, 2)
+    assert whole[1].to_dict() == part[1].to_dict()
 
 
 def test_light_rows_tell_amaxes_only(tmp_path: Path) -> None:

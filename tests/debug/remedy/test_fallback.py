@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure, measure_packed
 from ottava.debug.observer import observe
 from ottava.debug.remedy.fallback import LIMITS, Fallback, Proposal, Verdict, by_fork, by_gradient
 from ottava.debug.remedy.guard import Spike
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import Detail
 from ottava.recipe import RECIPES
 
 WIDTH = 256
@@ -139,6 +140,17 @@ def test_bf16_is_the_last_resort(looks: Looks) -> None:
     assert not model.down.resolved.fprop.quantized
     assert not model.down.resolved.wgrad.quantized
     assert model.down.resolved.dgrad.quantized
+
+
+@pytest.mark.parametrize("detail", ["numbers", "exponents"])
+def test_what_was_not_recorded_clears_nothing(looks: Looks, monkeypatch: pytest.MonkeyPatch, detail: Detail) -> None:
+    """Without histograms no finer cast is predicted to be well, so none is proposed; the proposal says why."""
+    monkeypatch.setattr("ottava.debug.observer.measure", lambda x, x_q: measure_packed(x, x_q, detail=detail).tally())
+    model = network()
+    fallback = Fallback(model, patience=1)
+    assert feed(fallback, looks, model, 1) == [["down -> bf16"]]
+    (proposal,) = fallback.proposals
+    assert ("could not be predicted: watch with detail" in proposal.why) == (detail == "numbers")
 
 
 def test_way_back_and_cooldown(looks: Looks) -> None:

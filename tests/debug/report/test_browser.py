@@ -189,6 +189,11 @@ def test_degenerate_runs_are_drawn(tmp_path: Path, kind: str) -> None:
     assert ("no finite loss from here" in text.split("<script")[0]) == (kind == "loss turns nan")
     if kind in ("light rows only", "reported only"):
         assert "No histograms are known" in text
+    if kind == "numbers":  # rows and blocks are drawn, and what was not counted is said
+        assert 'id="no-magnitudes" class="muted">' in text
+        assert 'id="magnitudes" hidden' in text
+        assert cells(text, "row-sqnr-table")
+        assert cells(text, "spread-table")
     if kind == "light rows only":
         assert cells(text, "scales-table")["3"] == ["5.00", number(448.0 / 100)]
     if kind == "reported only":

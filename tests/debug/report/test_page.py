@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from report_samples import comparison_of, diagnosis_of
 
+import ottava
 from ottava.debug.analysis.what_if import predict
+from ottava.debug.measure import measure_packed
 from ottava.debug.report import make_report, page, render_report
 from ottava.debug.report.text import number
 from ottava.debug.run.reader import Run
@@ -142,6 +145,11 @@ def degenerate(path: Path, kind: str) -> Run:
             imported = KEY._replace(format="FP8", granularity="", scale_format="", scaling="", source="import:te_log")
             for step in (100, 200):
                 writer.tally(step, imported, Tally(), reported={"underflow_pct_numel": 3.0, "mse": 1e-5})
+        if kind == "numbers":
+            x = torch.randn(64, 64)
+            x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
+            for step in (1, 2):
+                writer.tally(step, KEY, measure_packed(x, x_q, detail="numbers").tally())
         if kind == "infinite":
             writer.tally(1, KEY, Tally(n=4, n_nonzero=4, n_nonfinite=4, amax=1.0, sxx=4.0, n_casts=1))
     return Run.open(path)
@@ -155,6 +163,7 @@ KINDS = (
     "loss turns nan",
     "light rows only",
     "reported only",
+    "numbers",
     "infinite",
 )
 
@@ -166,6 +175,9 @@ def test_degenerate_runs_make_a_page(tmp_path: Path, kind: str) -> None:
     assert "No rule fired: that is no proof of health." in text
     assert ("No statistics of any tensor" in text) == (kind in ("nothing", "loss only", "loss turns nan"))
     assert ("noted no loss" in text) == (kind not in ("loss only", "one step", "loss turns nan"))
+    unknown = 'How elements are spread was not recorded: this run was watched with detail="numbers"'
+    if kind in ("numbers", "reported only", "light rows only", "nothing"):
+        assert (unknown in text) == (kind == "numbers")
     if kind == "reported only":
         assert "3.00 %" in text
 

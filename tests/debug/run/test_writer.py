@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import ottava
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure, measure_packed
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import EVENTS, MANIFEST, STATS, STEPS, RunError, SlotKey
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tallies, Tally
+from ottava.debug.tally import DETAILS, Detail, Tallies, Tally, tally_fields
 
 KEY = SlotKey("layers.0.mlp.fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
 
@@ -40,7 +40,7 @@ import itertools, sys
 from pathlib import Path
 from tests_key import KEY
 from ottava.debug.run.writer import RunWriter
-from ottava.debug.tally import Tallies, Tally
+from ottava.debug.tally import DETAILS, Detail, Tallies, Tally, tally_fields
 writer = RunWriter(Path(sys.argv[1]), flush_rows=8)
 for step in itertools.count():
     writer.step(step, loss=1.0 / (step + 1))
@@ -193,6 +193,30 @@ def test_looks_that_wait_are_written_as_their_rows(tmp_path: Path) -> None:
     ours, truth = (pq.read_table(tmp_path / name / STATS) for name in ("looks", "rows"))
     assert ours.column("layer").to_pylist() == truth.column("layer").to_pylist()
     assert ours.to_pylist() == truth.to_pylist()
+
+
+@pytest.mark.parametrize("detail", DETAILS)
+@pytest.mark.parametrize("together", [False, True])
+def test_histograms_that_nobody_counted_are_not_there(tmp_path: Path, detail: Detail, together: bool) -> None:
+    """Those that were come back, of every detail, and the others are known to be missing; not one is made of zeros."""
+    x = torch.randn(130, 200)
+    tally = measure_packed(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), detail=detail).tally()
+    with RunWriter(tmp_path / "run") as writer:
+        if together:
+            writer.tallies(1, Tallies.of({KEY: tally}))
+        else:
+            writer.tally(1, KEY, tally)
+    table = Run.open(tmp_path / "run").table()
+    known = DETAILS[: DETAILS.index(detail) + 1]
+    for f in tally_fields("histogram"):
+        recorded = f.metadata["detail"] in known
+        assert table.has_histograms(f.name).tolist() == [recorded], f.name
+        assert np.allclose(getattr(table.tally(0), f.name), getattr(tally, f.name), rtol=2.0**-23, atol=0), f.name
+    (stored,) = pq.read_table(tmp_path / "run" / STATS).to_pylist()
+    absent = {f.name for f in tally_fields("histogram") if stored[f.name] is None}
+    assert absent == {f.name for f in tally_fields("histogram") if f.metadata["detail"] not in known}
+    assert np.isfinite(table.metric("row_sqnr_p50_db")).all()
+    assert bool(table.not_recorded()) == (detail == "numbers")
 
 
 def test_light_rows_have_numbers_only(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_training_is_bit_identical(checkpointing: str, autocast: bool) -> None:
         torch.manual_seed(3)
         model = Transformer(CHECKPOINTS[checkpointing])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        collector = Collector(WatchConfig(recipes="nvfp4", fine=False, tensors=ALL))
+        collector = Collector(WatchConfig(recipes="nvfp4", detail="exponents", tensors=ALL))
         tap = ModuleTap(collector.simulate, tensors=ALL, wants=collector.wants)
         losses = []
         for step in range(3):

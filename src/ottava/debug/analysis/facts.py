@@ -59,13 +59,19 @@ def _metric(name: str) -> Callable[[CastRows], Values]:
     return lambda rows: np.asarray(rows.table.metric(name))
 
 
+def _below(rows: CastRows, name: str) -> Any:
+    if rows.count and not rows.table.has_histograms(name).any():
+        raise Missing('how far elements lie below the amax of their block (watch with detail="blocks")')
+    return np.asarray(getattr(rows.table.tallies, name))
+
+
 def _flushed_in_blocks(rows: CastRows) -> Values:
-    bins = np.asarray(rows.table.tallies.below_1x128)
+    bins = _below(rows, "below_1x128")
     return np.asarray(100 * _ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
 
 
 def _at_block_amax(rows: CastRows) -> Values:
-    bins = np.asarray(rows.table.tallies.below_1x32)
+    bins = _below(rows, "below_1x32")
     return np.asarray(100 * _ratio(bins[:, :2].sum(1), bins.sum(1)))
 
 

@@ -191,19 +191,21 @@ def predict(
     for key, rows, assumed in _tensors(table):
         gemm, side = CELLS[key.tensor, key.direction]
         numbers: dict[str, Expected | None] = {}
+        in_blocks = rows.take(np.flatnonzero(rows.has_histograms("below_row")))
         for recipe in wanted:
             spec: QuantizationSpec | None = getattr(getattr(recipe.for_layer(key.layer), gemm), side)
             if spec is None:
                 found.append(_untouched(key, recipe.name, len(rows)))
                 continue
+            asked = _at_worst(spec) if assumed else spec
+            told = rows if asked.granularity == PER_TENSOR else in_blocks
             if str(spec.to_dict()) not in numbers:
                 scale = scales.of(key, rows, spec) if spec.predicted else None
                 known = not spec.predicted or scale is not None
-                asked = _at_worst(spec) if assumed else spec
-                numbers[str(spec.to_dict())] = expect(rows.tallies, asked, scale=scale) if known else None
+                numbers[str(spec.to_dict())] = expect(told.tallies, asked, scale=scale) if known and len(told) else None
             notes = [scales.note] if spec.predicted and scales.note else []
             notes += ["x.T was not recorded: at worst"] if assumed and not spec.granularity.transposes else []
-            found.append(_prediction(key, recipe.name, spec, rows, numbers[str(spec.to_dict())], notes))
+            found.append(_prediction(key, recipe.name, spec, told, numbers[str(spec.to_dict())], notes))
     return found
 
 
@@ -366,7 +368,7 @@ def _prediction(
 ) -> Prediction:
     place = (key.layer, key.tensor, key.direction, recipe, str(spec))
     if expected is None:
-        why = f"the run did not record what {spec} needs"
+        why = f'the run did not record what {spec} needs (detail="blocks" does)'
         unknown = math.nan
         return Prediction(
             *place, unknown, unknown, unknown, unknown, unknown, 0, clears=False, why=why, cost=cell_cost(spec)

@@ -129,6 +129,8 @@ class Proposal:
     def why(self) -> str:
         """The evidence as a sentence."""
         said = "; ".join(map(str, self.evidence)) or f"{self.to} is predicted to be well again"
+        if not self.predicted:
+            said += '; finer casts could not be predicted: watch with detail="blocks"'
         return f"{said}; {self.verdict.why}" if self.verdict is not None else said
 
     def to_dict(self) -> dict[str, Any]:
@@ -319,7 +321,8 @@ class Fallback:
                 new: GemmRecipe = getattr(candidate.for_layer(name), gemm)
                 said = predict(rows, [layer.recipe.override(only_pattern(name), **{gemm: new})])
                 said = [p for p in said if p.tensor in tensors and CELLS[p.tensor, p.direction][0] == gemm]
-                if all(p.clears for p in said):
+                # of what was not recorded nothing is predicted, so nothing clears; but BF16 casts nothing
+                if all(p.clears for p in said) and (said or not new.quantized):
                     changes[gemm], cells[gemm] = candidate.name, new
                     predicted += said
                     break

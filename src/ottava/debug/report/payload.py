@@ -173,7 +173,7 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
     """
     each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    there = table.has_histograms()
+    there = table.has_histograms() | table.has_histograms("row_sqnr")
     chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
         known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if there[grid.row[slot, k]]]

@@ -219,10 +219,15 @@ function drawTensor() {
   drawScales();
   if (!nearest) return;
   $("histogram-step").textContent = `${nearest.look === state.look ? "This is step" : "The nearest on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`;
-  seen = histogramOf(nearest);
-  $("format").value = formats[slot.format] ? slot.format : "E4M3";
-  $("shift").value = 0;
-  drawWindow();
+  const counted = nearest.exponents.counts.length > 0;  // not where a run was watched with detail="numbers"
+  $("magnitudes").hidden = !counted;
+  $("no-magnitudes").hidden = counted;
+  if (counted) {
+    seen = histogramOf(nearest);
+    $("format").value = formats[slot.format] ? slot.format : "E4M3";
+    $("shift").value = 0;
+    drawWindow();
+  }
   const floor = facts.floor[state.slot], mark = floor === null ? null : { at: floor, text: `bell-shaped, in ${slot.format}` };
   const rows = bars($("row-sqnr"), { ...nearest.rows, wide: 0.5, title: "Rows by their own SQNR", unit: "dB", mark });
   fill($("row-sqnr-table"), ["SQNR, dB", "share of rows"], rows);

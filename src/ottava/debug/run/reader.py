@@ -118,10 +118,25 @@ class Table:
         columns = {name: values[index] for name, values in self.columns.items()}
         return Table(columns, whole.take(index), [self.reported[i] for i in index])
 
-    def has_histograms(self) -> Any:
-        """bool (rows,): those of full looks that were recorded, not only reported."""
+    def has_histograms(self, name: str = "exponents") -> Any:
+        """bool (rows,): those that hold a histogram of that name. Light rows have none, nor have those of which
+        only finished statistics were reported; a watch's `detail` decides which the full ones have."""
         whole = self.tallies
-        return whole.filled("exponents") if isinstance(whole, LazyTally) else np.asarray(whole.exponents).any(axis=1)
+        return whole.filled(name) if isinstance(whole, LazyTally) else np.asarray(getattr(whole, name)).any(axis=1)
+
+    def not_recorded(self) -> str:
+        """Why no row tells how elements are spread, for whoever needs it; "" if some row does.
+
+        Example:
+            >>> Table.of(1, {}).not_recorded()
+            'no step was looked at in full'
+        """
+        if self.has_histograms().any():
+            return ""
+        looked = (self["phase"] == "full") & (np.asarray(self.tallies.n_nonzero) > 0)
+        if looked.any():
+            return 'not recorded: this run was watched with detail="numbers"; watch with detail="blocks"'
+        return "no step was looked at in full"
 
     def slots(self) -> list[SlotKey]:
         """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""

@@ -125,9 +125,10 @@ class RunWriter:
         for f in tally_fields("number"):
             value = float(getattr(tally, f.name))
             row[f.name] = int(value) if f.name.startswith("n_") or f.name == "n" else value
-        if phase == "full" and tally.exponents.any():
-            for f in tally_fields("histogram"):
-                row[f.name] = getattr(tally, f.name)
+        if phase == "full":
+            found = {f.name: getattr(tally, f.name) for f in tally_fields("histogram")}
+            row |= {name: bins for name, bins in found.items() if bins.any()}  # empty ones say that nobody counted
+        if "exponents" in row:
             filled = np.flatnonzero(tally.exponents)
             first, last = int(filled[0]), int(filled[-1])
             row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
@@ -263,14 +264,15 @@ def _table_of(looks: Sequence[tuple[int, Tallies[SlotKey]]], rank: int) -> pa.Ta
         if not pa.types.is_list(field.type):
             columns.append(pa.array(values).cast(field.type))
             continue
+        there = some if field.name == "exponents" else values.any(1)
         if field.name == "exponents":
             within, lengths = np.arange(values.shape[1]), last - first
             kept = values[(within >= first[:, None]) & (within < last[:, None])]
         else:
-            lengths = np.where(some, values.shape[1], 0)
-            kept = (values if some.all() else values[some]).reshape(-1)
+            lengths = np.where(there, values.shape[1], 0)
+            kept = (values if there.all() else values[there]).reshape(-1)
         edges = np.concatenate([[0], np.cumsum(lengths)])
-        offsets = pa.array(edges, mask=np.append(~some, False), type=pa.int32())
+        offsets = pa.array(edges, mask=np.append(~there, False), type=pa.int32())
         columns.append(pa.ListArray.from_arrays(offsets, pa.array(kept).cast(field.type.value_type), type=field.type))
     return pa.Table.from_arrays(columns, schema=schema)
 

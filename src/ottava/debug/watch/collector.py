@@ -208,7 +208,7 @@ class Collector:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not waiting:
             return
-        measured = measure_all([look for _, look in waiting], fine=self.config.fine)
+        measured = measure_all([look for _, look in waiting], detail=self.config.detail)
         for i, (key, _) in enumerate(waiting):
             new = Packed(measured.sums[i], measured.extremes[i])
             if (old := self._sums.get(key)) is None:

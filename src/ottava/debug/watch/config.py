@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 import yaml
 
 from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.tally import DETAILS, Detail
 from ottava.errors import RefusesUnknownFields, unknown_name
 from ottava.recipe import Recipe, get_recipe
 
@@ -85,8 +86,10 @@ class WatchConfig(RefusesUnknownFields):
     where watching takes more than `max_overhead`."""
     sample: int = 16
     """Of tensors with many rows, one band of 128 rows in so many is measured; another one at every look. 1: all."""
-    fine: bool = True
-    """Record for every block size how far elements lie below the amax of their block: what-if needs it."""
+    detail: Detail = "blocks"
+    """How elements are spread: "numbers" records nothing of it, at a tenth of the price; "exponents" how many there are
+    of each magnitude; "blocks" also how far they lie below the amax of their block, for every block size, which what-if
+    needs."""
     light: bool = True
     """amax of inputs and gradients in every step, in a ring that triggers put on record."""
     flight: int = 64
@@ -121,7 +124,7 @@ class WatchConfig(RefusesUnknownFields):
                 continue
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(f"{name} is {getattr(self, name)!r}; needs a whole number of at least {least}")
-        for name, offered in (("compiled", get_args(Compiled)), ("loss", get_args(Loss))):
+        for name, offered in (("detail", DETAILS), ("compiled", get_args(Compiled)), ("loss", get_args(Loss))):
             if getattr(self, name) not in offered:
                 refuse(unknown_name(f"value of {name}", getattr(self, name), offered))
         if not self.layers:
