@@ -338,7 +338,72 @@ def test_a_library_is_tried_before_it_is_used(
     assert built.library is None
     assert built.failed_trial
     assert built.reason == f"tiny.cpp was compiled, but not for this machine: {reason}"
+    assert not [path for path in kept(settings) if path.suffix == ".so"]
+
+
+TRIED = "import sys; open(__file__ + '.runs', 'a').write('x')\n"
+FAILS = TRIED + "print('3 of 4 numbers are wrong')"
+
+
+def runs(settings: BuildSettings) -> int:
+    """How often the trial has been run."""
+    return len((settings.sources / "tiny_trial.py.runs").read_text())
+
+
+def test_a_failed_trial_is_remembered(settings: BuildSettings) -> None:
+    """Neither built nor tried again, and how to have it tried again is said; a new source is, and so is a copy of the
+    cache without the note.
+    """
+    (settings.sources / "tiny_trial.py").write_text(FAILS)
+    first, second = build("tiny", settings), build("tiny", settings)
+    (note,) = kept(settings)
+    assert (first.failed_trial, second.failed_trial, runs(settings)) == (True, True, 1)
+    assert second.reason == f"{first.reason} (found before; delete {note} to try it again)"
+    assert (second.library, second.key) == (None, first.key)
+    note.unlink()
+    assert build("tiny", settings).reason == first.reason
+    assert runs(settings) == 2
+    (settings.sources / "tiny.cpp").write_text(SOURCE.replace("42", "43"))
+    assert build("tiny", settings).reason == first.reason
+    assert runs(settings) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut off", "others may write", "not text"])
+def test_a_damaged_note_is_no_reason(settings: BuildSettings, damage: str) -> None:
+    """The library is built and tried anew, and what was wrong is noted once more."""
+    (settings.sources / "tiny_trial.py").write_text(FAILS)
+    build("tiny", settings)
+    (note,) = kept(settings)
+    if damage == "cut off":
+        note.write_text("3 of 4")
+    elif damage == "others may write":
+        note.chmod(0o666)
+    else:
+        note.write_bytes(b"\xff\xfe")
+        note.rename(note.with_name(f"{note.name.rsplit('-', 1)[0]}-{native_build._digest(note)}"))
+    assert "found before" not in build("tiny", settings).reason
+    assert runs(settings) == 2
+    assert "found before" in build("tiny", settings).reason
+
+
+@pytest.mark.parametrize("ended", ["os.kill(os.getpid(), signal.SIGTERM)", "time.sleep(60)"], ids=["SIGTERM", "slow"])
+def test_what_came_from_outside_is_not_remembered(
+    settings: BuildSettings, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    """Out of memory, a busy machine, Ctrl-C: the next process tries again."""
+    monkeypatch.setattr(native_build, "_TRIAL_TIMEOUT", 1)
+    (settings.sources / "tiny_trial.py").write_text(f"import os, signal, time; {ended}")
+    assert build("tiny", settings).failed_trial
     assert kept(settings) == []
+
+
+def test_a_failure_that_cannot_be_kept_is_told(settings: BuildSettings) -> None:
+    """A read-only cache: built and tried in every process, and `note` says so."""
+    assert settings.cache is not None
+    (settings.sources / "tiny_trial.py").write_text("print('wrong')")
+    built = build("tiny", replace(settings, cache=None))
+    assert built.reason.endswith("this machine: wrong")
+    assert "compiled anew in every process" in built.note
 
 
 def test_a_trial_gets_the_library_and_decides_the_key(settings: BuildSettings) -> None:

@@ -14,7 +14,8 @@ that build it at once do no harm, and a damaged file is not loaded but built ane
 not used.
 
 Where NAME_trial.py lies beside NAME.cpp, a new library is first loaded by a process that runs it: one that ends that
-process (an instruction that this CPU does not have), or computes something else, is not used.
+process (an instruction that this CPU does not have), or computes something else, is not used. NAME-KEY-failed-CONTENT
+keeps what was wrong, so that the next process does not build it again.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
 _ROOM = 16 << 20  # bytes on a disk: a compiler that runs out of them would be taken for one that wants fewer flags
 _TIMEOUT = 120  # seconds
 _TRIAL_TIMEOUT = 20
+_OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
+"""Signals that a library brings on itself; others come from outside, and the next process may try again."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Built(NamedTuple):
     key: str = ""
     """A hash of all that decides what the compiler makes; "" if nothing was compiled."""
     failed_trial: bool = False
-    """Whether there is no library because it crashed, or computed something else, when it was tried."""
+    """Whether there is no library because it crashed, or computed something else, when it was tried; now or before."""
 
     @property
     def threads(self) -> bool:
@@ -266,8 +269,10 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     else:
         return Built(None, f"{shlex.join(compiler)} could not compile {source.name}: {errors[-1]}")
     made.chmod(0o700)
-    if wrong := _trial(source, made):
-        return Built(None, f"{source.name} was compiled, but not for this machine: {wrong}", failed_trial=True)
+    if failure := _trial(source, made):
+        if cache is not None and failure.lasting:
+            _remember(failure.wrong, folder, cache / f"{source.stem}-{key}-failed")
+        return _failed(source.stem, failure.wrong)
     target = made
     if cache is not None:
         target = cache / f"{source.stem}-{key}-{_EXTRAS.index(extra)}-{_digest(made)}.so"
@@ -276,18 +281,47 @@ def _compile_and_load(source: Path, compiler: tuple[str, ...], folder: Path, cac
     return Built(ctypes.CDLL(str(target)), "", seconds, (*_FLAGS, *extra))
 
 
-def _trial(source: Path, library: Path) -> str:
-    """What is wrong with a new library; "" if nothing is, or if nothing can try it (no Python at sys.executable)."""
+class _Failure(NamedTuple):
+    wrong: str
+    lasting: bool  # whether the same library would fail again
+
+
+def _trial(source: Path, library: Path) -> _Failure | None:
+    """What is wrong with a new library; None if nothing is, or if nothing can try it (no Python at sys.executable)."""
     script = source.with_name(f"{source.stem}_trial.py")
     if not script.is_file() or not sys.executable:
-        return ""
+        return None
     try:
         ran = _run([sys.executable, "-I", "-S", str(script), str(library)], _TRIAL_TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"its trial did not end within {_TRIAL_TIMEOUT} s"
+        return _Failure(f"its trial did not end within {_TRIAL_TIMEOUT} s", False)
     if ran.returncode < 0:
-        return f"its trial was ended by {signal.Signals(-ran.returncode).name}"
-    return ran.stdout.strip().removeprefix("ok") if ran.returncode == 0 else ""
+        ended = signal.Signals(-ran.returncode).name
+        return _Failure(f"its trial was ended by {ended}", ended in _OWN_FAULTS)
+    wrong = ran.stdout.strip().removeprefix("ok") if ran.returncode == 0 else ""
+    return _Failure(wrong, True) if wrong else None
+
+
+def _failed(name: str, wrong: str) -> Built:
+    return Built(None, f"{name}.cpp was compiled, but not for this machine: {wrong}", failed_trial=True)
+
+
+def _remember(wrong: str, folder: Path, place: Path) -> None:
+    """Leaves in the cache what was wrong; written in `folder` and renamed, so that nobody reads half of it."""
+    note = folder / "failed"
+    note.write_text(wrong, "utf-8")
+    note.chmod(0o600)
+    os.replace(note, f"{place}-{_digest(note)}")
+
+
+def _failed_before(cache: Path, name: str, key: str) -> Built | None:
+    for path in sorted(cache.glob(f"{name}-{key}-failed-*")):
+        try:
+            if _only_ours(path) and _digest(path) == path.name.rsplit("-", 1)[1]:
+                return _failed(name, f"{path.read_text('utf-8')} (found before; delete {path} to try it again)")
+        except (OSError, UnicodeDecodeError):  # gone or unreadable
+            continue
+    return None
 
 
 def _from_cache(cache: Path, name: str, key: str) -> Built | None:
@@ -300,7 +334,7 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
         except OSError:  # gone, unreadable, or of another machine after all
             continue
         return Built(library, "", 0.0, (*_FLAGS, *_EXTRAS[int(number)]))
-    return None
+    return _failed_before(cache, name, key)
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
