@@ -398,8 +398,8 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 
 
 def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
-    """Before each run of a variant, untimed, a step of its optimizer: as in training, kept casts of weights are out of date
-    then, and predicted scales have moved on. A learning rate of 0 leaves the numbers."""
+    """Before each run, untimed, a step of an optimizer: as in training, kept casts of weights are out of date then, and
+    predicted scales have moved on. A learning rate of 0 leaves the numbers."""
 
     def update(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         return nullcontext(optimizer.step())
