@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ottava.bench import cpu
 from ottava.bench.cpu import Settings
+from ottava.quantizer import WeightQuantizer
 
 NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]
 
@@ -64,6 +66,26 @@ def test_one_storage_is_counted_once() -> None:
     assert cpu.saved_bytes(lambda: x * x + x.t() * x, nn.Linear(2, 2)) == (x.nbytes, 0)
     layer = nn.Linear(4, 4)
     assert cpu.saved_bytes(lambda: layer(x), layer) == (x.nbytes, 0)
+
+
+@pytest.mark.parametrize("suite", ["linear", "block", "smollm2"])
+def test_a_weight_changes_between_two_steps(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training: a cast that was kept from the step before is of no use, and history has taken its amax."""
+    seen: dict[nn.Module, list[int]] = {}
+    filled: list[bool] = []
+    forward = WeightQuantizer.forward
+
+    def spy(self: WeightQuantizer, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        seen.setdefault(self, []).append(x._version)
+        filled.append(self.spec is not None and bool(self.amax_history.any()))
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(WeightQuantizer, "forward", spy)
+    list(cpu.bench([suite], Settings(rounds=2)))
+    assert seen
+    for versions in seen.values():
+        assert len(set(versions[:4])) == 4, versions  # two runs to warm up, two that count
+    assert any(filled) == (suite != "smollm2")  # where `delayed` is measured
 
 
 def test_statistics_compare_a_watched_step_with_an_unwatched_one() -> None:

@@ -9,7 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +42,7 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 """Those that have a goal."""
 COMPILED = ("BF16", "ottava tensorwise", "ottava mxfp8", "torchao tensorwise")
 """What `compiled` adds under torch.compile."""
+_COMPILED = ", compiled"
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 GEMM_SHAPES = ((2048, 512, 512), (2048, 512, 2048), (256, 576, 1536), (2048, 128, 384))
 """(rows, in_features, out_features): the block's, one of SmolLM2's, one of the demo's."""
@@ -62,6 +63,7 @@ WATCHES: tuple[Mapping[str, Any], ...] = (
 """Settings of the watches whose price is measured."""
 
 Variants = dict[str, Callable[[], object]]
+Around = Mapping[str, Callable[[], AbstractContextManager[object]]]
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,7 @@ class Settings:
     text: Path | None = None
     """What its perplexity is taken over."""
 
-    def time(
-        self, variants: Variants, around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None
-    ) -> tuple[Timing, ...]:
+    def time(self, variants: Variants, around: Around | None = None) -> tuple[Timing, ...]:
         """Interleaved."""
         clock = time.process_time if self.cpu_time else time.perf_counter
         return tuple(interleaved(variants, self.rounds, clock=clock, around=around or {}))
@@ -240,7 +240,8 @@ def _linear(settings: Settings) -> Iterator[Case]:
     for rows, k, n in LINEAR_SHAPES:
         x, dy = torch.randn(rows, k), torch.randn(rows, n)
         models = _models(lambda k=k, n=n: nn.Linear(k, n), others=("torchao tensorwise",))  # type: ignore[misc]
-        timings = settings.time(_steps(models, x, dy, settings.compiled))
+        variants = _steps(models, x, dy, settings.compiled)
+        timings = settings.time(variants, _updates(variants, models))
         yield Case("linear", f"fwd+bwd ({rows}, {k}, {n})", timings, _kept(models, x))
 
 
@@ -248,7 +249,8 @@ def _block(settings: Settings) -> Iterator[Case]:
     width, heads, tokens, sequences = BLOCK_SIZES
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
     models = _models(lambda: Block(width, heads))
-    timings = settings.time(_steps(models, x, dy, settings.compiled))
+    variants = _steps(models, x, dy, settings.compiled)
+    timings = settings.time(variants, _updates(variants, models))
     yield Case("block", f"d={width} h={heads} T={tokens} B={sequences}, fwd+bwd", timings, _kept(models, x))
 
 
@@ -343,7 +345,7 @@ def _smollm2(settings: Settings) -> Iterator[Case]:
             value.backward()
 
         variants[name] = step
-    timings = replace(settings, rounds=min(settings.rounds, 5)).time(variants)
+    timings = replace(settings, rounds=min(settings.rounds, 5)).time(variants, _updates(variants, models))
     figures: dict[str, dict[str, float]] = {}
     if settings.checkpoint is not None and settings.text is not None:
         text = _token_ids(settings.checkpoint, settings.text)
@@ -404,12 +406,23 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
     return {name: step(run, owner) for name, (run, owner) in _runs(models, compiled).items()}
 
 
+def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
+    """Before each run, untimed, a step of an optimizer: as in training, kept casts of weights are out of date then, and
+    predicted scales have moved on. A learning rate of 0 leaves the numbers."""
+
+    def update(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+        return nullcontext(optimizer.step())
+
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.0) for name, model in models.items()}
+    return {name: partial(update, optimizers[name.removesuffix(_COMPILED)]) for name in variants}
+
+
 def _runs(models: Mapping[str, nn.Module], compiled: bool) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]]:
     """What to call and whose gradients it fills: each model, and if asked for some of them compiled."""
     runs: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {n: (model, model) for n, model in models.items()}
     for name in COMPILED if compiled else ():
         if name in models:
-            runs[f"{name}, compiled"] = torch.compile(models[name]), models[name]
+            runs[f"{name}{_COMPILED}"] = torch.compile(models[name]), models[name]
     return runs
 
 
