@@ -15,7 +15,7 @@ from torch import Tensor
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
 from ottava.debug.measure import Packed, measure_all, measure_packed, sample_bands, survey, take_bands, take_bands_of
-from ottava.debug.tally import DETAIL_WIDTHS, Detail, Tally, tally_fields
+from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, Detail, Tally, tally_fields
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_measure
 from ottava.kernels.native_measure import Look
@@ -45,11 +45,12 @@ def assert_same(x: Tensor, x_q: QuantizedTensor, extent: Tensor | None = None, d
         truth = measure_packed(x, x_q, extent=extent, detail=detail).tally()
     differ = {f.name for f in tally_fields() if not equal(f.name, ours, truth)}
     assert {name: (getattr(ours, name), getattr(truth, name)) for name in differ} == {}
+    assert_numbers(x, x_q, extent)
 
 
-def assert_numbers(x: Tensor, x_q: QuantizedTensor) -> None:
+def assert_numbers(x: Tensor, x_q: QuantizedTensor, extent: Tensor | None = None) -> None:
     """The walk without histograms gives the bits of the one with them."""
-    full, numbers = measure_packed(x, x_q), measure_packed(x, x_q, detail="numbers")
+    full, numbers = (measure_packed(x, x_q, extent=extent, detail=detail) for detail in ("blocks", "numbers"))
     width = DETAIL_WIDTHS["numbers"]
     assert torch.equal(full.sums[:width], numbers.sums[:width])
     assert torch.equal(full.extremes, numbers.extremes)
@@ -77,7 +78,6 @@ def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: tor
             continue
         assert_same(x, quantize(x, spec))
         assert_same(x, quantize(x, spec), detail="exponents")
-        assert_numbers(x, quantize(x, spec))
     for x in (tiles(140, 131, dtype), tiles(131, 140, dtype).t()):
         x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
         assert_same(x, quantize(x, spec))
@@ -258,19 +258,21 @@ def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) ->
 
 def test_threads_change_no_bit() -> None:
     """Bands are added in their order, whoever measured them: fp64 sums, too."""
-    x = tiles(128 * 37 + 5, 333, torch.bfloat16)
-    x_q = quantize(x, QuantizationSpec(E4M3, BLOCK_1X32))
 
-    def run(threads: int) -> Packed:
+    def run(x: Tensor, x_q: QuantizedTensor, detail: Detail, threads: int) -> Packed:
         torch.set_num_threads(threads)
         try:
-            return measure_packed(x, x_q)
+            return measure_packed(x, x_q, detail=detail)
         finally:
             torch.set_num_threads(1)
 
-    alone = run(1)
-    for threads in (2, 5):
-        assert all(map(torch.equal, alone, run(threads)))
+    for rows, cols in ((128 * 37 + 5, 333), (100, 3000), (300, 1100)):  # of one band, its groups are shared
+        x = tiles(rows, cols, torch.bfloat16)
+        x_q = quantize(x, QuantizationSpec(E4M3, BLOCK_1X32))
+        for detail in DETAILS:
+            alone = run(x, x_q, detail, 1)
+            for threads in (2, 5):
+                assert all(map(torch.equal, alone, run(x, x_q, detail, threads)))
 
 
 def test_a_sample_is_measured_against_its_tensor() -> None:

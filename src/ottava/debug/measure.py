@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from ottava.debug.tally import (
 )
 from ottava.formats import Format
 from ottava.kernels import native_measure
-from ottava.kernels.native_measure import Look
+from ottava.kernels.native_measure import Layout, Look, layout
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, Granularity, column_major, compute_scale
@@ -135,7 +135,6 @@ def measure_packed(
     return Packed(packed.sums[0], packed.extremes[0])
 
 
-@torch.no_grad()
 def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
     """The tallies of several casts, made or still to be made: sums (looks, SUM_WIDTH), extremes (looks, ...).
 
@@ -145,10 +144,8 @@ def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
         >>> measure_all([Look(x, spec, survey(x)), Look(x, quantize(x, spec), survey(x))]).sums.shape[0]
         2
     """
-    looks = [look._replace(x=look.x.detach()) for look in looks]
     if all(native_measure.supports_measure(look.x, look.cast) is None for look in looks):
-        level = DETAILS.index(detail)
-        return Packed(*native_measure.measure(looks, _places(), SUM_WIDTH, detail=level, used=DETAIL_WIDTHS[detail]))
+        return Packed(*native_measure.measure(looks, _layout(detail), DETAILS.index(detail)))
     return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, detail) for look in looks), strict=True)))
 
 
@@ -166,8 +163,9 @@ def cast_of(look: Look) -> QuantizedTensor:
         return quantize(look.x, spec, scale=scale)
 
 
+@torch.no_grad()
 def _walked(look: Look, detail: Detail) -> Packed:
-    x, x_q = look.x, cast_of(look)
+    x, x_q = look.x.detach(), cast_of(look)
     if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
         return measure_packed(x, x_q, extent=look.extent, detail=detail)  # only the cast had to be made elsewhere
     extent = look.extent
@@ -182,10 +180,11 @@ def _walked(look: Look, detail: Detail) -> Packed:
 
 
 @functools.cache
-def _places() -> Mapping[str, int]:
+def _layout(detail: Detail) -> Layout:
     """Where each of SUM_FIELDS begins in `Packed.sums`."""
     widths = [f.metadata["bins"] or 1 for f in SUM_FIELDS]
-    return dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
+    places = dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
+    return layout(places, SUM_WIDTH, DETAIL_WIDTHS[detail])
 
 
 Bands = Sequence[tuple[int, int]]

@@ -213,28 +213,50 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     return supports_survey(x)
 
 
-def measure(
-    looks: Sequence[Look], places: Mapping[str, int], width: int, *, detail: int = 2, used: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sums over the finite elements of each x; call `supports_measure` for each look first.
+class Layout(NamedTuple):
+    """Where sums go, see `layout`."""
+
+    places: ctypes.Array[ctypes.c_int64]
+    width: int
+    used: int
+
+
+def layout(places: Mapping[str, int], width: int, used: int) -> Layout:
+    """Where `measure` puts its sums; to be made once.
 
     Args:
         places: where each of FIELDS begins in a vector of sums.
         width: length of that vector.
-        detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
-        used: how much of the vector these fields take, from its beginning; None: all of it.
-    Returns:
-        (fp64 (looks, width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as many
-        threads as torch uses, of several each takes some; the bits do not depend on their number.
+        used: how much of it, from its beginning, the fields of a detail take.
+
+    Example:
+        >>> layout(dict.fromkeys(FIELDS, 0), 10, 4).used
+        4
     """
-    sums = torch.zeros(len(looks), width, dtype=torch.float64)
+    return Layout((_SIZES * len(FIELDS))(*(places[name] for name in FIELDS)), width, used)
+
+
+def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor, Tensor]:
+    """Sums over the finite elements of each x; call `supports_measure` for each look first.
+
+    Args:
+        layout: where in a vector of sums they go.
+        detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
+    Returns:
+        (fp64 (looks, layout.width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as
+        many threads as torch uses, of several each takes some; the bits do not depend on their number.
+    """
+    sums = torch.zeros(len(looks), layout.width, dtype=torch.float64)
     extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64)
-    starts = (_SIZES * len(FIELDS))(*(places[name] for name in FIELDS))
-    for dtype in dict.fromkeys(look.x.dtype for look in looks):
+    for dtype in dict.fromkeys([look.x.dtype for look in looks]):
         own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(own))()
-        kept = [_fill(job, looks[i], detail, sums[i], extremes[i]) for job, i in zip(jobs, own, strict=True)]
-        told = _Library(places=ctypes.cast(starts, _POINTERS), width=width if used is None else used)
+        kept = [_fill(job, looks[i]) for job, i in zip(jobs, own, strict=True)]
+        for job, i in zip(jobs, own, strict=True):
+            job.detail = detail
+            job.sums = sums.data_ptr() + 8 * layout.width * i
+            job.extremes = extremes.data_ptr() + 8 * len(EXTREMES) * i
+        told = _Library(places=ctypes.addressof(layout.places), width=layout.used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or _spec(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
             assert casts is not None  # supports_measure was asked
@@ -280,20 +302,27 @@ def _spec(look: Look) -> QuantizationSpec:
     return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
 
 
-def _fill(job: _Job, look: Look, detail: int, sums: Tensor, extremes: Tensor) -> tuple[object, ...]:
+@functools.lru_cache(maxsize=1024)
+def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
+    """What the jobs of all tensors of a shape and spec have in common; to be copied."""
+    known = _constants_of(key, fmt)
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    grid = spec.granularity.grid_shape((rows, cols))
+    job = _Job(rows=rows, cols=cols)
+    job.block_rows, job.block_cols = spec.granularity.block_shape((rows, cols))
+    job.grid_cols, job.scale_count = grid[1], grid[0] * grid[1]
+    job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
+    job.tie_clips, job.clip, job.predicted = known.tie_clips, known.clip, int(spec.predicted)
+    return job
+
+
+def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     """Returns what has to stay until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, _spec(look)
     known = _constants(spec)
-    rows, cols = x.shape
-    block = spec.granularity.block_shape((rows, cols))
-    grid = spec.granularity.grid_shape((rows, cols))
-    job.x, (job.x_row, job.x_col) = x.data_ptr(), _steps(x)
-    job.rows, job.cols = rows, cols
-    job.block_rows, job.block_cols, job.grid_cols, job.scale_count = *block, grid[1], grid[0] * grid[1]
-    job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
-    job.detail, job.tie_clips, job.clip, job.predicted = detail, known.tie_clips, known.clip, int(spec.predicted)
-    job.cast, job.extent = ctypes.addressof(known.plan.cast), look.extent.data_ptr()
-    job.sums, job.extremes = sums.data_ptr(), extremes.data_ptr()
+    ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
+    job.x, (job.x_row, job.x_col), job.extent = x.data_ptr(), _steps(x), look.extent.data_ptr()
+    job.cast = ctypes.addressof(known.plan.cast)
     kept: tuple[object, ...] = (x, known)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()

@@ -9,13 +9,7 @@
 #include "native_cast.h"
 #include "native_float.h"
 #include "native_vectors.h"
-
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-#define OTTAVA_SWIFT 1
-#else
-#define OTTAVA_SWIFT 0
-#endif
+#include "native_wide.h"
 
 extern "C" struct Job {  // native_measure._Job
   const void* x;
@@ -45,28 +39,22 @@ enum Extent { LARGEST, LARGEST_FINITE, NOT_FINITE, ELEMENTS };  // LARGEST: inf 
 constexpr int SUMS = 7, SQNR_BINS = 128, SPREAD_BINS = 32;
 constexpr int64_t CHUNK = 128, PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
 
+#if !OTTAVA_WIDE
 typedef double D __attribute__((vector_size(LANES * 4)));  // half as many
 typedef float HalfV __attribute__((vector_size(LANES * 2)));
 
 inline D doubles(V v) {
-#if OTTAVA_SWIFT
-  return _mm512_cvtps_pd(_mm512_castps512_ps256(v)) + _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
-#else
   HalfV halves[2];
   std::memcpy(halves, &v, sizeof(v));
   return __builtin_convertvector(halves[0], D) + __builtin_convertvector(halves[1], D);
-#endif
 }
 
 inline double total(D d) {  // as a tree
-#if OTTAVA_SWIFT
-  return _mm512_reduce_add_pd(d);
-#else
   for (int step = LANES / 4; step > 0; step /= 2)
     for (int l = 0; l < step; l++) d[l] += d[l + step];
   return d[0];
-#endif
 }
+#endif
 
 struct Decibels {  // where bins of SQNR begin, as error over signal
   double begin[SQNR_BINS];
@@ -111,14 +99,14 @@ struct Rows {
   const Decoder decode;
   const float amax;
   const bool clean;  // all of the tensor is finite
-#if OTTAVA_SWIFT
+#if OTTAVA_WIDE
   alignas(64) uint8_t low[128], high[128];  // bytes of codes as BF16 numbers, which they are exactly; but for bit 7
 #endif
 
   Rows(const Job& j, const int64_t* p)
       : job(j), places(p), decode(j.mantissa_bits, j.bias, j.bits, j.special_code),
         amax(float(j.extent[LARGEST_FINITE])), clean(j.extent[NOT_FINITE] == 0) {
-#if OTTAVA_SWIFT
+#if OTTAVA_WIDE
     for (int code = 0; code < 128; code++) {
       const uint32_t bits = uint32_t(decode(code));
       low[code] = uint8_t(bits >> 16), high[code] = uint8_t(bits >> 24);
@@ -139,7 +127,7 @@ struct Rows {
   }
 
   // Amaxes of the chunks of a row; gives that of all of it.
-  float look(const Int* x, float* chunks, Stretch& s) const {
+  __attribute__((noinline)) float look(const Int* x, float* chunks, Stretch& s) const {
     Int most_of_all = 0;
     for (int64_t left = 0, c = 0; left < job.cols; left += CHUNK, c++) {
       const Int most = largest_of(x + left, smaller(CHUNK, job.cols - left));
@@ -152,15 +140,15 @@ struct Rows {
 
   inline Int largest_of(const Int* x, int64_t n) const {
     Int most = 0;
-#if OTTAVA_SWIFT
-    if (n == CHUNK && clean) return largest_word<CHUNK>(x);
+#if OTTAVA_WIDE
+    if (n == CHUNK && clean) return largest_of_chunk(x);
 #endif
     for (int64_t i = 0; i < n; i++) most = larger(most, finite(x[i]));
     return most;
   }
 
   // Adds a row. largest, chunks: its amax, and those of its chunks.
-  void add(const Int* x, const uint8_t* codes, int64_t number, float largest, const float* chunks, Stretch& s, Group& group,
+  __attribute__((noinline)) void add(const Int* x, const uint8_t* codes, int64_t number, float largest, const float* chunks, Stretch& s, Group& group,
            double* out, double* extremes) const {
     const int32_t exponent = exponent_of_unit(largest);
     const int64_t once_bits = int64_t(1023 - exponent) << 52;
@@ -188,7 +176,7 @@ struct Rows {
   }
 
   // Adds rows that were summed, of so many elements; gives how many of these are not zero.
-  int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out) const {
+  __attribute__((noinline)) int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out) const {
     for (auto& counts : s.spread)
       for (int i = 0; i < SPREAD_BINS; i++) out[places[SPREAD] + i] += counts[i];
     std::memset(s.spread, 0, sizeof(s.spread));
@@ -212,7 +200,7 @@ struct Rows {
   };
 
   // Scales of some columns, times a power of two.
-  Range scales(int64_t row, int64_t left, int64_t n, float factor, Stretch& s) const {
+  __attribute__((noinline)) Range scales(int64_t row, int64_t left, int64_t n, float factor, Stretch& s) const {
     const float* from = job.scale_inv + row / job.block_rows * job.grid_cols;
     if (job.grid_cols == 1) {
       fill(s.scale, LANES, *from * factor);
@@ -234,7 +222,7 @@ struct Rows {
   }
 
   // Elements beyond the largest number of the format, in pieces whose amax is near it.
-  void clipped(const Int* x, const uint8_t* codes, int64_t number, const float* chunks, float largest, Stretch& s,
+  __attribute__((noinline)) void clipped(const Int* x, const uint8_t* codes, int64_t number, const float* chunks, float largest, Stretch& s,
                double* out) const {
     const double near = job.clip * (1 - 1.0 / 64);
     const bool each = job.grid_cols > 1;
@@ -274,7 +262,7 @@ struct Rows {
     I nonzero, kept, subnormal, infinite, smallest;
   };
 
-  void careful(const Int* x, const uint8_t* codes, int64_t number, float unit, Stretch& s, Row& row) const {
+  __attribute__((noinline)) void careful(const Int* x, const uint8_t* codes, int64_t number, float unit, Stretch& s, Row& row) const {
     alignas(64) Int some_x[LANES];
     alignas(64) uint8_t some_codes[LANES];
     Lanes lanes{};
@@ -341,34 +329,27 @@ struct Rows {
 
   // --- numbers that keep their bits when they are multiplied with a power of two, 64 at a time -------------------------
 
-#if OTTAVA_SWIFT
-  static constexpr bool WORDS = sizeof(Int) == 2;
+#if OTTAVA_WIDE
+  template <bool TWO_BYTES, class = void> struct Choose { using Type = Words; };
+  template <class Unused> struct Choose<false, Unused> { using Type = I; };
+  using Wide = typename Choose<sizeof(Int) == 2>::Type;
+  static inline Wide magnitudes(Wide x) { return x & T::mask; }
 
-  static inline __m512i magnitudes(__m512i x) {
-    return _mm512_and_si512(x, WORDS ? _mm512_set1_epi16(0x7fff) : _mm512_set1_epi32(MAGNITUDE));
-  }
-  static inline __m512i larger_of(__m512i a, __m512i b) { return WORDS ? _mm512_max_epi16(a, b) : _mm512_max_epi32(a, b); }
-
-  template <int64_t COUNT>
-  static inline Int largest_word(const Int* x) {
+  static inline Int largest_of_chunk(const Int* x) {
     constexpr int64_t EACH = 64 / sizeof(Int);
-    __m512i most = magnitudes(_mm512_loadu_si512(x));
+    Wide most = magnitudes(load<Wide>(x));
 #pragma GCC unroll 8
-    for (int64_t i = EACH; i < COUNT; i += EACH) most = larger_of(most, magnitudes(_mm512_loadu_si512(x + i)));
-    if (!WORDS) return Int(_mm512_reduce_max_epi32(most));
-    const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
-    const __m128i quarter = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(0x7fff)));  // there is no maxpos
-    return Int(0x7fff - _mm_cvtsi128_si32(smallest));
+    for (int64_t i = EACH; i < CHUNK; i += EACH) most = larger_of(most, magnitudes(load<Wide>(x + i)));
+    return largest_of_all(most);
   }
 
-  struct Words {
-    __m512i smallest;  // less 1, so that zeros are the largest
+  struct Counts {
+    Wide smallest;  // less 1, so that zeros are the largest
     int64_t nonzero, kept, normal, clipped;
   };
   struct Swift {
     V sums[SUMS], max_error;
-    Words words;
+    Counts counts;
   };
 
   __attribute__((noinline)) bool all_finite(const Int* x) const {
@@ -378,7 +359,7 @@ struct Rows {
   }
 
   // False where a product might be subnormal or infinite.
-  bool swift(const Int* x, const uint8_t* codes, int64_t number, int32_t exponent, Stretch& s, Row& row) const {
+  __attribute__((noinline)) bool swift(const Int* x, const uint8_t* codes, int64_t number, int32_t exponent, Stretch& s, Row& row) const {
     if (!clean && !all_finite(x)) return false;  // by row, so that a part of a tensor adds up as it does in the whole
     const int32_t least_code = smaller(1 - job.bias - job.mantissa_bits, 0);  // exponents of codes: the smallest ..
     const int32_t last_code = larger((1 << (job.bits - 1 - job.mantissa_bits)) - job.bias, 0);  // .. and beyond the largest
@@ -386,111 +367,94 @@ struct Rows {
     const float unit = float_of((exponent + 127) << 23);
     const bool each = job.grid_cols > 1;
     Swift a{};
-    a.words.smallest = _mm512_set1_epi32(-1);
+    a.counts.smallest = Wide{} - 1;
     for (int64_t left = 0; left < job.cols; left += STRETCH) {
       const int64_t n = smaller(STRETCH, job.cols - left), whole = n / 64 * 64;
       if (left == 0 || each) {
         const Range range = scales(number, left, n, unit, s);
         if (range.low < low_scale << 23 || range.high >= high_scale << 23) return false;
       }
-      if (each) words<true>(x + left, codes + left, whole, s.scale, unit, a);
-      else words<false>(x + left, codes + left, whole, s.scale, unit, a);
+      words(x + left, codes + left, whole, s.scale, each, unit, a);
       if (whole < n) {
         alignas(64) Int some_x[64] = {};
         alignas(64) uint8_t some_codes[64] = {};
         std::memcpy(some_x, x + left + whole, size_t(n - whole) * sizeof(Int));
         std::memcpy(some_codes, codes + left + whole, size_t(n - whole));
         for (int64_t i = n; each && i < whole + 64; i++) s.scale[i] = 1.0f;
-        if (each) words<true>(some_x, some_codes, 64, s.scale + whole, unit, a);
-        else words<false>(some_x, some_codes, 64, s.scale, unit, a);
+        words(some_x, some_codes, 64, s.scale + (each ? whole : 0), each, unit, a);
       }
 #pragma GCC unroll 7
       for (int k = 0; k < SUMS; k++) row.sums[k] += doubles(a.sums[k]), a.sums[k] = V{};
     }
-    row.smallest = T::value(smallest_word(a.words.smallest));
+    row.smallest = T::value(Int(smallest_of_all(a.counts.smallest) + 1));
     if (row.smallest > 0 && bits_of(row.smallest) < (1 + larger(-exponent, 0)) << 23) return false;
-    row.nonzero = a.words.nonzero, row.kept = a.words.kept, row.subnormal = a.words.kept - a.words.normal;
-    row.clipped = each ? a.words.clipped : -1;
-    row.max_error = _mm512_reduce_max_ps(a.max_error) / unit;
+    row.nonzero = a.counts.nonzero, row.kept = a.counts.kept, row.subnormal = a.counts.kept - a.counts.normal;
+    row.clipped = each ? a.counts.clipped : -1;
+    for (int l = 0; l < LANES; l++) row.max_error = larger(row.max_error, a.max_error[l]);
+    row.max_error /= unit;
     return true;
   }
 
-  // Of magnitudes less 1: plus 1.
-  static inline Int smallest_word(__m512i less_one) {
-    if (!WORDS) return Int(_mm512_reduce_min_epu32(less_one) + 1);
-    const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(less_one), _mm512_extracti64x4_epi64(less_one, 1));
-    const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    return Int(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)) + 1);
-  }
-
   // noinline: its registers are all taken
-  template <bool EACH>
-  __attribute__((noinline)) void words(const Int* x, const uint8_t* codes, int64_t n, const float* scales, float in_units,
-                                       Swift& sums) const {
+  __attribute__((noinline)) void words(const Int* x, const uint8_t* codes, int64_t n, const float* scales, bool each,
+                                       float unit, Swift& sums) const {
     V sx = sums.sums[0], sabs = sums.sums[1], sxx = sums.sums[2], sx4 = sums.sums[3], see = sums.sums[4];
     V sxe = sums.sums[5], srel = sums.sums[6], max_error = sums.max_error;
-    Words a = sums.words;
-    const __m512i low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
-    const __m512i high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
-    const __m512i order = _mm512_set_epi64(0x3f3e3d3c3b3a3938, 0x1f1e1d1c1b1a1918, 0x3736353433323130, 0x1716151413121110,
-                                           0x2f2e2d2c2b2a2928, 0x0f0e0d0c0b0a0908, 0x2726252423222120, 0x0706050403020100);
-    const __m512i first = _mm512_set_epi64(0x000f000f000e000e, 0x000d000d000c000c, 0x000b000b000a000a, 0x0009000900080008,
-                                           0x0007000700060006, 0x0005000500040004, 0x0003000300020002, 0x0001000100000000);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16)), sign = _mm512_set1_epi8(char(0x80));
-    const __m512i magnitude = _mm512_set1_epi8(char((1 << (job.bits - 1)) - 1));
-    const __m512i exponents = _mm512_set1_epi8(char((1 << (job.bits - 1)) - (1 << job.mantissa_bits)));
-    const __m512 unit = _mm512_set1_ps(in_units), two = _mm512_set1_ps(2.0f), one_scale = _mm512_loadu_ps(scales);
-    const __m512 near = _mm512_set1_ps(float(job.clip * (1 - 1.0 / 64)));
+    Counts a = sums.counts;
+    const Bytes low0 = load<Bytes>(low), low1 = load<Bytes>(low + 64), high0 = load<Bytes>(high), high1 = load<Bytes>(high + 64);
+    Bytes order;
+    for (int i = 0; i < 64; i++) order[i] = char(i % 8 + i / 16 * 8 + i / 8 % 2 * 32);  // in which bytes are mixed below
+    Words first;
+    for (int i = 0; i < 32; i++) first[i] = int16_t(i / 2);
+    const Words second = first + 16;
+    const char magnitude = char((1 << (job.bits - 1)) - 1), exponent = char((1 << (job.bits - 1)) - (1 << job.mantissa_bits));
+    const Bytes magnitude_bits = Bytes{} + magnitude, exponent_bits = Bytes{} + exponent, sign = Bytes{} + char(0x80);
+    const V near = spread(float(job.clip * (1 - 1.0 / 64))), two = spread(2.0f);
     for (int64_t i = 0; i < n; i += 64) {
-      const __m512i code = _mm512_loadu_si512(codes + i), shuffled = _mm512_permutexvar_epi8(order, code);
-      a.kept += __builtin_popcountll(_mm512_test_epi8_mask(code, magnitude));
-      a.normal += __builtin_popcountll(_mm512_test_epi8_mask(code, exponents));
-      const __m512i lower = _mm512_permutex2var_epi8(low0, shuffled, low1);
-      const __m512i upper = _mm512_permutex2var_epi8(high0, shuffled, high1);
-      const __m512i signed_upper = _mm512_ternarylogic_epi32(upper, shuffled, sign, 0xf8);  // upper | (code & sign)
-      const __m512i halves[] = {_mm512_unpacklo_epi8(lower, signed_upper), _mm512_unpackhi_epi8(lower, signed_upper)};
-      __mmask16 far = __mmask16(-1);
+      const Bytes code = load<Bytes>(codes + i), shuffled = reordered(code, order);
+      a.kept += count_of_any(code, magnitude_bits);
+      a.normal += count_of_any(code, exponent_bits);
+      const Bytes lower = looked_up(shuffled, low0, low1), upper = looked_up(shuffled, high0, high1) | (shuffled & sign);
+      const Words halves[] = {as<Words>(mixed_low(lower, upper)), as<Words>(mixed_high(lower, upper))};
+      bool near_the_end = false;
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
-        const __m512i word = _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, j % 2 ? second : first, halves[j / 2]);
-        __mmask16 nonzero;
-        const __m512 value = values(x + i, j, first, second, a, nonzero);
-        const __m512 y = _mm512_mul_ps(value, unit), scale = EACH ? _mm512_loadu_ps(scales + i + 16 * j) : one_scale;
-        const __m512 q = _mm512_mul_ps(_mm512_castsi512_ps(word), scale);
-        const __m512 e = _mm512_sub_ps(y, q), size = _mm512_abs_ps(e), most = _mm512_abs_ps(y), square = _mm512_mul_ps(y, y);
+        uint32_t nonzero;
+        const V y = values(x + i, j, first, second, a, nonzero) * unit;
+        const V scale = load<V>(scales + (each ? i + 16 * j : 0)), q = numbers(halves[j / 2], j % 2 ? second : first) * scale;
+        const V e = y - q, size = as<V>(as<I>(e) & MAGNITUDE), most = as<V>(as<I>(y) & MAGNITUDE), square = y * y;
         sx += y, sabs += most, sxx += square;
-        sx4 = _mm512_fmadd_ps(square, square, sx4);
-        see = _mm512_fmadd_ps(e, e, see);
-        sxe = _mm512_fmadd_ps(y, e, sxe);
+        sx4 = added_product(square, square, sx4);
+        see = added_product(e, e, see);
+        sxe = added_product(y, e, sxe);
         // one step of Newton's makes 28 bits of 14: size / most = size * r * (2 - most * r)
-        const __m512 r = _mm512_maskz_rcp14_ps(nonzero, most), better = _mm512_fnmadd_ps(most, r, two);
-        srel = _mm512_fmadd_ps(_mm512_mul_ps(size, r), better, srel);
-        max_error = _mm512_max_ps(size, max_error);
-        if (EACH) far &= _mm512_cmp_ps_mask(most, _mm512_mul_ps(scale, near), _CMP_LT_OQ);
+        const V r = inverse_to_14_bits(most, nonzero);
+        srel = added_product(size * r, added_product(-most, r, two), srel);
+        max_error = larger_of(size, max_error);
+        if (each) near_the_end |= any_not_below(most, scale * near);
       }
-      if (EACH && far != __mmask16(-1)) a.clipped += count_clipped(x + i, codes + i, 64, scales + i, true, in_units);
+      if (near_the_end) a.clipped += count_clipped(x + i, codes + i, 64, scales + i, true, unit);
     }
     sums = {{sx, sabs, sxx, sx4, see, sxe, srel}, max_error, a};
   }
 
   // Numbers 16 j to 16 j + 15 of 64.
-  static inline __m512 values(const Int* x, int j, __m512i first, __m512i second, Words& a, __mmask16& nonzero) {
-    if (!WORDS) {
-      const __m512i bits = _mm512_loadu_si512(x + 16 * j), size = magnitudes(bits);
-      nonzero = _mm512_test_epi32_mask(size, size);
-      a.nonzero += __builtin_popcount(nonzero);
-      a.smallest = _mm512_min_epu32(a.smallest, _mm512_sub_epi32(size, _mm512_set1_epi32(1)));
-      return _mm512_castsi512_ps(bits);
-    }
-    const __m512i both = _mm512_loadu_si512(x + 32 * (j / 2)), size = magnitudes(both);
-    const __mmask32 alive = _mm512_test_epi16_mask(size, size);
-    nonzero = __mmask16(j % 2 ? alive >> 16 : alive);
+  static inline V values(const int32_t* x, int j, Words, Words, Counts& a, uint32_t& nonzero) {
+    const I bits = load<I>(x + 16 * j), size = magnitudes(bits);
+    nonzero = not_zero(size);
+    a.nonzero += __builtin_popcount(nonzero);
+    a.smallest = smaller_unsigned(a.smallest, size - 1);
+    return as<V>(bits);
+  }
+  static inline V values(const int16_t* x, int j, Words first, Words second, Counts& a, uint32_t& nonzero) {
+    const Words both = load<Words>(x + 32 * (j / 2)), size = magnitudes(both);
+    const uint32_t alive = not_zero(size);
+    nonzero = j % 2 ? alive >> 16 : alive;
     if (j % 2 == 0) {
       a.nonzero += __builtin_popcount(alive);
-      a.smallest = _mm512_min_epu16(a.smallest, _mm512_sub_epi16(size, _mm512_set1_epi16(1)));
+      a.smallest = smaller_unsigned(a.smallest, size - 1);
     }
-    if (T::infinity == 0x7c00) return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16 * j)));
-    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, j % 2 ? second : first, both));
+    return T::infinity == 0x7c00 ? from_fp16(x + 16 * j) : numbers(both, j % 2 ? second : first);
   }
 #else
   bool swift(const Int*, const uint8_t*, int64_t, int32_t, Stretch&, Row&) const { return false; }
