@@ -10,6 +10,7 @@
 
 #include "native_base.h"
 #include "native_float.h"
+#include "native_take.h"
 #include "native_vectors.h"
 
 extern "C" struct Job {  // native_measure._Job
@@ -23,6 +24,8 @@ extern "C" struct Job {  // native_measure._Job
   int64_t block_rows, block_cols, grid_cols, scale_count;
   int32_t mantissa_bits, bias, bits, special_code, fine, tie_clips, predicted, by_whole;
   double clip;
+  const float* squares;  // of a sample: amaxes of the 128x128 blocks that its rows are from; null: x is all there is
+  int64_t square_rows;   // of x from each of them
   double* sums;      // (width), zeros
   double* extremes;  // see Extreme
 };
@@ -54,28 +57,7 @@ constexpr int SUMS = 7, GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS =
 // bins below amax that are NEAR, STEPS from the bin of an element in one block to that in another, a WINDOW of exponents.
 constexpr int NEAR = 96, STEPS = 32, WINDOW = 64;
 constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
-constexpr int64_t BAND = 128, CHUNK = 128, FLUSH = 8, WAVE = 16;  // rows, columns, chunks, bands in flight
-
-// Some rows of a matrix, one below the other.
-template <class Item>
-void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to,
-          int threads) {
-  constexpr int64_t WIDTH = 256, HEIGHT = 16;  // columns, or rows, that a thread takes at once
-  Item* out = static_cast<Item*>(to);
-  for (int64_t i = 0; i < n; i++, bands += 2) {
-    const Item* first = static_cast<const Item*>(from) + bands[0] * row_step;
-    const int64_t rows = bands[1] - bands[0], length = col_step == 1 ? rows : cols, step = col_step == 1 ? HEIGHT : WIDTH;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t start = 0; start < length; start += step) {
-      const int64_t end = smaller(start + step, length);
-      if (col_step != 1) transpose(first + start * col_step, col_step, rows, end - start, out + start, cols);
-      else
-        for (int64_t row = start; row < end; row++)
-          std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
-    }
-    out += rows * cols;
-  }
-}
+constexpr int64_t FLUSH = 8, WAVE = 16;  // chunks, bands in flight
 
 typedef double D2 __attribute__((vector_size(16), may_alias));
 typedef uint16_t Half __attribute__((may_alias));
@@ -95,6 +77,7 @@ struct Scratch {  // of one thread
   alignas(64) int32_t places[CHUNK], bins[CHUNK];  // for each element: where it is in `pairs`; in `joint`, or in `below`
   alignas(64) float square[CHUNK], scale[CHUNK];
   float least_scale;
+  const float* squares;  // amaxes of the blocks of 128x128 that a row is in
   alignas(64) D2 energy[CHUNK];
 };
 
@@ -212,6 +195,7 @@ struct Walk {
     lanes.smallest += MAGNITUDE;
     double sums[SUMS] = {};
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK;
+    s.squares = job.squares ? job.squares + number / job.square_rows * chunks : s.blocks[3].get();
     for (int64_t c = 0; c < chunks; c++) {
       const int64_t left = c * CHUNK, n = smaller(CHUNK, job.cols - left);
       if (c == 0 || job.grid_cols > 1) scales(number, left, n, s);
@@ -273,7 +257,7 @@ struct Walk {
       x = some_x, codes = some_codes;
     }
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
-    const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], s.blocks[3][c],
+    const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], s.squares[c],
                         s.blocks[2].get() + row * thirties + 4 * c, (n + 31) / 32);
     int32_t smallest;
     vectors(x, codes, n, blocks, unit, a, s, smallest);
