@@ -22,7 +22,7 @@ from ottava.scaling import amax as block_amaxes
 
 Bands = Sequence[range]
 """Rows of a matrix, in their order; those of a range with a step lie in one band of BAND_ROWS rows."""
-_SPREAD = 4
+_SPREAD = 8
 """Bands in which one is sampled, where so many rows are wanted: with all of their rows it is read for block amaxes."""
 _LEAST_ROWS = 32
 """Of a sample: a median of fewer rows says little."""

@@ -84,7 +84,7 @@ class WatchConfig(RefusesUnknownFields):
     """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and less often, amaxes too,
     where watching takes more than `max_overhead`."""
     sample: int = 16
-    """One row in so many is measured, and at least 32 of a tensor; others at every look, until all have been. 1: all."""
+    """One row in so many is measured, and at least 32 of a tensor; others at every look. 1: all of them."""
     fine: bool = True
     """Record for every block size how far elements lie below the amax of their block: what-if needs it."""
     light: bool = True
