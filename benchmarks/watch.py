@@ -29,7 +29,7 @@ MODES: Mapping[str, dict[str, Any] | None] = MappingProxyType(
     {
         "unwatched": None,
         "default": {},
-        "full look every step, 1 band of 16": {"every": 1},
+        "full look every step, 1 row of 16": {"every": 1},
         "full look every step, all elements": {"every": 1, "sample": 1},
     }
 )

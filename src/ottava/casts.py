@@ -77,7 +77,8 @@ def quantize_with_amax(
         data, scale_inv, amax = torch.ops.ottava.quantize(x, spec.key, scale)
         return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
     data, scale_inv, amax = _quantize(x, spec, scale)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype, amax if amax.numel() == 1 else None), amax
+    handed_on = amax if x.is_cpu or amax.numel() == 1 else None  # elsewhere nobody would read it back
+    return QuantizedTensor(data, scale_inv, spec, x.dtype, handed_on), amax
 
 
 def quantize_both(
@@ -122,7 +123,7 @@ def _both_on_cpu(
             return None
         casts = native_cpu.quantize_both(x, spec, spec_t)
         row, col = (
-            QuantizedTensor(c.data, c.scale_inv, s, x.dtype) for c, s in zip(casts, (spec, spec_t), strict=True)
+            QuantizedTensor(c.data, c.scale_inv, s, x.dtype, c.amax) for c, s in zip(casts, (spec, spec_t), strict=True)
         )
         return Both(row, col, casts[0].amax)
     one = spec or spec_t
@@ -131,7 +132,7 @@ def _both_on_cpu(
     if (spec_t or one) != one or native_cpu.supports_quantize(x, one, scale) is not None:
         return None
     data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
-    x_q = QuantizedTensor(data, scale_inv, one, x.dtype)
+    x_q = QuantizedTensor(data, scale_inv, one, x.dtype, amax)
     here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
     return Both(here, there, amax if staged is None else None)
 

@@ -182,7 +182,8 @@ class QuantizedTensor:
     dtype: torch.dtype
     """Of the tensor it stands for."""
     amax: Tensor | None = None
-    """Of that tensor, fp32 with one entry, as the cast saw it; None where it was not kept: only casts per tensor do."""
+    """Of its blocks, fp32, in any order, as the cast saw them; the largest is that of the tensor. None where they were
+    not kept. Whoever watches wants them; what is kept for backward leaves them out."""
 
     @property
     def shape(self) -> torch.Size:

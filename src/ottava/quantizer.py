@@ -341,6 +341,7 @@ class WeightQuantizer(Quantizer):
         if wants_row or wants_col:
             both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
             row, col = both[0] if wants_row else row, both[1] if wants_col else col
+            row, col = _without_amaxes(row), _without_amaxes(col)
             self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 
@@ -362,6 +363,13 @@ class WeightQuantizer(Quantizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **_FRESH}
+
+
+def _without_amaxes(operand: Operand | None) -> Operand | None:
+    """What is kept leaves out the amaxes of blocks: memory that nobody asks for later."""
+    if not isinstance(operand, QuantizedTensor) or operand.amax is None or operand.amax.numel() == 1:
+        return operand
+    return QuantizedTensor(operand.data, operand.scale_inv, operand.spec, operand.dtype)
 
 
 def _on_accelerator(x: Tensor) -> bool:

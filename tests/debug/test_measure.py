@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava.debug.measure import BAND_ROWS, measure, measure_packed, sample_bands, survey, take_bands, take_bands_of
+from ottava.casts import quantize_both
+from ottava.debug.measure import BAND_ROWS, found_by, measure, measure_packed, survey
+from ottava.debug.sample import take_bands_of
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, GRANULARITIES, SUM_WIDTH, Detail, Tally, tally_fields
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -284,7 +286,7 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
         merged = Tally()
         edges = [0, *(cut * BAND_ROWS for cut in cuts), len(x)]
         for start, stop in itertools.pairwise(edges):
-            part = measure_packed(x[start:stop], take_bands_of(x_q, [(start, stop)]))
+            part = measure_packed(x[start:stop], take_bands_of(x_q, [range(start, stop)]))
             merged += part.tally()
         shared = {"n_casts", "n_scales", "n_predicted", "block_spread"}  # per call; relative to each shard's own amax
         for f in tally_fields():
@@ -297,44 +299,18 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
                 assert np.allclose(got, wanted, rtol=1e-12, atol=1e-9 * np.max(np.abs(wanted))), f.name
 
 
-@pytest.mark.parametrize("every, phase", [(1, 0), (2, 0), (2, 1), (4, 7), (100, 3)])
-@pytest.mark.parametrize("rows", [1, 127, 128, 700])
-def test_sampled_rows_are_whole_bands(rows: int, every: int, phase: int) -> None:
-    """The bands phase, phase + every, ...; all rows where there is one band; and each band is reached by some phase."""
-    bands = [(s, min(s + BAND_ROWS, rows)) for s in range(0, rows, BAND_ROWS)]
-    sampled = sample_bands(rows, every, phase)
-    if every == 1 or len(bands) == 1:
-        assert sampled is None
-        return
-    assert sampled == bands[phase % min(every, len(bands)) :: every]
-    phases = [sample_bands(rows, every, p) for p in range(every)]
-    assert {band for part in phases if part is not None for band in part} == set(bands)
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_taking_rows_of_a_cast_equals_slicing_its_dequantized_form(spec: QuantizationSpec) -> None:
-    """Scales stay with their rows; blocks taller than a row go with their whole band."""
-    x = hard(400, 70, torch.bfloat16).nan_to_num()
-    x_q = ottava.quantize(x, spec)
-    bands = sample_bands(len(x), 2, 1)
-    assert bands is not None
-    rows = torch.cat([torch.arange(*band) for band in bands])
-    assert torch.equal(take_bands_of(x_q, bands).dequantize(), x_q.dequantize()[rows])
-    for matrix in (x, x.t().contiguous().t()):
-        taken = take_bands(matrix, bands)
-        assert torch.equal(taken, x[rows])
-        assert taken.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
-
-
-def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
-    """The rows that were passed over still count where a single element matters."""
-    x = torch.ones(4 * BAND_ROWS, 8)
-    x[0, 0], x[1, 1] = math.inf, 64.0
-    x_q = ottava.quantize(x, E4M3, scale=torch.tensor(4.0))
-    bands = sample_bands(len(x), 4, 2)
-    assert bands is not None
-    tally = measure_packed(take_bands(x, bands), take_bands_of(x_q, bands), extent=survey(x)).tally()
-    assert (tally.n, tally.n_total, tally.n_nonfinite, tally.amax) == (BAND_ROWS * 8, x.numel(), 1, 64)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cast_knows_what_a_survey_would_say(spec: QuantizationSpec, turned: bool) -> None:
+    """The largest amax of its blocks, of x and of x.T, cast alone or at once; not where elements are not finite."""
+    x = hard(200, 130, torch.bfloat16).nan_to_num(posinf=1.0, neginf=1.0)
+    x = x.t() if turned else x
+    scale = torch.tensor(5.0) if spec.predicted else None
+    both = quantize_both(x, spec, spec, scale=scale)
+    casts = [ottava.quantize(x, spec, scale=scale), *([] if both is None else [both.row, both.col])]
+    assert all(cast is not None and torch.equal(found_by(cast, x.numel()), survey(x)) for cast in casts)  # type: ignore
+    x[150 if not turned else 3, 7] = math.nan
+    assert found_by(ottava.quantize(x, spec, scale=scale), x.numel()) is None
 
 
 def test_details_differ_in_the_histograms_over_elements_only() -> None:

@@ -26,6 +26,8 @@ from torch import Tensor
 from kernels.test_native_measure import assert_same as assert_same_tally
 from ottava import scaling
 from ottava.debug.measure import survey
+from ottava.debug.sample import squares_of
+from ottava.debug.tally import DETAILS
 from ottava.formats import FORMATS
 from ottava.kernels import native_cpu, native_gemm, native_measure, native_stochastic, native_sums, reference
 from ottava.kernels.native_measure import Look
@@ -386,32 +388,42 @@ def look(case: Case) -> None:
     largest = float(finite.amax()) if finite.numel() else 0.0
     told = torch.tensor([float(y.abs().amax()), largest, y.numel() - finite.numel(), y.numel()], dtype=torch.float64)
     same(ours, told, "survey")
-    ends = sorted(case.rng.sample(range(x.shape[0] + 1), min(x.shape[0] + 1, case.rng.choice((2, 4)))))
-    bands = list(zip(ends[::2], ends[1::2], strict=False))
     x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
     x_q = replace(x_q, data=case.fence.copy(lay(case.rng, x_q.data, case.rng.choice(LAYOUTS[:8]))))
-    for matrix in (x, x_q.data):
-        if native_measure.supports_take(matrix) is None:
-            with case.fence.around(native_measure):
-                taken = native_measure.take(matrix, bands)
-            rows = [matrix.view(bits_of(matrix.dtype))[start:stop] for start, stop in bands]
-            same(taken.view(bits_of(matrix.dtype)), torch.cat(rows), "take")
+    take(case, x, x_q.data)
     if not torch.isfinite(x_q.scale_inv).all():
         return
     found = case.fence.copy(survey(x))
     with case.fence.around(native_measure):
-        assert_same_tally(x, replace(x_q, scale_inv=case.fence.copy(x_q.scale_inv)), found, case.rng.random() < 0.7)
+        assert_same_tally(x, replace(x_q, scale_inv=case.fence.copy(x_q.scale_inv)), found, case.rng.choice(DETAILS))
         if spec.scaling == "current":
-            made, to_make = (native_measure.measure([Look(x, c, found)], *places()) for c in (x_q, spec))
+            made, to_make = (native_measure.measure([Look(x, c, found)], layout(), 2) for c in (x_q, spec))
     if spec.granularity == scaling.PER_TENSOR or spec.scaling == "current":
         assert torch.equal(made[0], to_make[0]), "measure: another cast"
 
 
+def take(case: Case, *matrices: Tensor) -> None:
+    """Rows of some bands, and of numbers the amaxes of the blocks that they lie in."""
+    rows, step = matrices[0].shape[0], case.rng.choice((1, 1, 2, 8))
+    first = case.rng.sample(range(rows), min(rows, case.rng.choice((1, 3))))
+    bands = [range(start, min(start // 128 * 128 + 128, rows), step) for start in first]
+    for matrix in matrices:
+        if native_measure.supports_take(matrix) is not None:
+            continue
+        squares = torch.empty(len(bands), -(-matrix.shape[1] // 128)) if matrix.dtype in DTYPES else None
+        with case.fence.around(native_measure):
+            taken = native_measure.take(matrix, bands, squares)
+        truth = torch.cat([matrix.view(bits_of(matrix.dtype))[list(band)] for band in bands])
+        same(taken.view(bits_of(matrix.dtype)), truth, "take")
+        if squares is not None:
+            same(squares, squares_of(matrix, bands), "squares")
+
+
 @functools.cache
-def places() -> tuple[Any, int]:
+def layout() -> native_measure.Layout:
     from ottava.debug import measure
 
-    return measure._places(), measure.SUM_WIDTH
+    return measure._layout("blocks")
 
 
 KERNELS: MappingProxyType[str, Callable[[Case], None]] = MappingProxyType(

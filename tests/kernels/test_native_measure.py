@@ -14,7 +14,8 @@ from torch import Tensor
 
 from layout_samples import LAYOUTS, tiles
 from ottava import quantize
-from ottava.debug.measure import Packed, measure_all, measure_packed, sample_bands, survey, take_bands, take_bands_of
+from ottava.debug.measure import Packed, measure_all, measure_packed, survey
+from ottava.debug.sample import sampled, squares_of, take_bands
 from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, Detail, Tally, tally_fields
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import native_measure
@@ -134,7 +135,7 @@ def test_what_is_negated_when_it_is_read_is_not_read_from_memory() -> None:
     x = torch.randn(300, 1, dtype=torch.complex64).conj().imag
     for matrix in (x, torch._neg_view(torch.randn(300, 40))):
         assert "takes plain tensors; got a tensor that is negated" in str(native_measure.supports_survey(matrix))
-        assert torch.equal(take_bands(matrix, [(128, 256)]), matrix[128:256])
+        assert torch.equal(take_bands(matrix, [range(128, 256)]), matrix[128:256])
         assert torch.equal(survey(matrix), survey(matrix + 0.0))
 
 
@@ -190,13 +191,15 @@ def test_the_scale_of_a_sample_is_that_of_its_tensor() -> None:
     """Where one serves all of it; blocks have their own."""
     x = tiles(600, 140, torch.bfloat16)
     x[550, 3] = 1e4
-    bands = sample_bands(len(x), 3, 0)
-    assert bands is not None
     for granularity in ("tensor", "row", "1x128", "128x128"):
         spec = QuantizationSpec(E4M3, Granularity.parse(granularity))
-        packed = measure_all([Look(take_bands(x, bands), spec, survey(x))])
-        expected = measure_packed(take_bands(x, bands), take_bands_of(quantize(x, spec), bands), extent=survey(x))
-        assert torch.equal(packed.sums[0], expected.sums)
+        to_make, made = (sampled(Look(x, cast, survey(x)), 4, 0) for cast in (spec, quantize(x, spec)))
+        assert to_make is not None
+        if granularity == "128x128":  # of blocks that are still to be cast whole bands are taken
+            rows = [*range(128), *range(512, 600)]
+            made = Look(x[rows], quantize(x[rows], spec), survey(x))
+        assert made is not None
+        assert torch.equal(measure_all([to_make]).sums, measure_all([made]).sums)
 
 
 def test_a_survey_is_what_torch_says(dtype: torch.dtype) -> None:
@@ -244,14 +247,21 @@ def test_rows_that_are_taken_are_those_rows(dtype: torch.dtype, threads: int) ->
     torch.set_num_threads(threads)
     try:
         for x in xs:
-            bands = [(0, len(x) // 3), (len(x) // 2, len(x))]
+            bands = [range(len(x) // 3), range(len(x) // 2, len(x))]
+            bands += [range(top, min(top + 128, len(x)), 4) for top in range(0, len(x), 256)]
             for matrix in (x, quantize(x, QuantizationSpec(E5M2)).data.view(torch.uint8)):
                 if reason := native_measure.supports_take(matrix):
                     assert reason == f"native_measure: takes a matrix in rows or columns; got strides {matrix.stride()}"
                     continue
                 taken = native_measure.take(matrix, bands)
-                assert torch.equal(taken, torch.cat([matrix[start:stop] for start, stop in bands]))
+                assert torch.equal(taken, torch.cat([matrix[b.start : b.stop : b.step] for b in bands]))
                 assert taken.is_contiguous()
+            if x.numel() and native_measure.supports_take(x) is None:
+                matrix = x.clone(memory_format=torch.preserve_format)
+                matrix[0, 0], matrix[-1, -1] = math.inf, math.nan
+                squares = torch.empty(len(bands) - 2, -(-x.shape[1] // 128))
+                native_measure.take(matrix, bands[2:], squares)
+                assert torch.equal(squares, squares_of(matrix, bands[2:]))
     finally:
         torch.set_num_threads(1)
 
@@ -275,15 +285,25 @@ def test_threads_change_no_bit() -> None:
                 assert all(map(torch.equal, alone, run(x, x_q, detail, threads)))
 
 
-def test_a_sample_is_measured_against_its_tensor() -> None:
-    """amax, and with it the spread of blocks, and what is not finite, come from the whole."""
-    x = tiles(600, 140, torch.bfloat16)
-    x[550, 3] = math.inf
-    bands = sample_bands(len(x), 3, 0)
-    assert bands is not None
-    for granularity in ("tensor", "row", "128x128"):
-        x_q = quantize(x, QuantizationSpec(E4M3, Granularity.parse(granularity)))
-        assert_same(take_bands(x, bands), take_bands_of(x_q, bands), extent=survey(x))
+@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "1x32", "16x16", "128x128", "3x5", "*x4"])
+@pytest.mark.parametrize("rows, cols, every", [(600, 140, 4), (1100, 300, 16), (130, 40, 4), (128 * 9 + 70, 128, 8)])
+def test_samples_are_measured_as_by_the_torch_walk(block: str, rows: int, cols: int, every: int) -> None:
+    """Against amax and faults of the whole tensor and the amaxes of the 128x128 blocks that the rows are from; of x.T,
+    in several phases, where rows lie far below others of their block."""
+    for x in (tiles(rows, cols, torch.bfloat16), tiles(cols, rows, torch.float32).t()):
+        x[::3] *= 2.0**-20
+        x[rows - 1, 3], x[5, 1] = math.inf, math.nan
+        for phase in (0, 1, 5):
+            look = Look(x, quantize(x, QuantizationSpec(E4M3, Granularity.parse(block))), survey(x))
+            part = sampled(look, every, phase)
+            if part is None:
+                assert block == "3x5"
+                continue
+            ours = measure_all([part])
+            with in_torch():
+                truth = measure_all([part])
+            tallies = [Packed(p.sums[0], p.extremes[0]).tally() for p in (ours, truth)]
+            assert {f.name for f in tally_fields() if not equal(f.name, *tallies)} == set()
 
 
 def test_a_cast_that_is_all_wrong_is_measured_as_such() -> None:

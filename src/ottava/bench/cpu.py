@@ -25,11 +25,13 @@ from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
-from ottava.debug.measure import Packed, found_by, measure_packed, sample_bands, take_bands, take_bands_of
+from ottava.debug.measure import Packed, found_by, measure_all, survey
+from ottava.debug.sample import sampled
 from ottava.debug.tally import Detail
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.kernels import reference
+from ottava.kernels.native_measure import Look
 from ottava.nn.convert import convert
 from ottava.ops import gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -196,7 +198,7 @@ def _casts(n: int) -> Variants:
         "ottava tensor, scale known": lambda: quantize(x, delayed, scale=scale),
         "ottava 1x32": lambda: quantize(x, mx),
         "ottava tensor, with statistics": lambda: _measured(x, tensor, 1, "numbers"),
-        "ottava tensor, with statistics and histograms, 1 band in 16": lambda: _measured(x, tensor, 16, "blocks"),
+        "ottava tensor, with statistics and histograms, 1 row in 16": lambda: _measured(x, tensor, 16, "blocks"),
         "ottava tensor, with statistics and histograms": lambda: _measured(x, tensor, 1, "blocks"),
     }
     if n <= 1 << 22:
@@ -231,9 +233,8 @@ def _measured(x: Tensor, spec: QuantizationSpec, every: int, detail: Detail) -> 
     """Casts, and measures the cast as a watch does."""
     x_q = quantize(x, spec)
     extent = found_by(x_q, x.numel())
-    if (bands := sample_bands(x.shape[0], every, 0)) is not None:
-        x, x_q = take_bands(x, bands), take_bands_of(x_q, bands)
-    return measure_packed(x, x_q, extent=extent, detail=detail)
+    look = Look(x, x_q, survey(x) if extent is None else extent)
+    return measure_all([sampled(look, every, 0) or look], detail=detail)
 
 
 def _linear(settings: Settings) -> Iterator[Case]:

@@ -44,7 +44,7 @@ def watch(
         str | None, typer.Option(metavar="T", help="Which of X,W,dY,Y,dX,dW, with commas between [X,W,dY].")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(metavar="N", help="Of long tensors, measure one band of 128 rows in N [16]; 1: all.")
+        int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
     ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")

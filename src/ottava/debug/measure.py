@@ -38,7 +38,7 @@ from ottava.kernels import native_measure
 from ottava.kernels.native_measure import Layout, Look, layout
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
-from ottava.scaling import BLOCK_1X128, Granularity, column_major, compute_scale
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity, compute_scale
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
@@ -111,10 +111,10 @@ def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
         >>> found_by(ottava.quantize(torch.tensor([[1.0, -3.0]]), ottava.QuantizationSpec(ottava.E4M3)), 2).tolist()
         [3.0, 3.0, 0.0, 2.0]
     """
-    if x_q.amax is None or x_q.amax.device.type != "cpu":  # elsewhere asking would wait for the device
+    if x_q.amax is None or not elements or x_q.amax.device.type != "cpu":  # elsewhere asking would wait for the device
         return None
-    largest = abs(float(x_q.amax))  # how many are not finite, a cast does not count
-    if not math.isfinite(largest):
+    largest = abs(float(x_q.amax if x_q.amax.numel() == 1 else x_q.amax.amax()))
+    if not math.isfinite(largest):  # how many, a cast does not count
         return None
     return torch.tensor([largest, largest, 0.0, elements], dtype=torch.float64)
 
@@ -167,10 +167,11 @@ def cast_of(look: Look) -> QuantizedTensor:
 def _walked(look: Look, detail: Detail) -> Packed:
     x, x_q = look.x.detach(), cast_of(look)
     if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
-        return measure_packed(x, x_q, extent=look.extent, detail=detail)  # only the cast had to be made elsewhere
+        packed = measure_all([look._replace(cast=x_q)], detail=detail)  # only the cast had to be made elsewhere
+        return Packed(packed.sums[0], packed.extremes[0])
     extent = look.extent
     clean = x.device.type == "cpu" and not float(extent[2])
-    walk = _Walk(x, x_q, extent[1].to(torch.float32), clean, detail)
+    walk = _Walk(look, x_q, clean, detail)
     for start in range(0, x.shape[0], BAND_ROWS):
         walk.band(start, min(start + BAND_ROWS, x.shape[0]))
     walk.sums |= {"n_total": extent[3], "n_casts": _f64(1, x), "n_nonfinite": extent[2]}
@@ -187,47 +188,6 @@ def _layout(detail: Detail) -> Layout:
     return layout(places, SUM_WIDTH, DETAIL_WIDTHS[detail])
 
 
-Bands = Sequence[tuple[int, int]]
-"""(first row, the one after the last) of each."""
-
-
-def sample_bands(rows: int, every: int, phase: int) -> Bands | None:
-    """One band of BAND_ROWS rows in `every`, beginning with band `phase % every`; None for all of them.
-
-    Example:
-        >>> sample_bands(1000, 4, 1)
-        [(128, 256), (640, 768)]
-    """
-    bands = -(-rows // BAND_ROWS)
-    if every <= 1 or bands < 2:
-        return None
-    starts = range(phase % min(every, bands) * BAND_ROWS, rows, every * BAND_ROWS)
-    return [(start, min(start + BAND_ROWS, rows)) for start in starts]
-
-
-def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of those rows of a matrix."""
-    if dtype in (None, x.dtype) and native_measure.supports_take(x) is None:
-        return native_measure.take(x, bands)
-    if x.dtype.itemsize == 1 and x.dtype != torch.uint8:  # torch joins no codes
-        return take_bands(x.view(torch.uint8), bands).view(x.dtype)
-    dim, lying = (1, x.t()) if column_major(x) else (0, x)
-    parts = [lying.narrow(dim, start, stop - start) for start, stop in bands]
-    taken = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-    dtype = dtype or x.dtype
-    if len(parts) == 1 or dtype != x.dtype:
-        taken = taken.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return taken.t() if dim else taken
-
-
-def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
-    """Those rows of a cast, with their scales."""
-    height, scale_inv = x_q.spec.granularity.rows, x_q.scale_inv
-    if height is not None:
-        scale_inv = torch.cat([scale_inv[start // height : -(-stop // height)] for start, stop in bands])
-    return QuantizedTensor(take_bands(x_q.data, bands), scale_inv, x_q.spec, x_q.dtype)
-
-
 def _f64(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=like.device)
 
@@ -235,8 +195,10 @@ def _f64(value: float, like: Tensor) -> Tensor:
 class _Walk:
     """Sums and extremes while bands go by."""
 
-    def __init__(self, x: Tensor, x_q: QuantizedTensor, amax: Tensor, clean: bool, detail: Detail) -> None:
+    def __init__(self, look: Look, x_q: QuantizedTensor, clean: bool, detail: Detail) -> None:
+        x, amax = look.x, look.extent[1].to(torch.float32)
         self.x, self.x_q, self.amax, self.clean, self.detail = x, x_q, amax, clean, detail
+        self.squares = None if look.squares is None else look.squares.repeat_interleave(look.square_rows, 0)
         self.format: Format = x_q.spec.format
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
@@ -273,7 +235,7 @@ class _Walk:
         blocks = block_amaxes(magnitude, BLOCK_1X128)
         squares = self._sum(x, magnitude, error, _unit(blocks.amax(1, keepdim=True)))
         self._extend(bits, error)
-        self._histograms(magnitude, bits, zeros, blocks, squares)
+        self._histograms(magnitude, bits, zeros, blocks, squares, slice(start, stop))
 
     def _count(
         self,
@@ -330,7 +292,9 @@ class _Walk:
         self.extremes["amin"] = torch.maximum(self.extremes["amin"], -amin)
         self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
 
-    def _histograms(self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor) -> None:
+    def _histograms(
+        self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice
+    ) -> None:
         if self.detail != "numbers":
             counts = torch.bincount((bits >> _QUARTER_OCTAVE).flatten(), minlength=EXPONENT_BINS).to(torch.float64)
             counts[0] -= zeros
@@ -342,7 +306,10 @@ class _Walk:
         if self.detail != "blocks":
             return
         for name, granularity in _BLOCKS:
-            largest = blocks if granularity == BLOCK_1X128 else block_amaxes(magnitude, granularity)
+            if granularity == BLOCK_128X128 and self.squares is not None:
+                granularity, largest = BLOCK_1X128, self.squares[rows]
+            else:
+                largest = blocks if granularity == BLOCK_1X128 else block_amaxes(magnitude, granularity)
             relative = _divided(magnitude, torch.where(largest > 0, largest, 1.0), granularity)
             below = (_TOP_BIN - (relative.view(torch.int32) >> _QUARTER_OCTAVE)).clamp_(0, RELATIVE_BINS - 1).flatten()
             counts = torch.bincount(below, minlength=RELATIVE_BINS).to(torch.float64)

@@ -192,11 +192,11 @@ extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, 
   return largest <= __FLT_MAX__;
 }
 
-// Copies n bands of rows, (first, the one after the last) each, of x or of codes (1 byte each), one below the other.
-extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t cols,
-                            const int64_t* bands, int64_t n, void* to, int threads) {
-  if (bytes == 1) take<uint8_t>(from, row_step, col_step, cols, bands, n, to, threads);
-  else take<OTTAVA_TYPE::Int>(from, row_step, col_step, cols, bands, n, to, threads);
+// Copies rows of x or of codes (1 byte each), see `take`.
+extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t rows, int64_t cols,
+                            const int64_t* bands, int64_t n, void* to, float* squares, int threads) {
+  if (bytes == 1) take<Byte>(from, row_step, col_step, rows, cols, bands, n, to, nullptr, threads);
+  else take<OTTAVA_TYPE>(from, row_step, col_step, rows, cols, bands, n, to, squares, threads);
 }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "native_numbers.h"
+#include "native_take.h"
 
 extern "C" {
 typedef int Quantize(const CastJob* job);
@@ -29,28 +30,7 @@ constexpr int GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS = 164;
 // bins below amax that are NEAR, STEPS from the bin of an element in one block to that in another, a WINDOW of exponents.
 constexpr int NEAR = 96, STEPS = 32, WINDOW = 64;
 constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
-constexpr int64_t BAND = 128, WAVE = 16;  // rows, and how many bands are in flight
-
-// Some rows of a matrix, one below the other.
-template <class Item>
-void take(const void* from, int64_t row_step, int64_t col_step, int64_t cols, const int64_t* bands, int64_t n, void* to,
-          int threads) {
-  constexpr int64_t WIDTH = 256, HEIGHT = 16;  // columns, or rows, that a thread takes at once
-  Item* out = static_cast<Item*>(to);
-  for (int64_t i = 0; i < n; i++, bands += 2) {
-    const Item* first = static_cast<const Item*>(from) + bands[0] * row_step;
-    const int64_t rows = bands[1] - bands[0], length = col_step == 1 ? rows : cols, step = col_step == 1 ? HEIGHT : WIDTH;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t start = 0; start < length; start += step) {
-      const int64_t end = smaller(start + step, length);
-      if (col_step != 1) transpose(first + start * col_step, col_step, rows, end - start, out + start, cols);
-      else
-        for (int64_t row = start; row < end; row++)
-          std::memcpy(out + row * cols, first + row * row_step, size_t(cols) * sizeof(Item));
-    }
-    out += rows * cols;
-  }
-}
+constexpr int64_t WAVE = 16;  // bands in flight
 
 typedef double D2 __attribute__((vector_size(16), may_alias));
 typedef uint16_t Half __attribute__((may_alias));
@@ -107,7 +87,7 @@ struct Walk {
         float* amaxes = histograms ? s.blocks[1].get() + row * chunks : s.blocks[1].get();
         const float largest = histograms ? s.blocks[0][row] : numbers.look(here, amaxes, s.stretch);
         numbers.add(here, codes + row * code_row, top + row, largest, amaxes, s.stretch, group, out, extremes);
-        if (histograms) this->row(here, row, s);
+        if (histograms) this->row(here, top + row, row, s);
       }
       nonzero += numbers.finish(group, (last - first) * job.cols, s.stretch, out);
     }
@@ -178,13 +158,14 @@ struct Walk {
     }
   }
 
-  // Adds a row to the histograms.
-  void row(const Int* x, int64_t row, Scratch& s) const {
+  // Adds a row to the histograms; number: of the row in x, row: in the band.
+  void row(const Int* x, int64_t number, int64_t row, Scratch& s) const {
     const float unit = unit_of(s.blocks[0][row]);
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK, thirties = (job.cols + 31) / 32;
+    const float* squares = job.squares ? job.squares + number / job.square_rows * chunks : s.blocks[3].get();
     for (int64_t c = 0; c < chunks; c++) {
       const int64_t n = smaller(CHUNK, job.cols - c * CHUNK);
-      const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], s.blocks[3][c],
+      const Blocks blocks(s.blocks[0][row], s.blocks[1][row * chunks + c], squares[c],
                           s.blocks[2].get() + row * thirties + 4 * c, (n + 31) / 32);
       chunk(x + c * CHUNK, n, blocks, unit, s);
     }

@@ -54,12 +54,17 @@ class Look(NamedTuple):
     """Of the whole tensor, see `survey`."""
     scale: Tensor | None = None
     """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, see `by_whole`."""
+    squares: Tensor | None = None
+    """Of a sample: fp32, the largest finite magnitudes of the 128x128 blocks that its rows are from; None: the rows of
+    each block are all there."""
+    square_rows: int = 128
+    """Rows of x from each of them but the last."""
 
     @property
     def by_whole(self) -> bool:
         """Whether the scale of the cast to be made is that of the whole tensor; what guards a prediction looks at the
         amax that there is."""
-        spec = _spec(self)
+        spec = spec_of(self)
         return self.scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded"
 
 
@@ -73,6 +78,8 @@ class _Job(ctypes.Structure):
         *((name, _INTS) for name in ("mantissa_bits", "bias", "bits", "special_code", "detail", "tie_clips")),
         *((name, _INTS) for name in ("predicted", "by_whole")),
         ("clip", ctypes.c_double),
+        ("squares", _POINTERS),
+        ("square_rows", _SIZES),
         ("sums", _POINTERS),
         ("extremes", _POINTERS),
     )
@@ -94,7 +101,10 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.restype = ctypes.c_int
     library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
     library.ottava_survey.restype = ctypes.c_int
-    library.ottava_take.argtypes = [_POINTERS, ctypes.c_int, *[_SIZES] * 3, _POINTERS, _SIZES, _POINTERS, ctypes.c_int]
+    library.ottava_take.argtypes = [
+        *(_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _SIZES),
+        *(_POINTERS, _SIZES, _POINTERS, _POINTERS, ctypes.c_int),
+    ]
     library.ottava_take.restype = None
 
 
@@ -167,23 +177,29 @@ def _holds(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
 
 
-def take(x: Tensor, bands: Sequence[tuple[int, int]]) -> Tensor:
-    """Some rows of x (R, C), each (first, the one after the last), one below the other in rows of their own; call
-    `supports_take` first.
+def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Tensor:
+    """Some rows of x (R, C), one below the other in rows of their own; call `supports_take` first.
+
+    Args:
+        bands: the rows; those of a range with a step lie in one band of 128.
+        squares: fp32 (bands, ceil(C / 128)), filled with the largest finite magnitudes of the 128x128 blocks that each
+            range lies in, all of their rows.
 
     Example:
         >>> x = torch.arange(6.0).reshape(3, 2)
-        >>> supports_take(x) is not None or take(x, [(0, 1), (2, 3)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
+        >>> supports_take(x) is not None or take(x, [range(0, 3, 2)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
         True
     """
-    cols, ends = x.shape[1], [end for band in bands for end in band]
-    taken = torch.empty(sum(ends[1::2]) - sum(ends[::2]), cols, dtype=x.dtype)
+    rows, cols = x.shape
+    taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype)
     library = built(_holds(x)).library
     assert library is not None  # supports_take was asked
-    numbers = (_SIZES * len(ends))(*ends)
+    numbers = (_SIZES * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
-    from_to = x.data_ptr(), x.element_size(), *_steps(x), cols, numbers, len(bands), taken.data_ptr()
-    library.ottava_take(*from_to, threads)
+    from_to = *_steps(x), rows, cols, numbers, len(bands), taken.data_ptr()
+    library.ottava_take(
+        x.data_ptr(), x.element_size(), *from_to, None if squares is None else squares.data_ptr(), threads
+    )
     return taken
 
 
@@ -257,7 +273,7 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
             job.sums = sums.data_ptr() + 8 * layout.width * i
             job.extremes = extremes.data_ptr() + 8 * len(EXTREMES) * i
         told = _Library(places=ctypes.addressof(layout.places), width=layout.used)
-        if any(isinstance(looks[i].cast, QuantizationSpec) or _spec(looks[i]).predicted for i in own):
+        if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
             assert casts is not None  # supports_measure was asked
             told.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
@@ -298,7 +314,8 @@ def _constants_of(key: str, fmt: Format) -> _Constants:
     )
 
 
-def _spec(look: Look) -> QuantizationSpec:
+def spec_of(look: Look) -> QuantizationSpec:
+    """How it was, or will be, cast."""
     return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
 
 
@@ -318,11 +335,13 @@ def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
 
 def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     """Returns what has to stay until the job is done."""
-    x, made, scale, spec = _strided(look.x), look.cast, look.scale, _spec(look)
+    x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
     job.x, (job.x_row, job.x_col), job.extent = x.data_ptr(), _steps(x), look.extent.data_ptr()
     job.cast = ctypes.addressof(known.plan.cast)
+    if look.squares is not None:
+        job.squares, job.square_rows = look.squares.data_ptr(), look.square_rows
     kept: tuple[object, ...] = (x, known)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()

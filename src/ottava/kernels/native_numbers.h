@@ -22,6 +22,8 @@ extern "C" struct Job {  // native_measure._Job
   int64_t block_rows, block_cols, grid_cols, scale_count;
   int32_t mantissa_bits, bias, bits, special_code, detail, tie_clips, predicted, by_whole;
   double clip;
+  const float* squares;  // of a sample: amaxes of the 128x128 blocks that its rows are from; null: x is all there is
+  int64_t square_rows;   // of x from each of them
   double* sums;      // (width), zeros
   double* extremes;  // see Extreme
 };

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ottava.debug.measure import take_bands_of
+from ottava.debug.sample import take_bands_of
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import Quantizer
 
@@ -190,7 +190,7 @@ def check_history(door: Quantizer) -> Facts | None:
 def _sampled(x: Tensor, x_q: QuantizedTensor) -> tuple[Tensor, QuantizedTensor]:
     """A corner of both."""
     if x.shape[0] > _ROWS:
-        x, x_q = x[:_ROWS], take_bands_of(x_q, [(0, _ROWS)])
+        x, x_q = x[:_ROWS], take_bands_of(x_q, [range(_ROWS)])
     if x.shape[1] > _COLS:
         width = x_q.spec.granularity.cols
         scale_inv = x_q.scale_inv if width is None else x_q.scale_inv[:, : -(-_COLS // width)]

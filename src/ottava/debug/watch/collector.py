@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.debug.measure import Packed, cast_of, found_by, measure_all, sample_bands, survey, take_bands, take_bands_of
+from ottava.debug.measure import Packed, cast_of, found_by, measure_all, survey
 from ottava.debug.run.schema import SlotKey
+from ottava.debug.sample import sampled, take_bands, take_bands_of
 from ottava.debug.tally import Tallies, unpack
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.dump_plan import DumpPlan
@@ -193,15 +194,16 @@ class Collector:
         dtype: torch.dtype | None = None,
     ) -> None:
         """Measures a cast: a copy of a few rows when the step has ended, all together; many rows at once."""
-        bands = sample_bands(x.shape[0], self.config.sample, self.look)
-        if bands is None and x.nbytes <= _SMALL_BYTES:
-            bands = [(0, x.shape[0])]
-        if bands is not None:
-            x, dtype = take_bands(x, bands, dtype), None
-            cast = take_bands_of(cast, bands) if isinstance(cast, QuantizedTensor) else cast
-        self._waiting.append((key, Look(x if dtype is None else x.to(dtype), cast, extent, scale)))
-        self._waiting_bytes += x.nbytes
-        if bands is None or x.device.type != "cpu" or self._waiting_bytes > _WAITING_BYTES:
+        look = Look(x, cast, extent, scale)
+        part = sampled(look, self.config.sample, self.look, dtype)
+        if part is None and x.nbytes <= _SMALL_BYTES:
+            whole = [range(x.shape[0])]
+            part = look._replace(x=take_bands(x, whole, dtype))
+            if isinstance(cast, QuantizedTensor):
+                part = part._replace(cast=take_bands_of(cast, whole))
+        self._waiting.append((key, look._replace(x=x if dtype is None else x.to(dtype)) if part is None else part))
+        self._waiting_bytes += self._waiting[-1][1].x.nbytes
+        if part is None or x.device.type != "cpu" or self._waiting_bytes > _WAITING_BYTES:
             self._measure()
 
     def _measure(self) -> None:

@@ -85,7 +85,7 @@ class WatchConfig(RefusesUnknownFields):
     """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and less often, amaxes too,
     where watching takes more than `max_overhead`."""
     sample: int = 16
-    """Of tensors with many rows, one band of 128 rows in so many is measured; another one at every look. 1: all."""
+    """One row in so many is measured, and at least 32 of a tensor; others at every look. 1: all of them."""
     detail: Detail = "blocks"
     """How elements are spread: "numbers" records nothing of it, at a tenth of the price; "exponents" how many there are
     of each magnitude; "blocks" also how far they lie below the amax of their block, for every block size, which what-if
