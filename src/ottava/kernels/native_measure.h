@@ -89,7 +89,7 @@ struct Walk {
         numbers.add(here, codes + row * code_row, top + row, largest, amaxes, s.stretch, group, out, extremes);
         if (histograms) this->row(here, top + row, row, s);
       }
-      nonzero += numbers.finish(group, (last - first) * job.cols, s.stretch, out);
+      nonzero += numbers.finish(group, (last - first) * job.cols, s.stretch, out, extremes);
     }
     if (!histograms) return;
     apart(s);

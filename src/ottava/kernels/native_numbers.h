@@ -85,6 +85,7 @@ inline float unit_of(float amax) { return float_of((exponent_of_unit(amax) + 127
 struct Group {  // of at most 32 rows
   D sums[SUMS];
   int64_t nonzero, kept, subnormal, infinite;
+  V max_error;  // in lanes
 };
 
 struct Stretch {  // of a row, and of the thread that is there
@@ -158,19 +159,15 @@ struct Rows {
     std::memcpy(&once, &once_bits, sizeof(once));
     const double twice = once * once;
     const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // sums are of x * unit, x ** 2 ...
-    Row row{};
-    if (!swift(x, codes, number, exponent, s, row)) {
-      row = Row{};
-      row.clipped = -1;
-      careful(x, codes, number, unit_of(largest), s, row);
-    }
+    Row row;
+    if (!swift(x, codes, number, exponent, s, row)) careful(x, codes, number, unit_of(largest), s, row = Row{});
     if (row.clipped < 0) clipped(x, codes, number, chunks, largest, s, out);
     else out[places[OVERFLOW_]] += double(row.clipped);
 #pragma GCC unroll 7
     for (int k = 0; k < SUMS; k++) group.sums[k] += row.sums[k] * units[k];
     group.nonzero += row.nonzero, group.kept += row.kept, group.subnormal += row.subnormal, group.infinite += row.infinite;
     if (row.smallest > 0) extremes[AMIN] = larger(extremes[AMIN], -double(row.smallest));
-    extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(row.max_error));
+    group.max_error = row.max_error > group.max_error ? row.max_error : group.max_error;
     const double signal = total(row.sums[2]);  // sxx
     if (!(signal > 0)) return;
     out[places[ROWS]]++;
@@ -178,7 +175,8 @@ struct Rows {
   }
 
   // Adds rows that were summed, of so many elements; gives how many of these are not zero.
-  __attribute__((noinline)) int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out) const {
+  __attribute__((noinline)) int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out, double* extremes) const {
+    for (int l = 0; l < LANES; l++) extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(group.max_error[l]));
     for (auto& counts : s.spread)
       for (int i = 0; i < SPREAD_BINS; i++) out[places[SPREAD] + i] += counts[i];
     std::memset(s.spread, 0, sizeof(s.spread));
@@ -194,7 +192,8 @@ struct Rows {
   struct Row {
     D sums[SUMS];
     int64_t nonzero, kept, subnormal, infinite, clipped;  // clipped: -1 where nobody looked
-    float smallest, max_error;                            // smallest: 0 if all are
+    float smallest;                                       // 0 if all are
+    V max_error;
   };
 
   struct Range {
@@ -291,12 +290,12 @@ struct Rows {
       row.infinite -= lanes.infinite[l];
       row.subnormal -= lanes.subnormal[l];
       smallest = smaller(smallest, lanes.smallest[l]);
-      row.max_error = larger(row.max_error, lanes.max_error[l]);
     }
+    row.max_error = lanes.max_error, row.clipped = -1;
     row.smallest = smallest < MAGNITUDE ? float_of(smallest + 1) : 0.0f;
   }
 
-  inline void vectors(const Int* x, const uint8_t* codes, int64_t n, const float* scales, int64_t step, float unit,
+  __attribute__((noinline)) void vectors(const Int* x, const uint8_t* codes, int64_t n, const float* scales, int64_t step, float unit,
                       Lanes& lanes) const {
     Lanes a = lanes;
     const Decoder d = decode;
@@ -368,14 +367,17 @@ struct Rows {
     const int32_t low_scale = 1 - least_code - smaller(exponent, 0), high_scale = 253 - last_code - larger(exponent, 0);
     const float unit = float_of((exponent + 127) << 23);
     const bool each = job.grid_cols > 1;
-    Swift a{};
-    a.counts.smallest = Wide{} - 1;
+    Swift a;
+    a.max_error = V{};
+    a.counts = {Wide{} - 1, 0, 0, 0, 0};
     for (int64_t left = 0; left < job.cols; left += STRETCH) {
       const int64_t n = smaller(STRETCH, job.cols - left), whole = n / 64 * 64;
       if (left == 0 || each) {
         const Range range = scales(number, left, n, unit, s);
         if (range.low < low_scale << 23 || range.high >= high_scale << 23) return false;
       }
+#pragma GCC unroll 7
+      for (V& sum : a.sums) sum = V{};
       words(x + left, codes + left, whole, s.scale, each, unit, a);
       if (whole < n) {
         alignas(64) Int some_x[64] = {};
@@ -386,14 +388,13 @@ struct Rows {
         words(some_x, some_codes, 64, s.scale + (each ? whole : 0), each, unit, a);
       }
 #pragma GCC unroll 7
-      for (int k = 0; k < SUMS; k++) row.sums[k] += doubles(a.sums[k]), a.sums[k] = V{};
+      for (int k = 0; k < SUMS; k++) row.sums[k] = left ? row.sums[k] + doubles(a.sums[k]) : doubles(a.sums[k]);
     }
     row.smallest = T::value(Int(smallest_of_all(a.counts.smallest) + 1));
     if (row.smallest > 0 && bits_of(row.smallest) < (1 + larger(-exponent, 0)) << 23) return false;
-    row.nonzero = a.counts.nonzero, row.kept = a.counts.kept, row.subnormal = a.counts.kept - a.counts.normal;
+    row.infinite = 0, row.nonzero = a.counts.nonzero, row.kept = a.counts.kept, row.subnormal = a.counts.kept - a.counts.normal;
     row.clipped = each ? a.counts.clipped : -1;
-    for (int l = 0; l < LANES; l++) row.max_error = larger(row.max_error, a.max_error[l]);
-    row.max_error /= unit;
+    row.max_error = a.max_error * float_of((127 - exponent) << 23);
     return true;
   }
 
@@ -422,7 +423,7 @@ struct Rows {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         uint32_t nonzero;
-        const V y = values(x + i, j, first, second, a, nonzero) * unit;
+        const V y = values(x + i, j, first, second, unit, a, nonzero);
         const V scale = load<V>(scales + (each ? i + 16 * j : 0)), q = numbers(halves[j / 2], j % 2 ? second : first) * scale;
         const V e = y - q, size = as<V>(as<I>(e) & MAGNITUDE), most = as<V>(as<I>(y) & MAGNITUDE), square = y * y;
         sx += y, sabs += most, sxx += square;
@@ -440,15 +441,15 @@ struct Rows {
     sums = {{sx, sabs, sxx, sx4, see, sxe, srel}, max_error, a};
   }
 
-  // Numbers 16 j to 16 j + 15 of 64.
-  static inline V values(const int32_t* x, int j, Words, Words, Counts& a, uint32_t& nonzero) {
+  // Numbers 16 j to 16 j + 15 of 64, times unit.
+  static inline V values(const int32_t* x, int j, Words, Words, float unit, Counts& a, uint32_t& nonzero) {
     const I bits = load<I>(x + 16 * j), size = magnitudes(bits);
     nonzero = not_zero(size);
     a.nonzero += __builtin_popcount(nonzero);
     a.smallest = smaller_unsigned(a.smallest, size - 1);
-    return as<V>(bits);
+    return as<V>(bits) * unit;
   }
-  static inline V values(const int16_t* x, int j, Words first, Words second, Counts& a, uint32_t& nonzero) {
+  static inline V values(const int16_t* x, int j, Words first, Words second, float unit, Counts& a, uint32_t& nonzero) {
     const Words both = load<Words>(x + 32 * (j / 2)), size = magnitudes(both);
     const uint32_t alive = not_zero(size);
     nonzero = j % 2 ? alive >> 16 : alive;
@@ -456,7 +457,7 @@ struct Rows {
       a.nonzero += __builtin_popcount(alive);
       a.smallest = smaller_unsigned(a.smallest, size - 1);
     }
-    return T::infinity == 0x7c00 ? from_fp16(x + 16 * j) : numbers(both, j % 2 ? second : first);
+    return (T::infinity == 0x7c00 ? from_fp16(x + 16 * j) : numbers(both, j % 2 ? second : first)) * unit;
   }
 #else
   bool swift(const Int*, const uint8_t*, int64_t, int32_t, Stretch&, Row&) const { return false; }
