@@ -2,7 +2,7 @@
 
 The first kernel of an explicit tuple that supports a cast makes it; `explain_quantize` lists every refusal. All of them
 give the reference's bits. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
-`ottava::quantize_both`), so a compiled model gives the bits of an eager one.
+`ottava::quantize_both`), with the bits of eager code.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The first kernel of an explicit tuple that supports a call gets it, unless another was measured to be faster: by
 `tune_gemm` on a GPU, once a machine on a CPU (`cpu_ranking`). `explain` lists every refusal. Nothing falls back
 silently: what ran is handed to `log`, and `receipt` shows it. Inside torch.compile it is an opaque custom operator
-(`ottava::gemm`), so a compiled model gives the bits of an eager one.
+(`ottava::gemm`), with the bits of eager code.
 """
 
 from __future__ import annotations

@@ -137,10 +137,13 @@ def test_compiled_models_run_beside_their_own(suite: str, monkeypatch: pytest.Mo
     """Of those that are named, the model itself: gradients of both are one, and freed together."""
     compiled: list[nn.Module] = []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    (case,) = cpu.bench([suite], Settings(rounds=2, compiled=True))
+    case, *alone = cpu.bench([suite], Settings(rounds=2, compiled=True))
     names = [timing.name for timing in case.timings]
     assert names[-4:] == [f"{name}, compiled" for name in cpu.COMPILED]
-    assert len({id(model) for model in compiled}) == len(cpu.COMPILED)
+    assert len({id(model) for model in compiled}) == len(cpu.COMPILED) + len(alone)
+    parts = [part.name.split()[1] for part in alone]  # what the compiler gains and loses without us
+    assert parts == (["GELU", "LayerNorm"] if suite == "block" else [])
+    assert all([timing.name for timing in part.timings] == ["BF16", "BF16, compiled"] for part in alone)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import casts
+from ottava.bench.models import Block
 from ottava.kernels import reference, triton_quantize
 from ottava.recipe import Recipe
 
@@ -116,6 +117,25 @@ def test_generated_code_gives_the_bits_of_eager(recipe: str) -> None:
     """Inductor generates the code around the two operators; casts and sums are inside them."""
     eager, model = network(recipe), network(recipe)
     assert_same(train(model, compiled(model, backend="inductor")), train(eager, eager))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("lite" not in torch._inductor.list_mode_options(), reason="this torch has no mode 'lite'")
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(recipe: str) -> None:
+    """Inductor's GELU and LayerNorm round otherwise than eager torch, with and without us; mode "lite" generates none."""
+
+    def run(mode: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = Block(64, 4).bfloat16()
+        ottava.convert(block, recipe)
+        x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        y = (block if mode is None else compiled(block, backend="inductor", mode=mode))(x)
+        y.float().square().mean().backward()
+        grads = [t.grad for t in (x, *block.parameters()) if t.grad is not None]
+        return [y.detach(), *grads]
+
+    assert_same(run("lite"), run(None))
 
 
 @pytest.mark.parametrize("recipe", KINDS)

@@ -253,6 +253,11 @@ def _block(settings: Settings) -> Iterator[Case]:
     variants = _steps(models, x, dy, settings.compiled)
     timings = settings.time(variants, _updates(variants, models))
     yield Case("block", f"d={width} h={heads} T={tokens} B={sequences}, fwd+bwd", timings, _kept(models, x))
+    if settings.compiled:  # what of it is the compiler's and none of ours
+        for layer, features in ((nn.GELU(), 4 * width), (nn.LayerNorm(width), width)):
+            x, dy = torch.randn(sequences, tokens, features), torch.randn(sequences, tokens, features)
+            timings = settings.time(_steps({"BF16": layer.bfloat16()}, x, dy, True))
+            yield Case("block", f"its {type(layer).__name__} alone, fwd+bwd", timings)
 
 
 def _statistics(settings: Settings) -> Iterator[Case]:
