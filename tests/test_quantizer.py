@@ -225,6 +225,25 @@ def test_evaluation_leaves_no_trace() -> None:
     assert unchanged(door, before)
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "row", "column"])
+def test_without_a_kernel_for_both_a_scale_is_looked_up_once(
+    wanted: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the cast is the same, and so is what the door has seen of it."""
+    looked_up: list[object] = []
+    real = Quantizer._scale_for
+    monkeypatch.setattr(Quantizer, "_scale_for", lambda *args: looked_up.append(args) or real(*args))
+    doors, x = (door_after(2.0), door_after(2.0)), amax_of(3.0)
+    operands = [doors[0](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1])]
+    monkeypatch.setattr(ottava.kernels.native_cpu, "supports_quantize", lambda x, spec, scale: "switched off")
+    looked_up.clear()
+    operands.append(doors[1](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1]))
+    assert len(looked_up) == 1
+    for ours, theirs in zip(*operands, strict=True):
+        assert (ours is None and theirs is None) or same_operand(ours, theirs)
+    assert doors[0].staged.equal(doors[1].staged)
+
+
 @pytest.mark.parametrize(
     "other",
     [

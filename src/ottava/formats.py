@@ -62,6 +62,9 @@ class Format(RefusesUnknownFields):
                 f"at least 1 and 0 are needed"
             )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # every call of a kernel looks its format up
+
     @property
     def bits(self) -> int:
         """Width of a code, the sign included."""

@@ -66,9 +66,11 @@ def linear(
     """
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
-    rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
+    rows = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
     y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log, after_backward)
-    return y.squeeze(0) if x.dim() == 1 else y.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+    if x.dim() == 2:
+        return y  # type: ignore[no-any-return]
+    return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=8)

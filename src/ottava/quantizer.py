@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ottava.casts import quantize, quantize_both, quantize_with_amax
+from ottava.casts import Both, quantize, quantize_both, quantize_with_amax
 from ottava.kernels.native_sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
@@ -88,7 +88,7 @@ class Quantizer(nn.Module):
     def _cast_both(
         self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None] | None:
-        """Both casts, None for one that is not wanted; None where no kernel makes them at once."""
+        """Both casts, None for one that is not wanted; None where they have to be made one by one."""
         spec = row_spec or col_spec
         if spec is None:
             return None
@@ -101,8 +101,9 @@ class Quantizer(nn.Module):
             return None
         scale = self._scale_for(spec, x.device, record)
         both = quantize_both(x, row_spec, col_spec, scale=scale, staged=self.staged if record else None)
-        if both is None:
-            return None
+        if both is None:  # predicted scales are those of a tensor: one cast serves both
+            x_q, seen = quantize_with_amax(x, spec, scale=scale)
+            both = Both(x_q if row_spec is not None else None, x_q.t() if col_spec is not None else None, seen)
         one = both.row or both.col
         if record and both.amax is not None and one is not None:  # no kernel has noted it
             self._see(both.amax, one.scale_inv)

@@ -12,6 +12,7 @@ hardware yet but on a model of its tiles, NEON on an emulator.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import struct
@@ -25,9 +26,8 @@ from ottava.formats import Format
 from ottava.kernels import cpu_choice, native_build
 from ottava.kernels.cpu_choice import Ranking
 from ottava.kernels.native_build import Built
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import code_values
-from ottava.scaling import Granularity
 
 NAME = "native_gemm"
 NATIVE = False
@@ -43,7 +43,7 @@ MODES = ("plain", "fold", "steps")
 _OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-_CALL = "=27q"  # struct Call of native_gemm.h: two sides, the result, four numbers
+_CALL = struct.Struct("=27q")  # struct Call of native_gemm.h: two sides, the result, four numbers
 
 
 def built(level: int | None = None) -> Built:
@@ -130,24 +130,23 @@ def _refusal(found: Built) -> str:
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
-    if a.device.type != "cpu" or b.device.type != "cpu":
+    if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
-    for fmt in (a.spec.format, b.spec.format):
-        if fmt.bits > 8 or not fmt.signed:
-            return f"{NAME}: takes signed formats of up to 8 bits; got {a.spec.format} and {b.spec.format}"
-    if "e4m3" in (a.spec.scale_format, b.spec.scale_format):
-        return f"{NAME}: two-level scales of blocks run on the reference"
-    if 0 in (*a.shape, *b.shape):
+    cells = _cell(a), _cell(b)
+    if cells[0].refused or cells[1].refused:
+        return cells[0].refused or cells[1].refused
+    (m, k), n = a.data.shape, b.data.shape[0]
+    if 0 in (m, n, k):
         return f"{NAME}: an empty operand"
     if out_dtype not in _OUT_TYPES:
         return f"{NAME}: gives float32, bfloat16 or float16; got {out_dtype}"
-    step = _step(a.spec.granularity, b.spec.granularity, a.shape[1])
-    if step % 2 and step < a.shape[1]:
+    step = _step(cells[0].cols, cells[1].cols, k)
+    if step % 2 and step < k:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
     level = fastest()
     if level.refusal:
         return f"{NAME}: {level.refusal}"
-    if step % level.unit and step < a.shape[1]:
+    if step % level.unit and step < k:
         where = f"multiples of {level.unit} of k on {level.name}"
         return f"{NAME}: scales may change at {where} only: {a.spec.granularity} and {b.spec.granularity}"
     return None
@@ -182,17 +181,18 @@ def run(
     y = torch.empty(m, n, dtype=out_dtype)
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()
-    # what pointers point to is held here until the call has ended
-    held = [(_along_memory(t.data), _table(t.spec.format)) for t in (a, b)]
+    cells = _cell(a), _cell(b)
+    codes = _along_memory(a.data), _along_memory(b.data)  # held here until the call has ended
     mode = library.ottava_gemm(
-        struct.pack(
-            _CALL,
-            *_side(a, *held[0]),
-            *_side(b, *held[1]),
+        _CALL.pack(
+            *(codes[0].data_ptr(), m, *codes[0].stride()),
+            *(a.scale_inv.data_ptr(), *a.scale_inv.stride()),
+            *(cells[0].rows or m, cells[0].cols or k, cells[0].address),
+            *(codes[1].data_ptr(), n, *codes[1].stride()),
+            *(b.scale_inv.data_ptr(), *b.scale_inv.stride()),
+            *(cells[1].rows or n, cells[1].cols or k, cells[1].address),
             *(y.data_ptr(), _OUT_TYPES.index(out_dtype), 0 if bias is None else bias.data_ptr()),
-            *(k, _step(a.spec.granularity, b.spec.granularity, k)),
-            "fp32" not in (a.spec.scale_format, b.spec.scale_format),
-            torch.get_num_threads(),
+            *(k, _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact, torch.get_num_threads()),
         )
     )
     if mode == -2:
@@ -202,30 +202,56 @@ def run(
     return y, MODES[mode]
 
 
-def _step(a: Granularity, b: Granularity, k: int) -> int:
-    """How many k no scale changes over."""
-    blocks = [g.cols for g in (a, b) if g.cols is not None and g.cols < k]
+class _Cell(NamedTuple):
+    """What the kernel wants to know of a spec."""
+
+    refused: str
+    """Why it takes no such operand; "" if it does."""
+    rows: int | None
+    """Of a block; None: all."""
+    cols: int | None
+    """Of a block; None: all."""
+    exact: bool
+    """Whether scales are powers of two."""
+    table: Tensor | None
+    """What each of 256 codes stands for, fp32."""
+    address: int
+    """Where that lies."""
+
+
+def _cell(x: QuantizedTensor) -> _Cell:
+    return _cell_of(x.spec.key, x.spec.format)  # a spec's own hash walks over every field
+
+
+@functools.lru_cache(maxsize=512)
+def _cell_of(key: str, fmt: Format) -> _Cell:
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    refused, table = "", None
+    if fmt.bits > 8 or not fmt.signed:
+        refused = f"{NAME}: takes signed formats of up to 8 bits; got {fmt}"
+    elif spec.scale_format == "e4m3":
+        refused = f"{NAME}: two-level scales of blocks run on the reference"
+    else:
+        table = _table(fmt)
+    address = 0 if table is None else table.data_ptr()
+    return _Cell(refused, spec.granularity.rows, spec.granularity.cols, spec.scale_format != "fp32", table, address)
+
+
+def _step(a: int | None, b: int | None, k: int) -> int:
+    """How many k no scale changes over; a, b: columns of the blocks of either side."""
+    if a is None and b is None:
+        return k
+    blocks = [cols for cols in (a, b) if cols is not None and cols < k]
     return math.gcd(*blocks) if blocks else k
 
 
 def _along_memory(codes: Tensor) -> Tensor:
     """Row by row or column by column without gaps inside a row; else a copy."""
-    return codes if 1 in codes.stride() and min(codes.stride()) > 0 else codes.contiguous()
-
-
-def _side(x: QuantizedTensor, codes: Tensor, table: Tensor) -> tuple[int, ...]:
-    rows, k = codes.shape
-    scales = x.scale_inv
-    return (
-        *(codes.data_ptr(), rows, *codes.stride()),
-        *(scales.data_ptr(), *scales.stride()),
-        *x.spec.granularity.block_shape((rows, k)),
-        table.data_ptr(),
-    )
+    row, col = codes.stride()
+    return codes if (row == 1 or col == 1) and row > 0 and col > 0 else codes.contiguous()
 
 
 @functools.lru_cache(maxsize=16)
 def _table(fmt: Format) -> Tensor:
-    """What each of 256 codes stands for, fp32."""
     values = code_values(fmt)
     return torch.nn.functional.pad(values, (0, 256 - values.numel()))

@@ -136,8 +136,9 @@ class Linear(nn.Linear):
         # autocast has been entered or left since, and is part of the same call.
         if self.last_call is not None and _recomputing():
             return self.last_call
-        self.last_call = LastCall(said.recipe_for(self.name, self.resolved), tuple(input.shape))
-        return self.last_call
+        call = LastCall(said.recipe_for(self.name, self.resolved), tuple(input.shape))
+        vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
+        return call
 
     @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
