@@ -102,6 +102,23 @@ def test_numbers_at_the_ends_of_fp32_are_measured(amax: float) -> None:
         assert_same(x, quantize(x, spec))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "largest, smallest", [(0, -126), (0, -127), (0, -140), (60, -66), (60, -67), (60, -80), (-60, -126)]
+)
+def test_a_row_with_numbers_that_a_unit_would_make_subnormal(largest: int, smallest: int, dtype: torch.dtype) -> None:
+    """Or that are: they are summed as exactly as all others, whatever is quicker for normal ones. One row in three, in
+    casts that keep them and in casts that lose them."""
+    x = torch.randn(96, 256, dtype=torch.float64).clamp(-1, 1) * 2.0**largest
+    x[::3, 10:20] = 1.5 * 2.0**smallest
+    x = x.to(dtype)
+    for block in ("tensor", "1x32"):
+        x_q = quantize(x, QuantizationSpec(E4M3, Granularity.parse(block)))
+        assert_same(x, x_q)
+    zeros = torch.where(x.abs() < 2.0 ** (largest - 60), x, 0)
+    assert_same(zeros, quantize(zeros, QuantizationSpec(E5M2, PER_ROW)))
+
+
 @pytest.mark.parametrize("octaves", [6, 7, 8, 9, 23, 24, 25, 60, 100, 130])
 @pytest.mark.parametrize("by", ["rows of a block", "parts of a row", "elements"])
 def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: int, by: str, dtype: torch.dtype) -> None:

@@ -56,7 +56,7 @@ void measure_scales(const Job& job, const Library& library) {
 // scratch: of each thread.
 template <class T>
 void measure(const Job& job, const Library& library, Scratch* scratch, int threads) {
-  const int64_t bands = (job.rows + BAND - 1) / BAND, chunks = (job.cols + CHUNK - 1) / CHUNK, cells = BAND * job.cols;
+  const int64_t bands = (job.rows + BAND - 1) / BAND, chunks = (job.cols + CHUNK - 1) / CHUNK;
   const bool histograms = job.detail >= EXPONENTS;
   const int share = int(between<int64_t>(job.rows * job.cols / 16384, 1, threads));
   // without histograms, bands can be taken apart: their groups' sums are added in the same order
@@ -66,8 +66,8 @@ void measure(const Job& job, const Library& library, Scratch* scratch, int threa
     Scratch& s = scratch[i];
     need(s.blocks[1].make(histograms ? BAND * chunks : chunks));
     need(!histograms || (s.blocks[0].make(BAND) && s.blocks[2].make(BAND * ((job.cols + 31) / 32)) && s.blocks[3].make(chunks)));
-    need(job.x_col == 1 || s.x.make(cells * int64_t(sizeof(typename T::Int))));
-    need(job.code_col == 1 || s.codes.make(cells));
+    need(job.x_col == 1 || s.x.make(span * padded<typename T::Int>(job.cols) * int64_t(sizeof(typename T::Int))));
+    need(job.code_col == 1 || s.codes.make(span * padded<uint8_t>(job.cols)));
   }
   const int64_t width = library.width, wave = smaller(spans, WAVE);
   const Array<double> slots((wave + 1) * (width + 3));
@@ -110,9 +110,10 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
   const int64_t rows = job.rows, cols = job.cols;
   Array<Int> in_rows;
   if (job.x_col != 1) {
-    need(in_rows.make(rows * cols));
-    transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.get(), cols);
-    job.x = in_rows.get(), job.x_row = cols, job.x_col = 1;
+    const int64_t stride = padded<Int>(cols);
+    need(in_rows.make(rows * stride));
+    job.x = transpose(static_cast<const Int*>(job.x), job.x_col, rows, cols, in_rows.get(), stride);
+    job.x_row = stride, job.x_col = 1;
   }
   float scale, scale_inv;
   const float largest = float(job.extent[LARGEST]);

@@ -67,10 +67,14 @@ struct Walk {
     const uint8_t* codes = job.codes + top * job.code_row;
     int64_t x_row = job.x_row, code_row = job.code_row, nonzero = 0;
     const int64_t chunks = (job.cols + CHUNK - 1) / CHUNK;
-    if (job.x_col != 1)
-      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.get()), job.cols), x_row = job.cols;
-    if (job.code_col != 1)
-      codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get(), job.cols), code_row = job.cols;
+    if (job.x_col != 1) {
+      x_row = padded<Int>(job.cols);
+      x = transpose(x, job.x_col, rows, job.cols, reinterpret_cast<Int*>(s.x.get()), x_row);
+    }
+    if (job.code_col != 1) {
+      code_row = padded<uint8_t>(job.cols);
+      codes = transpose(codes, job.code_col, rows, job.cols, s.codes.get(), code_row);
+    }
     const bool histograms = job.detail >= EXPONENTS;
     std::memset(s.stretch.spread, 0, sizeof(s.stretch.spread));
     if (histograms) {

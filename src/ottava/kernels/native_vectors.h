@@ -95,14 +95,19 @@ inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t
   for (int i = 0; i < N; i++) std::memcpy(to + i * to_stride, &cards[i], sizeof(V));
 }
 
+// More than a row of n items has, so that rows below each other are not in the same places of a cache.
+template <class Item> constexpr int64_t padded(int64_t n) { return n + 64 / int64_t(sizeof(Item)); }
+
 template <class Item>  // columns `stride` apart -> rows; so many columns at a time that lines of a cache are written whole
 const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to, int64_t to_stride) {
   constexpr int N = 16 / int(sizeof(Item)), LINE = 4 * N;
   const int64_t high = rows / N * N, wide = cols / N * N;
+  const int64_t tall = to_stride * int64_t(sizeof(Item)) % 512 ? LINE : N;  // or lines that are read whole, where it pays
   for (int64_t left = 0; left < wide; left += LINE)
-    for (int64_t row = 0; row < high; row += N)
+    for (int64_t top = 0; top < high; top += tall)
       for (int64_t col = left; col < smaller(left + LINE, wide); col += N)
-        transpose_square<Item, N>(from + col * stride + row, stride, to + row * to_stride + col, to_stride);
+        for (int64_t row = top; row < smaller(top + tall, high); row += N)
+          transpose_square<Item, N>(from + col * stride + row, stride, to + row * to_stride + col, to_stride);
   for (int64_t col = 0; col < cols; col++)
     for (int64_t row = col < wide ? high : 0; row < rows; row++) to[row * to_stride + col] = from[col * stride + row];
   return to;

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import ottava
+from ottava.debug.tally import DETAILS, Detail
 from ottava.debug.watch.config import Triggers, WatchConfig, WatchConfigError, matches, tensor_names
 
 
@@ -33,6 +34,13 @@ def test_yaml_gives_what_it_says(tmp_path: Path) -> None:
     )
     assert config.triggers == Triggers(loss_z=None)
     assert (config.dump.steps, config.dump.layers, config.dump.tensors) == ((3,), ("*.fc2",), ("input",))
+
+
+@pytest.mark.parametrize("detail", DETAILS)
+def test_every_detail_is_a_setting(detail: Detail) -> None:
+    assert WatchConfig.load({"detail": detail}).detail == detail
+    with pytest.raises(WatchConfigError, match=f"unknown value of detail '{detail}x'.*{detail}"):
+        WatchConfig.load({"detail": f"{detail}x"})
 
 
 def test_to_dict_and_load_are_inverse() -> None:
