@@ -22,8 +22,9 @@ from ottava.scaling import amax as block_amaxes
 
 Bands = Sequence[range]
 """Rows of a matrix, in their order; those of a range with a step lie in one band of BAND_ROWS rows."""
-_SPREAD = 8
-"""Bands in which one is sampled, where so many rows are wanted: with all of their rows it is read for block amaxes."""
+_SPREAD, _UNEVEN = 8, 4
+"""Bands in which one is sampled, where so many rows are wanted: with all of their rows it is read for block amaxes. And
+where the bands are no multiple of it, so that looks differ less in size."""
 _LEAST_ROWS = 32
 """Of a sample: a median of fewer rows says little."""
 
@@ -44,7 +45,8 @@ def sample_bands(rows: int, every: int, phase: int, *, step: int = BAND_ROWS) ->
     rate, full = min(every, rows // _LEAST_ROWS), max(rows // BAND_ROWS, 1)
     if rate < 2:
         return None
-    step = min(step, _power_of_two(rate // _power_of_two(min(_SPREAD, full, rate))))
+    spread = _power_of_two(min(_UNEVEN if full % _SPREAD else _SPREAD, full, rate))
+    step = min(step, _power_of_two(rate // spread))
     apart = min(rate // step, full)
     first, offset = phase % apart, phase // apart % step
     starts = range(first * BAND_ROWS, rows - offset, apart * BAND_ROWS)
@@ -99,7 +101,7 @@ def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
         for b in bands:
             first, blocks = b.start // height, -(-len(b) // lower)
             parts.append(scale_inv[b.start : b.stop : step] if height == 1 else scale_inv[first : first + blocks])
-        scale_inv = torch.cat(parts)
+        scale_inv = torch.cat(parts) if len(parts) > 1 else parts[0].clone()  # not a view: it would keep all of them
         if step > 1 and height > 1:
             spec = replace(spec, granularity=Granularity(lower, spec.granularity.cols))
     return QuantizedTensor(take_bands(x_q.data, bands), scale_inv, spec, x_q.dtype)

@@ -24,8 +24,6 @@ void squares_of(const typename T::Int* x, int64_t row_step, int64_t col_step, in
     fill(most, width, Int(0));
     for (int64_t i = 0; i < smaller(lines, in_rows ? rows : cols - left); i++) {
       const Int* __restrict line = x + (in_rows ? i * row_step : (left + i) * col_step);
-      if (!in_rows)
-        for (int64_t k = 0; k < width; k += 64 / int64_t(sizeof(Int))) __builtin_prefetch(line + 16 * col_step + k);
       Int* __restrict largest = most;
       for (int64_t k = 0; k < width; k++) {
         const Int magnitude = line[k] & T::mask, finite = magnitude >= T::infinity ? Int(0) : magnitude;
@@ -40,18 +38,32 @@ void squares_of(const typename T::Int* x, int64_t row_step, int64_t col_step, in
   }
 }
 
-// Columns `stride` apart, of which one item in `step` is taken -> rows.
+// One item in sizeof(Wide) / sizeof(Item), the one that lies `at` in its group: out of numbers as wide as a group.
+template <class Wide, class Item>
+void narrow(const Item* from, int64_t at, int64_t n, Item* __restrict to) {
+  typedef Wide Group __attribute__((aligned(1), may_alias));
+  const Group* groups = reinterpret_cast<const Group*>(from);
+  const int bits = int(at * int64_t(sizeof(Item)) * 8);
+  for (int64_t i = 0; i < n; i++) to[i] = Item(groups[i] >> bits);
+}
+
+// Columns `stride` apart, of whose `height` items one in `step` is taken, from item `at` on -> rows.
 template <class Item>
-void transpose_some(const Item* from, int64_t stride, int64_t step, int64_t rows, int64_t cols, Item* to, int64_t to_stride) {
-  if (step == 1) return (void)transpose(from, stride, rows, cols, to, to_stride);
-  constexpr int64_t GROUP = 64, AHEAD = 16, LINE = 64 / int64_t(sizeof(Item));
+void transpose_some(const Item* from, int64_t stride, int64_t height, int64_t at, int64_t step, int64_t rows, int64_t cols,
+                    Item* to, int64_t to_stride) {
+  if (step == 1) return (void)transpose(from + at, stride, rows, cols, to, to_stride);
+  constexpr int64_t GROUP = 64, SIZE = sizeof(Item);
   Item close[GROUP * BAND];
+  const int64_t wide = step * SIZE, whole = wide == 2 || wide == 4 || wide == 8 ? smaller(height / step, rows) : 0;
   for (int64_t left = 0; left < cols; left += GROUP) {
     const int64_t n = smaller(GROUP, cols - left);
     for (int64_t col = 0; col < n; col++) {
       const Item* items = from + (left + col) * stride;
-      for (int64_t row = 0; row < rows * step; row += LINE) __builtin_prefetch(items + AHEAD * stride + row);
-      for (int64_t row = 0; row < rows; row++) close[col * rows + row] = items[row * step];
+      Item* out = close + col * rows;
+      if (wide == 2) narrow<uint16_t>(items, at, whole, out);
+      if (wide == 4) narrow<uint32_t>(items, at, whole, out);
+      if (wide == 8) narrow<uint64_t>(items, at, whole, out);
+      for (int64_t row = whole; row < rows; row++) out[row] = items[at + row * step];
     }
     transpose(close, rows, rows, n, to + left, to_stride);
   }
@@ -72,17 +84,17 @@ void take(const void* from, int64_t row_step, int64_t col_step, int64_t height, 
     Int* out = static_cast<Int*>(to) + left;
     for (int64_t i = 0; i < n; i++) {
       const int64_t first = bands[3 * i], step = bands[3 * i + 2], rows = (bands[3 * i + 1] - first + step - 1) / step;
-      const int64_t top = first / BAND * BAND;
+      const int64_t top = first / BAND * BAND, at = step == 1 ? first - top : first % step;  // step divides BAND
+      const int64_t tall = step == 1 ? rows : smaller(BAND, height - top);
       const Int* x = static_cast<const Int*>(from) + left * col_step;
       if constexpr (sizeof(Int) > 1)
         if (squares != nullptr)
           squares_of<T>(x + top * row_step, row_step, col_step, smaller(BAND, height - top), here,
                         squares + i * chunks + left / CHUNK);
-      x += first * row_step;
-      if (col_step != 1) transpose_some(x, col_step, step, rows, here, out, cols);
+      if (col_step != 1) transpose_some(x + top * row_step, col_step, tall, at, step, rows, here, out, cols);
       else
         for (int64_t row = 0; row < rows; row++)
-          std::memcpy(out + row * cols, x + row * step * row_step, size_t(here) * sizeof(Int));
+          std::memcpy(out + row * cols, x + (first + row * step) * row_step, size_t(here) * sizeof(Int));
       out += rows * cols;
     }
   }
