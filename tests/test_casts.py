@@ -11,10 +11,10 @@ from torch import Tensor
 from ottava import casts
 from ottava.casts import quantize, quantize_both, quantize_with_amax
 from ottava.formats import E4M3, E5M2
-from ottava.kernels import reference
+from ottava.kernels import native_cpu, reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import get_recipe
-from ottava.scaling import PER_ROW
+from ottava.scaling import BLOCK_128X128, PER_ROW
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -79,10 +79,28 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_both_casts_at_once_are_left_to_those_who_can() -> None:
-    """Where one cast serves both, and where a scale belongs to a whole row of x and of x.T: the doors see to it."""
+    """Where a scale belongs to a whole row of x and of x.T: the doors see to it."""
     row = QuantizationSpec(E4M3, PER_ROW)
-    assert quantize_both(torch.randn(4, 8), E4, E4) is None
     assert quantize_both(torch.randn(4, 8), row, row) is None
+
+
+@pytest.mark.parametrize("spec", [E4, QuantizationSpec(E4M3, BLOCK_128X128)], ids=str)
+def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
+    """Where they share their scales; the same bits, codes in one place, and an amax kept where `quantize` keeps it."""
+    x = torch.randn(130, 140)
+    if (reason := native_cpu.built(x.dtype).reason) != "":
+        pytest.skip(reason)
+    both, alone = quantize_both(x, spec, spec), quantize(x, spec)
+    assert both is not None
+    assert both.row is not None
+    assert both.col is not None
+    assert torch.equal(raw(both.row), raw(alone))
+    assert torch.equal(raw(both.col), raw(alone.t()))
+    assert torch.equal(both.col.scale_inv, alone.scale_inv.t())
+    assert both.row.data.data_ptr() == both.col.data.data_ptr()
+    for operand in (both.row, both.col):
+        assert (operand.amax is None) == (alone.amax is None)
+        assert alone.amax is None or (operand.amax is not None and torch.equal(operand.amax, alone.amax))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import ottava
 from ottava.formats import Format
+from ottava.kernels import native_cpu
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.recipe import CELLS, Recipe
@@ -232,10 +233,15 @@ def test_without_a_kernel_for_both_a_scale_is_looked_up_once(
     """And the cast is the same, and so is what the door has seen of it."""
     looked_up: list[object] = []
     real = Quantizer._scale_for
-    monkeypatch.setattr(Quantizer, "_scale_for", lambda *args: looked_up.append(args) or real(*args))
+
+    def counted(door: Quantizer, *args: Any) -> Tensor:
+        looked_up.append(door)
+        return real(door, *args)
+
+    monkeypatch.setattr(Quantizer, "_scale_for", counted)
     doors, x = (door_after(2.0), door_after(2.0)), amax_of(3.0)
     operands = [doors[0](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1])]
-    monkeypatch.setattr(ottava.kernels.native_cpu, "supports_quantize", lambda x, spec, scale: "switched off")
+    monkeypatch.setattr(native_cpu, "supports_quantize", lambda x, spec, scale: "switched off")
     looked_up.clear()
     operands.append(doors[1](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1]))
     assert len(looked_up) == 1

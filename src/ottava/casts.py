@@ -118,23 +118,24 @@ def _both_on_cpu(
     scale: Tensor | None,
     staged: Tensor | None,
 ) -> Both | None:
-    if scale is None and staged is None:
-        if spec is None or spec_t is None or native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
-            return None
-        casts = native_cpu.quantize_both(x, spec, spec_t)
-        row, col = (
-            QuantizedTensor(c.data, c.scale_inv, s, x.dtype, c.amax) for c, s in zip(casts, (spec, spec_t), strict=True)
-        )
-        return Both(row, col, casts[0].amax)
     one = spec or spec_t
-    if one is None or not one.granularity.transposes or not x.numel():
+    alike = spec is spec_t or spec is None or spec_t is None or spec == spec_t  # `==` walks over every field
+    if one is not None and alike and one.granularity.transposes:
+        if not x.numel() or native_cpu.supports_quantize(x, one, scale) is not None:
+            return None
+        data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
+        x_q = QuantizedTensor(data, scale_inv, one, x.dtype, amax)
+        here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
+        return Both(here, there, amax if staged is None else None)
+    if scale is not None or staged is not None or spec is None or spec_t is None:
         return None
-    if (spec_t or one) != one or native_cpu.supports_quantize(x, one, scale) is not None:
+    if native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
         return None
-    data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
-    x_q = QuantizedTensor(data, scale_inv, one, x.dtype, amax)
-    here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
-    return Both(here, there, amax if staged is None else None)
+    casts = native_cpu.quantize_both(x, spec, spec_t)
+    row, col = (
+        QuantizedTensor(c.data, c.scale_inv, s, x.dtype, c.amax) for c, s in zip(casts, (spec, spec_t), strict=True)
+    )
+    return Both(row, col, casts[0].amax)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -282,7 +283,8 @@ def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> t
 def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty where they share their scales."""
     row_spec, col_spec = spec_from_key(spec), spec_from_key(spec_t)
-    both = _quantize_both(x, row_spec, col_spec, scale, None)
+    at_once, _ = _both_of(_casts_as(x), spec, spec_t)  # else one cast may serve both, and outputs must not share memory
+    both = _quantize_both(x, row_spec, col_spec, scale, None) if at_once else None
     if both is None:
         row, col = _quantize(x, row_spec, scale), _quantize(x.t(), col_spec, scale)
         ours, theirs, amax = (row.data, row.scale_inv), (col.data, col.scale_inv), row.amax

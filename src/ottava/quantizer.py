@@ -81,7 +81,7 @@ class Quantizer(nn.Module):
         row = self._cast(x, row_spec, record) if rowwise else None
         if not columnwise:
             return row, None
-        if isinstance(row, QuantizedTensor) and row_spec == col_spec and row.spec.granularity.transposes:
+        if isinstance(row, QuantizedTensor) and row.spec.granularity.transposes and row_spec == col_spec:
             return row, row.t()
         return row, self._cast(x.t(), col_spec, record)
 
