@@ -4,6 +4,7 @@
 
 #ifndef OTTAVA_TYPE  // of x: a library each
 #define OTTAVA_TYPE BFloat16
+#define OTTAVA_TAKES_CODES
 #endif
 
 namespace {
@@ -193,11 +194,13 @@ extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, 
   return largest <= __FLT_MAX__;
 }
 
-// Copies rows of x or of codes (1 byte each), see `take`.
+// Copies rows of x or, in one of the libraries, of codes (1 byte each), see `take`.
 extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t rows, int64_t cols,
                             const int64_t* bands, int64_t n, void* to, float* squares, int threads) {
-  if (bytes == 1) take<Byte>(from, row_step, col_step, rows, cols, bands, n, to, nullptr, threads);
-  else take<OTTAVA_TYPE>(from, row_step, col_step, rows, cols, bands, n, to, squares, threads);
+#ifdef OTTAVA_TAKES_CODES
+  if (bytes == 1) return take<Byte>(from, row_step, col_step, rows, cols, bands, n, to, nullptr, threads);
+#endif
+  if (bytes == sizeof(OTTAVA_TYPE::Int)) take<OTTAVA_TYPE>(from, row_step, col_step, rows, cols, bands, n, to, squares, threads);
 }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1

@@ -41,10 +41,12 @@ void squares_of(const typename T::Int* x, int64_t row_step, int64_t col_step, in
 // One item in sizeof(Wide) / sizeof(Item), the one that lies `at` in its group: out of numbers as wide as a group.
 template <class Wide, class Item>
 void narrow(const Item* from, int64_t at, int64_t n, Item* __restrict to) {
-  typedef Wide Group __attribute__((aligned(1), may_alias));
-  const Group* groups = reinterpret_cast<const Group*>(from);
-  const int bits = int(at * int64_t(sizeof(Item)) * 8);
-  for (int64_t i = 0; i < n; i++) to[i] = Item(groups[i] >> bits);
+  if constexpr (sizeof(Wide) > sizeof(Item)) {
+    typedef Wide Group __attribute__((aligned(1), may_alias));
+    const Group* groups = reinterpret_cast<const Group*>(from);
+    const int bits = int(at * int64_t(sizeof(Item)) * 8);
+    for (int64_t i = 0; i < n; i++) to[i] = Item(groups[i] >> bits);
+  }
 }
 
 // Columns `stride` apart, of whose `height` items one in `step` is taken, from item `at` on -> rows.
