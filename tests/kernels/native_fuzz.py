@@ -342,11 +342,11 @@ def judge(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, y: Tensor
     info, roundings = torch.finfo(y.dtype), a.shape[1] + 6
     bound = roundings * (2.0**-24 * magnitude + 2.0**-149) + info.eps * (truth.abs() + info.smallest_normal)
     calm = magnitude < 0.9 * min(info.max, 2.0**126)
-    lost = lhs.isnan().any(1)[:, None] | rhs.isnan().any(1) | (False if bias is None else bias.isnan())
-    assert y[lost].isnan().all(), f"{mode}: numbers from NaN"
     scales = torch.cat([t.scale_inv.flatten() for t in (a, b)])
     if float(scales.min()) < 2.0**-50 or float(scales.max()) > 2.0**60:
-        return  # a sum times one scale may leave fp32, though not times both
+        return  # a sum times one scale may leave fp32, though not times both; 0 times an infinite one is NaN
+    lost = lhs.isnan().any(1)[:, None] | rhs.isnan().any(1) | (False if bias is None else bias.isnan())
+    assert y[lost].isnan().all(), f"{mode}: numbers from NaN"
     off = ((y.double() - truth).abs() > bound) & calm
     assert not off.any(), f"{mode}: {int(off.sum())} of {off.numel()} off at {off.nonzero()[0].tolist()}"
     quiet = lhs.isfinite().all(1)[:, None] & rhs.isfinite().all(1) & (True if bias is None else bias.isfinite())
