@@ -86,14 +86,14 @@ void take(const void* from, int64_t row_step, int64_t col_step, int64_t height, 
     Int* out = static_cast<Int*>(to) + left;
     for (int64_t i = 0; i < n; i++) {
       const int64_t first = bands[3 * i], step = bands[3 * i + 2], rows = (bands[3 * i + 1] - first + step - 1) / step;
-      const int64_t top = first / BAND * BAND, at = step == 1 ? first - top : first % step;  // step divides BAND
-      const int64_t tall = step == 1 ? rows : smaller(BAND, height - top);
+      const int64_t top = first / BAND * BAND, bottom = smaller(top + BAND, height), from_row = first - first % step;
       const Int* x = static_cast<const Int*>(from) + left * col_step;
       if constexpr (sizeof(Int) > 1)
         if (squares != nullptr)
-          squares_of<T>(x + top * row_step, row_step, col_step, smaller(BAND, height - top), here,
+          squares_of<T>(x + top * row_step, row_step, col_step, bottom - top, here,
                         squares + i * chunks + left / CHUNK);
-      if (col_step != 1) transpose_some(x + top * row_step, col_step, tall, at, step, rows, here, out, cols);
+      if (col_step != 1)
+        transpose_some(x + from_row * row_step, col_step, bottom - from_row, first % step, step, rows, here, out, cols);
       else
         for (int64_t row = 0; row < rows; row++)
           std::memcpy(out + row * cols, x + (first + row * step) * row_step, size_t(here) * sizeof(Int));
