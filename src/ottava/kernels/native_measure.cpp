@@ -37,7 +37,9 @@ void measure_scales(const Job& job, const Library& library) {
   for (int64_t i = 0; i < job.scale_count; i++) {
     const double scale_inv = double(job.scale_inv[i]);
     if (!(scale_inv > 0)) continue;
-    const double octaves = -__builtin_log2(scale_inv);
+    const int32_t bits = bits_of(job.scale_inv[i]);
+    const bool power = (bits & 0x7fffff) == 0 && bits < INFINITE;  // of two: the same number, and no logarithm
+    const double octaves = power ? double(127 - (bits >> 23)) : -__builtin_log2(scale_inv);
     count++;
     first += octaves;
     second += octaves * octaves;

@@ -87,7 +87,7 @@ class WatchConfig(RefusesUnknownFields):
     sample: int = 16
     """One row in so many is measured, and at least 32 of a tensor; others at every look. 1: all of them."""
     detail: Detail = "blocks"
-    """How elements are spread: "numbers" records nothing of it, at a tenth of the price; "exponents" how many there are
+    """How elements are spread: "numbers" records nothing of it, at a fifth of the price; "exponents" how many there are
     of each magnitude; "blocks" also how far they lie below the amax of their block, for every block size, which what-if
     needs."""
     light: bool = True
