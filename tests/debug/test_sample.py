@@ -247,3 +247,14 @@ def test_a_sample_takes_amax_and_faults_from_the_whole() -> None:
     assert part is not None
     tally = tally_of(part)
     assert (tally.n, tally.n_total, tally.n_nonfinite, tally.amax) == (128 * 8, x.numel(), 1, 64)
+
+
+def test_blocks_that_nobody_asks_for_are_not_read() -> None:
+    x = torch.randn(1024, 300)
+    look = Look(x, ottava.quantize(x, QuantizationSpec(ottava.E4M3)), survey(x))
+    with_blocks, without = sampled(look, 16, 3), sampled(look, 16, 3, blocks=False)
+    assert with_blocks is not None
+    assert without is not None
+    assert (with_blocks.squares is None, without.squares) == (False, None)
+    tallies = [measure_all([part], detail="exponents") for part in (with_blocks, without)]
+    assert torch.equal(tallies[0].sums, tallies[1].sums)

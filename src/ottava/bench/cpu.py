@@ -234,7 +234,7 @@ def _measured(x: Tensor, spec: QuantizationSpec, every: int, detail: Detail) -> 
     x_q = quantize(x, spec)
     extent = found_by(x_q, x.numel())
     look = Look(x, x_q, survey(x) if extent is None else extent)
-    return measure_all([sampled(look, every, 0) or look], detail=detail)
+    return measure_all([sampled(look, every, 0, blocks=detail == "blocks") or look], detail=detail)
 
 
 def _linear(settings: Settings) -> Iterator[Case]:

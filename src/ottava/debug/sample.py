@@ -107,11 +107,14 @@ def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
     return QuantizedTensor(take_bands(x_q.data, bands), scale_inv, spec, x_q.dtype)
 
 
-def sampled(look: Look, every: int, phase: int, dtype: torch.dtype | None = None) -> Look | None:
+def sampled(
+    look: Look, every: int, phase: int, dtype: torch.dtype | None = None, *, blocks: bool = True
+) -> Look | None:
     """The same look at a copy of one row in `every`, see `sample_bands`; None where it is of all rows.
 
     Args:
         dtype: of the copy, where the cast is still to be made.
+        blocks: whether amaxes of 128x128 blocks will be asked for; without, only the rows themselves are read.
 
     Edge cases: of blocks whose height does not divide 128 all are taken; of those that are still to be cast, whose
     scales need all of their rows, whole bands.
@@ -126,7 +129,7 @@ def sampled(look: Look, every: int, phase: int, dtype: torch.dtype | None = None
     if isinstance(cast, QuantizedTensor):
         cast = take_bands_of(cast, bands)
     step = bands[0].step
-    if step == 1:
+    if step == 1 or not blocks:
         return look._replace(x=take_bands(x, bands, dtype), cast=cast)
     if native_measure.supports_take(x) is None:
         whole, squares = x, torch.empty(len(bands), -(-x.shape[1] // BAND_ROWS))

@@ -195,7 +195,8 @@ class Collector:
     ) -> None:
         """Measures a cast: a copy of a few rows when the step has ended, all together; many rows at once."""
         look = Look(x, cast, extent, scale)
-        part = sampled(look, self.config.sample, self.look, dtype)
+        blocks = self.config.detail == "blocks"
+        part = sampled(look, self.config.sample, self.look, dtype, blocks=blocks)
         if part is None and x.nbytes <= _SMALL_BYTES:
             whole = [range(x.shape[0])]
             part = look._replace(x=take_bands(x, whole, dtype))
