@@ -14,7 +14,7 @@ from layout_samples import tiles
 from ottava.debug.measure import Packed, measure, measure_all, survey
 from ottava.debug.sample import sample_bands, sampled, squares_of, take_bands, take_bands_of
 from ottava.debug.tally import Tally, tally_fields
-from ottava.kernels import native_measure
+from ottava.kernels import native_sample
 from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_16X16, BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
@@ -74,7 +74,7 @@ def test_the_rate_is_the_one_asked_for(rows: int, every: int, rate: int) -> None
 
 
 def in_torch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(native_measure, "supports_take", lambda *_: "not now")
+    patch.setattr(native_sample, "supports_take", lambda *_: "not now")
 
 
 @pytest.mark.parametrize("native", [True, False])

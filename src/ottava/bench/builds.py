@@ -37,7 +37,7 @@ def libraries() -> dict[str, Library]:
     """Every library there is, by the name it has in a table."""
     found: dict[str, Library] = {}
     for name in native_build.sources():
-        per_dtype = name in ("native_quantize", "native_measure", "native_stochastic")
+        per_dtype = name in ("native_quantize", "native_sample", "native_measure", "native_stochastic")
         for dtype, macro in native_cpu.VARIANTS.items() if per_dtype else ((None, ""),):
             found[f"{name} {_short(dtype)}" if dtype is not None else name] = name, macro
     return found

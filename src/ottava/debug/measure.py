@@ -34,7 +34,7 @@ from ottava.debug.tally import (
     unpack,
 )
 from ottava.formats import Format
-from ottava.kernels import native_measure
+from ottava.kernels import native_measure, native_sample
 from ottava.kernels.native_measure import Layout, Look, layout
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
@@ -87,8 +87,8 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
         >>> survey(torch.tensor([[1.0, -3.0], [math.inf, 2.0]])).tolist()
         [inf, 3.0, 1.0, 4.0]
     """
-    if native_measure.supports_survey(x) is None:
-        return native_measure.survey(x, dtype)
+    if native_sample.supports_survey(x) is None:
+        return native_sample.survey(x, dtype)
     x = x if dtype is None else x.to(dtype)
     largest = block_amaxes(x).reshape(())
     here, lost = largest, _f64(0, x)

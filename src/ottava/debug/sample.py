@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ottava.debug.measure import BAND_ROWS
-from ottava.kernels import native_measure
+from ottava.kernels import native_sample
 from ottava.kernels.native_measure import Look, spec_of
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.scaling import BLOCK_128X128, Granularity, column_major
@@ -60,8 +60,8 @@ def _power_of_two(n: int) -> int:
 
 def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
     """A copy of those rows of a matrix."""
-    if native_measure.supports_take(x) is None:
-        taken = native_measure.take(x, bands)
+    if native_sample.supports_take(x) is None:
+        taken = native_sample.take(x, bands)
         return taken if dtype is None else taken.to(dtype)
     if x.dtype.itemsize == 1 and x.dtype != torch.uint8:  # torch joins no codes
         return take_bands(x.view(torch.uint8), bands).view(x.dtype)
@@ -131,9 +131,9 @@ def sampled(
     step = bands[0].step
     if step == 1 or not blocks:
         return look._replace(x=take_bands(x, bands, dtype), cast=cast)
-    if native_measure.supports_take(x) is None:
+    if native_sample.supports_take(x) is None:
         whole, squares = x, torch.empty(len(bands), -(-x.shape[1] // BAND_ROWS))
-        x = native_measure.take(x, bands, squares)
+        x = native_sample.take(x, bands, squares)
         if dtype not in (None, x.dtype):  # rounding keeps the order of numbers
             x, squares = x.to(dtype), squares.to(dtype).to(torch.float32)
             squares = squares if bool(squares.isfinite().all()) else squares_of(whole, bands, dtype)

@@ -9,7 +9,6 @@
 #include <new>
 
 #include "native_numbers.h"
-#include "native_take.h"
 
 extern "C" {
 typedef int Quantize(const CastJob* job);

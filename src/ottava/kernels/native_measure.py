@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import native_cpu
 from ottava.kernels.native_build import Built, load
+from ottava.kernels.native_sample import not_a_matrix, steps
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import clipping
 from ottava.scaling import PER_TENSOR
@@ -38,8 +38,6 @@ FIELDS = (
 EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
-_ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
-_SHARED = 1 << 15  # elements to copy for which another thread is worth waking
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -51,7 +49,7 @@ class Look(NamedTuple):
     cast: QuantizedTensor | QuantizationSpec
     """The same rows after it; or how to cast them."""
     extent: Tensor
-    """Of the whole tensor, see `survey`."""
+    """Of the whole tensor, see `native_sample.survey`."""
     scale: Tensor | None = None
     """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, see `by_whole`."""
     squares: Tensor | None = None
@@ -99,108 +97,6 @@ def built(dtype: torch.dtype = torch.bfloat16) -> Built:
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
     library.ottava_measure.restype = ctypes.c_int
-    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
-    library.ottava_survey.restype = ctypes.c_int
-    library.ottava_take.argtypes = [
-        *(_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _SIZES),
-        *(_POINTERS, _SIZES, _POINTERS, _POINTERS, ctypes.c_int),
-    ]
-    library.ottava_take.restype = None
-
-
-def supports_survey(x: Tensor) -> str | None:
-    """Why this kernel does not survey a matrix; None if it does.
-
-    Example:
-        >>> supports_survey(torch.ones(2, 2, dtype=torch.float64))
-        'native_measure: takes a float32, bfloat16 or float16 matrix; got torch.float64 (2, 2)'
-    """
-    if x.device.type != "cpu":
-        return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if reason := native_cpu.not_in_memory(x):
-        return f"{NAME}: takes plain tensors; {reason}"
-    if x.dtype not in native_cpu.VARIANTS or x.dim() != 2:
-        return f"{NAME}: takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
-    if not x.numel():
-        return f"{NAME}: an empty matrix"
-    if reason := built(x.dtype).reason:
-        return f"{NAME}: {reason}"
-    return None
-
-
-def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What one reading of x (R, C) tells: fp64 (4,): its amax, inf or NaN where an element is; that of the finite
-    elements; how many are not finite; how many there are. Call `supports_survey` first.
-
-    Args:
-        dtype: float32, bfloat16 or float16: as of x in that dtype; None: as of x.
-
-    Example:
-        >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
-        >>> supports_survey(x) is not None or survey(x).tolist() == [float("inf"), 3.0, 1.0, 4.0]
-        True
-    """
-    extent = torch.empty(4, dtype=torch.float64)
-    target = x.dtype if dtype is None else dtype
-    row, col = _steps(x)
-    if col != 1:  # neither order of memory changes it
-        x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
-    library = built(x.dtype).library
-    assert library is not None  # supports_survey was asked
-    to = _ROUNDED.get(target, 0) if target != x.dtype else 0
-    finite = library.ottava_survey(x.data_ptr(), to, *x.shape, row, extent.data_ptr(), torch.get_num_threads())
-    return extent if finite or target == x.dtype else survey(x.to(target))
-
-
-def supports_take(x: Tensor) -> str | None:
-    """Why this kernel copies no rows of a matrix, of numbers or of codes; None if it does.
-
-    Example:
-        >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
-        'native_measure: takes rows of float32, bfloat16, float16 or single bytes; got torch.int64 (4, 4)'
-    """
-    if x.device.type != "cpu":
-        return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if reason := native_cpu.not_in_memory(x):
-        return f"{NAME}: takes plain tensors; {reason}"
-    if (x.dtype not in native_cpu.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
-        return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
-    if _steps(x) == (0, 0):
-        return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
-    if reason := built(_holds(x)).reason:
-        return f"{NAME}: {reason}"
-    return None
-
-
-def _holds(x: Tensor) -> torch.dtype:
-    """The dtype of the library that copies x: any knows bytes."""
-    return torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
-
-
-def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Tensor:
-    """Some rows of x (R, C), one below the other in rows of their own; call `supports_take` first.
-
-    Args:
-        bands: the rows; those of a range with a step lie in one band of 128.
-        squares: fp32 (bands, ceil(C / 128)), filled with the largest finite magnitudes of the 128x128 blocks that each
-            range lies in, all of their rows.
-
-    Example:
-        >>> x = torch.arange(6.0).reshape(3, 2)
-        >>> supports_take(x) is not None or take(x, [range(0, 3, 2)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
-        True
-    """
-    rows, cols = x.shape
-    taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype)
-    library = built(_holds(x)).library
-    assert library is not None  # supports_take was asked
-    numbers = (_SIZES * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
-    threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
-    from_to = *_steps(x), rows, cols, numbers, len(bands), taken.data_ptr()
-    library.ottava_take(
-        x.data_ptr(), x.element_size(), *from_to, None if squares is None else squares.data_ptr(), threads
-    )
-    return taken
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
@@ -226,7 +122,8 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
     elif reason := native_cpu.supports_quantize(x, spec):
         return reason
-    return supports_survey(x)
+    reason = not_a_matrix(x) or built(x.dtype).reason
+    return f"{NAME}: {reason}" if reason else None
 
 
 class Layout(NamedTuple):
@@ -338,14 +235,14 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
-    job.x, (job.x_row, job.x_col), job.extent = x.data_ptr(), _steps(x), look.extent.data_ptr()
+    job.x, (job.x_row, job.x_col), job.extent = x.data_ptr(), steps(x), look.extent.data_ptr()
     job.cast = ctypes.addressof(known.plan.cast)
     if look.squares is not None:
         job.squares, job.square_rows = look.squares.data_ptr(), look.square_rows
     kept: tuple[object, ...] = (x, known)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
-        job.codes, job.scale_inv, (job.code_row, job.code_col) = codes.data_ptr(), scale_inv.data_ptr(), _steps(codes)
+        job.codes, job.scale_inv, (job.code_row, job.code_col) = codes.data_ptr(), scale_inv.data_ptr(), steps(codes)
         return (*kept, codes, scale_inv)
     if scale is not None:
         job.given = scale.data_ptr()
@@ -355,14 +252,4 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
 
 def _strided(x: Tensor) -> Tensor:
     """x, or a copy of it where neither its rows nor its columns are contiguous."""
-    return x if _steps(x) != (0, 0) else x.contiguous()
-
-
-def _steps(x: Tensor) -> tuple[int, int]:
-    """Elements from row to row and from column to column, one of them 1; (0, 0) if neither is."""
-    (row, col), (rows, cols) = x.stride(), x.shape
-    if col == 1 or cols == 1:
-        return (row if rows > 1 else cols), 1
-    if row == 1 or rows == 1:
-        return 1, col
-    return 0, 0
+    return x if steps(x) != (0, 0) else x.contiguous()

@@ -7,6 +7,7 @@
 
 #include "native_base.h"
 #include "native_cast.h"
+#include "native_extent.h"
 #include "native_float.h"
 #include "native_vectors.h"
 #include "native_wide.h"
@@ -37,9 +38,8 @@ enum Field {  // native_measure.FIELDS
   TOTAL, CASTS, NONFINITE, PREDICTED, SCALE_ERROR
 };
 enum Extreme { AMAX, AMIN, MAX_ERROR, SCALE_MAX, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN };  // minima negated
-enum Extent { LARGEST, LARGEST_FINITE, NOT_FINITE, ELEMENTS };  // LARGEST: inf or NaN where an element is
 constexpr int SUMS = 7, SQNR_BINS = 128, SPREAD_BINS = 32;
-constexpr int64_t CHUNK = 128, PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
+constexpr int64_t PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
 
 #if !OTTAVA_WIDE
 typedef double D __attribute__((vector_size(LANES * 4)));  // half as many

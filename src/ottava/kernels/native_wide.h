@@ -4,8 +4,26 @@
 
 #include "native_vectors.h"
 
-#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__GNUC__) && !defined(__clang__)
+#define OTTAVA_WIDE 0
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__has_builtin) && !defined(__clang__)
+#if __has_builtin(__builtin_ia32_cmpps512_mask) && __has_builtin(__builtin_ia32_cvtps2pd512_mask) && \
+    __has_builtin(__builtin_ia32_extractf32x8_mask) && __has_builtin(__builtin_ia32_extractf64x4_mask) && \
+    __has_builtin(__builtin_ia32_maxps512_mask) && __has_builtin(__builtin_ia32_permvarhi512_mask) && \
+    __has_builtin(__builtin_ia32_permvarqi512_mask) && __has_builtin(__builtin_ia32_phminposuw128) && \
+    __has_builtin(__builtin_ia32_pmaxsd512_mask) && __has_builtin(__builtin_ia32_pmaxsw256) && \
+    __has_builtin(__builtin_ia32_pmaxsw512_mask) && __has_builtin(__builtin_ia32_pminud512_mask) && \
+    __has_builtin(__builtin_ia32_pminuw256) && __has_builtin(__builtin_ia32_pminuw512_mask) && \
+    __has_builtin(__builtin_ia32_ptestmb512) && __has_builtin(__builtin_ia32_ptestmd512) && \
+    __has_builtin(__builtin_ia32_ptestmw512) && __has_builtin(__builtin_ia32_punpckhbw512_mask) && \
+    __has_builtin(__builtin_ia32_punpcklbw512_mask) && __has_builtin(__builtin_ia32_rcp14ps512_mask) && \
+    __has_builtin(__builtin_ia32_vcvtph2ps512_mask) && __has_builtin(__builtin_ia32_vfmaddps512_mask) && \
+    __has_builtin(__builtin_ia32_vpermt2varqi512_mask)  // GCC changes their names at times
+#undef OTTAVA_WIDE
 #define OTTAVA_WIDE 1
+#endif
+#endif
+
+#if OTTAVA_WIDE
 
 namespace {
 
@@ -85,6 +103,4 @@ inline uint32_t smallest_of_all(I x) {
 
 }  // namespace
 
-#else
-#define OTTAVA_WIDE 0
 #endif

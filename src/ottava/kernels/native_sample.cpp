@@ -1,12 +1,54 @@
-// Samples of rows for native_measure.cpp: copies of them, and what is told of the blocks that they are from.
+// What one reading of a tensor tells, and copies of some of its rows: what is measured of a cast starts here.
 
-#pragma once
+#include "native_base.h"
+#include "native_extent.h"
+#include "native_float.h"
+#include "native_vectors.h"
 
-#include "native_numbers.h"
+#ifndef OTTAVA_TYPE  // of x: a library each
+#define OTTAVA_TYPE BFloat16
+#define OTTAVA_TAKES_CODES
+#endif
 
 namespace {
 
-constexpr int64_t BAND = 128;  // rows
+// The extent of a matrix whose rows of `cols` elements lie `stride` apart.
+template <class T>
+void survey(const void* x, int64_t rows, int64_t cols, int64_t stride, double* extent, int threads) {
+  using Int = typename T::Int;
+  constexpr int64_t SPAN = 1 << 14;
+  if (stride == cols) cols *= rows, rows = 1;
+  const int64_t spans = (cols + SPAN - 1) / SPAN;
+  Int largest = 0, finite = 0;
+  int64_t lost = 0;
+#pragma omp parallel for reduction(max : largest, finite) reduction(+ : lost) num_threads(threads) if (threads > 1)
+  for (int64_t unit = 0; unit < rows * spans; unit++) {
+    const int64_t left = unit % spans * SPAN, n = smaller(SPAN, cols - left);
+    const Int* from = static_cast<const Int*>(x) + unit / spans * stride + left;
+    Int most = 0;
+    for (int64_t i = 0; i < n; i++) most = larger(most, Int(from[i] & T::mask));
+    largest = larger(largest, most);
+    if (most < T::infinity) {
+      finite = larger(finite, most);
+      continue;
+    }
+    for (int64_t i = 0; i < n; i++) {
+      const Int magnitude = from[i] & T::mask;
+      if (magnitude < T::infinity) finite = larger(finite, magnitude);
+      else lost++;
+    }
+  }
+  extent[LARGEST] = double(T::value(largest));
+  extent[LARGEST_FINITE] = double(T::value(finite));
+  extent[NOT_FINITE] = double(lost);
+}
+
+// To the nearest number with so many mantissa bits, ties to even; infinity beyond the largest.
+double rounded(float x, int mantissa_bits, int emin, float largest) {
+  const int32_t exponent = larger((bits_of(x) >> 23) - 127, emin);
+  const double magic = __builtin_ldexp(1.0, exponent + 52 - mantissa_bits), result = (double(x) + magic) - magic;
+  return result <= double(largest) ? result : __builtin_inf();
+}
 
 struct Byte {  // what is only copied
   using Int = uint8_t;
@@ -103,3 +145,25 @@ void take(const void* from, int64_t row_step, int64_t col_step, int64_t height, 
 }
 
 }  // namespace
+
+// x: (rows, cols). Fills extent, amaxes rounded to bf16 (as == 1), to fp16 (2), or not (0): rounding is monotonic, so that
+// is the extent of x in that dtype, unless it rounds to infinity. Returns whether all is finite.
+extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, int64_t stride, double* extent,
+                             int threads) {
+  const int team = int(between<int64_t>(rows * cols / 65536, 1, larger(threads, 1)));
+  survey<OTTAVA_TYPE>(x, rows, cols, stride, extent, team);
+  extent[ELEMENTS] = double(rows * cols);
+  double& largest = extent[LARGEST];
+  if (as == 1) largest = extent[LARGEST_FINITE] = rounded(float(largest), 7, -126, 3.3895314e38f);
+  if (as == 2) largest = extent[LARGEST_FINITE] = rounded(float(largest), 10, -14, 65504.0f);
+  return largest <= __FLT_MAX__;
+}
+
+// Copies rows of x or, in one of the libraries, of codes (1 byte each), see `take`.
+extern "C" void ottava_take(const void* from, int bytes, int64_t row_step, int64_t col_step, int64_t rows, int64_t cols,
+                            const int64_t* bands, int64_t n, void* to, float* squares, int threads) {
+#ifdef OTTAVA_TAKES_CODES
+  if (bytes == 1) return take<Byte>(from, row_step, col_step, rows, cols, bands, n, to, nullptr, threads);
+#endif
+  if (bytes == sizeof(OTTAVA_TYPE::Int)) take<OTTAVA_TYPE>(from, row_step, col_step, rows, cols, bands, n, to, squares, threads);
+}
