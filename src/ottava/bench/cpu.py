@@ -27,7 +27,7 @@ from ottava.bench.rounds import Timing, interleaved
 from ottava.casts import quantize
 from ottava.debug.measure import Packed, found_by, measure_all, survey
 from ottava.debug.sample import sampled
-from ottava.debug.tally import Detail
+from ottava.debug.tally import DETAILS, Detail
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.kernels import reference
@@ -197,10 +197,11 @@ def _casts(n: int) -> Variants:
         "ottava tensor": lambda: quantize(x, tensor),
         "ottava tensor, scale known": lambda: quantize(x, delayed, scale=scale),
         "ottava 1x32": lambda: quantize(x, mx),
-        "ottava tensor, with statistics": lambda: _measured(x, tensor, 1, "numbers"),
-        "ottava tensor, with statistics and histograms, 1 row in 16": lambda: _measured(x, tensor, 16, "blocks"),
-        "ottava tensor, with statistics and histograms": lambda: _measured(x, tensor, 1, "blocks"),
     }
+    for every in (1, 16):
+        for detail in DETAILS:
+            name = f"ottava tensor, watched: detail={detail}, sample={every}"
+            variants[name] = partial(_measured, x, tensor, every, detail)
     if n <= 1 << 22:
         variants["ottava tensor, no compiler"] = lambda: reference.quantize(x, tensor)
         variants["eager torch"] = lambda: (x * (448.0 / x.abs().max())).clamp(-448, 448).to(torch.float8_e4m3fn)
