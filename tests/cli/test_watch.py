@@ -54,6 +54,7 @@ def test_output_numbers_and_arguments_are_the_scripts_own(folder: Path) -> None:
     script = ("train.py", "--lr", "0.5", "--debug")
     alone = start(folder, *script)
     options = ("--out", "run", "--every", "2", "--recipe", "blockwise", "--tensors", "X,dY", "--layers", "2")
+    options += ("--detail", "numbers")
     watched = start(folder, "-m", "ottava", "watch", *options, "--", *script)
     assert alone.returncode == watched.returncode == 0, watched.stderr
     assert watched.stdout == alone.stdout
@@ -68,6 +69,8 @@ def test_output_numbers_and_arguments_are_the_scripts_own(folder: Path) -> None:
     losses = [float.fromhex(line.split()[1]) for line in alone.stdout.splitlines()[:4]]
     assert list(run.steps["loss"]) == pytest.approx(losses)
     assert run.manifest["coverage"]["linear"] == 2
+    assert run.manifest["settings"]["detail"] == "numbers"
+    assert 'watched with detail="numbers"' in table.not_recorded()
 
 
 @pytest.mark.parametrize(("end", "code"), [("3", 3), ("bad luck", 1), ("raise", 1)])

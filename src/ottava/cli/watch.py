@@ -46,6 +46,9 @@ def watch(
     sample: Annotated[
         int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
     ] = None,
+    detail: Annotated[
+        str | None, typer.Option(metavar="D", help="How much: numbers, exponents, blocks (for what-if) [blocks].")
+    ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
     ] = None,
@@ -78,8 +81,7 @@ def watch(
     from ottava.debug.watch.launch import LaunchError, check_script
 
     check_script(command)
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if out is None and several:
+    if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LaunchError("watch: several processes write to one folder; say which, with --out DIR")
     given = {
         "every": every,
@@ -87,14 +89,14 @@ def watch(
         "layers": layers,
         "tensors": tensors.split(",") if tensors is not None else None,
         "sample": sample,
+        "detail": detail,
         "sinks": sink,
         "compiled": compiled,
         "loss": loss,
     }
     settings = {name: value for name, value in given.items() if value not in (None, [])}
     seen = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    code = _run(seen, command)
-    _tell(seen, code, as_json=as_json)
+    _tell(seen, code := _run(seen, command), as_json=as_json)
     return code
 
 

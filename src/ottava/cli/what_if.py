@@ -55,9 +55,7 @@ def what_if(
         table = table.where(layer=names)
     predictions = predict(table, wanted, recording=_recording(run))
     if not predictions:
-        raise RunError(
-            f"{run}: holds no histograms to predict from ({table.not_recorded()}); watch some steps in full first"
-        )
+        raise RunError(f"{run}: holds no histograms to predict from ({table.not_recorded() or 'of other layers only'})")
     best = cheapest(predictions)
     if as_json:
         values = {

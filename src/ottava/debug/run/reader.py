@@ -129,14 +129,14 @@ class Table:
 
         Example:
             >>> Table.of(1, {}).not_recorded()
-            'no step was looked at in full'
+            'no step was looked at in full; let the watch look at some'
         """
         if self.has_histograms().any():
             return ""
         looked = (self["phase"] == "full") & (np.asarray(self.tallies.n_nonzero) > 0)
         if looked.any():
             return 'not recorded: this run was watched with detail="numbers"; watch with detail="blocks"'
-        return "no step was looked at in full"
+        return "no step was looked at in full; let the watch look at some"
 
     def slots(self) -> list[SlotKey]:
         """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
