@@ -134,12 +134,18 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
   measure<T>(job, library, scratch, threads);
 }
 
+// Returns 0, or 1 if there was no memory.
 template <class T>
-void run(const Job& job, const Library& library, Scratch* scratch, int threads) {
+int run(const Job& job, const Library& library, Scratch* scratch, int threads) {
   for (int k = AMAX; k <= SCALE_ERROR_MIN; k++) job.extremes[k] = -__builtin_inf();  // of nothing
   job.extremes[AMAX] = job.extremes[MAX_ERROR] = job.extremes[SCALE_MAX] = 0;
-  if (job.codes == nullptr) cast_and_measure<T>(job, library, scratch, threads);
-  else measure<T>(job, library, scratch, threads);
+  try {
+    if (job.codes == nullptr) cast_and_measure<T>(job, library, scratch, threads);
+    else measure<T>(job, library, scratch, threads);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -147,17 +153,13 @@ void run(const Job& job, const Library& library, Scratch* scratch, int threads) 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
 // if there was no memory.
 extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
-  int failed = 0;
-  const int team = n > 1 ? int(smaller<int64_t>(n, threads)) : 1, share = n > 1 ? 1 : threads;
-  const Team scratch(team * share);
+  const int team = int(between<int64_t>(n, 1, threads));
+  const Team scratch(n == 1 ? threads : team);
   if (scratch.each == nullptr) return 1;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed) if (team > 1)
-  for (int64_t i = 0; i < n; i++) {
-    try {
-      run<OTTAVA_TYPE>(jobs[i], *library, scratch.each + (team > 1 ? thread_number() : 0), share);
-    } catch (const std::bad_alloc&) {
-      failed = 1;
-    }
-  }
+  // not in a region of one thread: one inside it is nested, for which libgomp makes threads anew every time
+  if (n == 1) return run<OTTAVA_TYPE>(*jobs, *library, scratch.each, threads);
+  int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed)
+  for (int64_t i = 0; i < n; i++) failed |= run<OTTAVA_TYPE>(jobs[i], *library, scratch.each + thread_number(), 1);
   return failed;
 }

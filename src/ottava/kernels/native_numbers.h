@@ -12,6 +12,12 @@
 #include "native_vectors.h"
 #include "native_wide.h"
 
+#if OTTAVA_WIDE  // then few rows need care
+#define OTTAVA_CAREFUL __attribute__((noinline, cold))
+#else
+#define OTTAVA_CAREFUL __attribute__((noinline))
+#endif
+
 extern "C" struct Job {  // native_measure._Job
   const void* x;
   const uint8_t* codes;    // null: cast x first, as `cast` says
@@ -223,7 +229,7 @@ struct Rows {
   }
 
   // Elements beyond the largest number of the format, in pieces whose amax is near it.
-  __attribute__((noinline)) void clipped(const Int* x, const uint8_t* codes, int64_t number, const float* chunks, float largest, Stretch& s,
+  __attribute__((noinline, cold)) void clipped(const Int* x, const uint8_t* codes, int64_t number, const float* chunks, float largest, Stretch& s,
                double* out) const {
     const double near = job.clip * (1 - 1.0 / 64);
     const bool each = job.grid_cols > 1;
@@ -243,7 +249,7 @@ struct Rows {
   }
 
   // scales: times unit.
-  __attribute__((noinline)) int64_t count_clipped(const Int* x, const uint8_t* codes, int64_t n, const float* scales,
+  __attribute__((noinline, cold)) int64_t count_clipped(const Int* x, const uint8_t* codes, int64_t n, const float* scales,
                                                   bool each, float unit) const {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -263,7 +269,7 @@ struct Rows {
     I nonzero, kept, subnormal, infinite, smallest;
   };
 
-  __attribute__((noinline)) void careful(const Int* x, const uint8_t* codes, int64_t number, float unit, Stretch& s, Row& row) const {
+  OTTAVA_CAREFUL void careful(const Int* x, const uint8_t* codes, int64_t number, float unit, Stretch& s, Row& row) const {
     alignas(64) Int some_x[LANES];
     alignas(64) uint8_t some_codes[LANES];
     Lanes lanes{};
@@ -295,7 +301,7 @@ struct Rows {
     row.smallest = smallest < MAGNITUDE ? float_of(smallest + 1) : 0.0f;
   }
 
-  __attribute__((noinline)) void vectors(const Int* x, const uint8_t* codes, int64_t n, const float* scales, int64_t step, float unit,
+  OTTAVA_CAREFUL void vectors(const Int* x, const uint8_t* codes, int64_t n, const float* scales, int64_t step, float unit,
                       Lanes& lanes) const {
     Lanes a = lanes;
     const Decoder d = decode;
@@ -353,7 +359,7 @@ struct Rows {
     Counts counts;
   };
 
-  __attribute__((noinline)) bool all_finite(const Int* x) const {
+  __attribute__((noinline, cold)) bool all_finite(const Int* x) const {
     bool finite = true;
     for (int64_t i = 0; i < job.cols; i++) finite &= (x[i] & T::mask) < T::infinity;
     return finite;
