@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ottava import casts
-from ottava.casts import quantize, quantize_both, quantize_with_amax
+from ottava.casts import cast_both, quantize
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import native_cpu, reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import get_recipe
-from ottava.scaling import BLOCK_128X128, PER_ROW
+from ottava.scaling import BLOCK_128X128
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -33,7 +33,9 @@ def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
 def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """On a CPU: the same codes and scales; and the amax that the cast saw."""
     x = torch.randn(130, 300).to(dtype)
-    x_q, seen = quantize_with_amax(x, spec)
+    x_q, _, seen = cast_both(x, spec, None)
+    assert x_q is not None
+    assert seen is not None
     truth = reference.quantize(x, spec)
     assert torch.equal(raw(x_q), truth.data.view(torch.uint8))
     assert torch.equal(x_q.scale_inv, truth.scale_inv)
@@ -67,7 +69,9 @@ def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
 
 def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
     """Gradients are the business of `functional`; a cast of a Parameter records nothing."""
-    x_q, seen = quantize_with_amax(torch.randn(8, 128, requires_grad=True), spec)
+    x_q, _, seen = cast_both(torch.randn(8, 128, requires_grad=True), spec, None)
+    assert x_q is not None
+    assert seen is not None
     assert not any(t.requires_grad for t in (x_q.data, x_q.scale_inv, seen, x_q.dequantize()))
 
 
@@ -78,10 +82,27 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         quantize(torch.zeros(2, 2).to(dtype), E4)
 
 
-def test_both_casts_at_once_are_left_to_those_who_can() -> None:
-    """Where a scale belongs to a whole row of x and of x.T: the doors see to it."""
-    row = QuantizationSpec(E4M3, PER_ROW)
-    assert quantize_both(torch.randn(4, 8), row, row) is None
+def test_both_casts_are_two_casts(spec: QuantizationSpec, dtype: torch.dtype) -> None:
+    """Whoever makes them, at once or one by one, for a plan that is kept as well: the bits of x and of x.T cast alone."""
+    plans: dict[object, casts.CastPlan] = {}
+    for x in (torch.randn(130, 140).to(dtype), torch.randn(140, 130).to(dtype).t(), torch.randn(7, 1).to(dtype)):
+        for kept in (None, plans, plans):
+            row, col, seen = cast_both(x, spec, spec, plans=kept)
+            assert row is not None
+            assert col is not None
+            assert seen is not None
+            for operand, alone in ((row, quantize(x, spec)), (col, quantize(x.t(), spec))):
+                assert torch.equal(raw(operand), raw(alone))
+                assert torch.equal(operand.scale_inv, alone.scale_inv)
+            assert torch.equal(seen, reference.quantize(x, spec).amax)
+
+
+def test_plans_do_not_pile_up() -> None:
+    """Lengths that change with every batch: what is kept stays small."""
+    plans: dict[object, casts.CastPlan] = {}
+    for rows in range(1, 100):
+        cast_both(torch.ones(rows, 4), E4, None, plans=plans)
+    assert len(plans) <= 32
 
 
 @pytest.mark.parametrize("spec", [E4, QuantizationSpec(E4M3, BLOCK_128X128)], ids=str)
@@ -90,8 +111,7 @@ def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
     x = torch.randn(130, 140)
     if (reason := native_cpu.built(x.dtype).reason) != "":
         pytest.skip(reason)
-    both, alone = quantize_both(x, spec, spec), quantize(x, spec)
-    assert both is not None
+    both, alone = cast_both(x, spec, spec), quantize(x, spec)
     assert both.row is not None
     assert both.col is not None
     assert torch.equal(raw(both.row), raw(alone))
@@ -113,7 +133,9 @@ def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
         arguments = x, spec.key, spec_t.key, None
         torch.library.opcheck(torch.ops.ottava.quantize_both.default, arguments)
         data, scale_inv, amax, data_t, scale_inv_t = torch.ops.ottava.quantize_both(*arguments)
-        (row, seen), col = quantize_with_amax(x, spec), quantize(x.t(), spec_t)
+        (row, _, seen), col = cast_both(x, spec, None), quantize(x.t(), spec_t)
+        assert row is not None
+        assert seen is not None
         if scale_inv_t.numel() == 0:  # shared
             scale_inv_t = scale_inv.t()
         codes = ((data, row.data), (data_t, col.data))

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import ottava
 from ottava import functional
-from ottava.functional import linear
+from ottava.functional import Call, linear
 from ottava.kernels import native_build
-from ottava.ops import GemmRecord
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, GemmRecipe, Recipe
@@ -61,7 +60,7 @@ def run(
     x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, recipe: Recipe, doors: LinearQuantizers | None = None
 ) -> Result:
     leaves = [t.detach().clone().requires_grad_() if t is not None else None for t in (x, w, bias)]
-    y = linear(leaves[0], leaves[1], leaves[2], doors or LinearQuantizers(), recipe)
+    y = linear(leaves[0], leaves[1], leaves[2], Call(doors or LinearQuantizers(), recipe))
     torch.manual_seed(7)
     y.backward(dy)
     return Result(y.detach(), *(leaf.grad if leaf is not None else None for leaf in leaves))
@@ -169,7 +168,7 @@ def test_operands_are_never_written_to(recipe: Recipe, dtype: torch.dtype) -> No
     """Neither forward nor backward touches x, w, b or dy, also where fp32 leaves no cast in between."""
     tensors = [noisy(48, 64, seed=1), noisy(40, 64, seed=2), noisy(40, seed=3), noisy(48, 40, seed=4)]
     x, w, b, dy = (t.to(dtype).requires_grad_() for t in tensors)
-    linear(x, w, b, LinearQuantizers(), recipe).backward(dy)
+    linear(x, w, b, Call(LinearQuantizers(), recipe)).backward(dy)
     for now, before in zip((x, w, b, dy), tensors, strict=True):
         assert torch.equal(now, before.to(dtype))
 
@@ -205,7 +204,7 @@ def test_nothing_is_cast_that_no_gradient_needs(recipe: Recipe, needs_dx: bool, 
     x, w, b = (t.bfloat16() for t in (noisy(48, 64, seed=1), noisy(40, 64, seed=2), noisy(40, seed=3)))
     for tensor, needed in ((x, needs_dx), (w, needs_dw), (b, needs_db)):
         tensor.requires_grad_(needed)
-    y = linear(x, w, b, doors, recipe)
+    y = linear(x, w, b, Call(doors, recipe))
     assert y.requires_grad == (needs_dx or needs_dw or needs_db)
     if y.requires_grad:
         y.sum().backward()
@@ -221,7 +220,7 @@ def test_inference_casts_forward_operands_only(recipe: Recipe, mode: Callable[[]
     casts = Casts(doors)
     w = noisy(40, 64, seed=2).bfloat16().requires_grad_()
     with mode():
-        linear(noisy(48, 64, seed=1).bfloat16(), w, None, doors, recipe)
+        linear(noisy(48, 64, seed=1).bfloat16(), w, None, Call(doors, recipe))
     assert casts.made == FORWARD
 
 
@@ -231,8 +230,8 @@ def test_frozen_neighbours_change_no_gradient(recipe: Recipe) -> None:
     x, w, dy = (noisy(*s, seed=i).bfloat16() for i, s in enumerate(((48, 64), (40, 64), (48, 40))))
     full = run(x, w, None, dy, recipe)
     a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-    linear(a, w, None, LinearQuantizers(), recipe).backward(dy)
-    linear(x, b, None, LinearQuantizers(), recipe).backward(dy)
+    linear(a, w, None, Call(LinearQuantizers(), recipe)).backward(dy)
+    linear(x, b, None, Call(LinearQuantizers(), recipe)).backward(dy)
     assert full.dx is not None
     assert full.dw is not None
     assert torch.equal(a.grad, full.dx)  # type: ignore[arg-type]
@@ -253,7 +252,7 @@ def test_weight_gradient_has_the_weights_dtype(recipe: Recipe) -> None:
     """BF16 activations on FP32 master weights: y and dx are BF16, dw and db FP32 with more bits than BF16 has."""
     x = noisy(48, 64, seed=1).bfloat16().requires_grad_()
     w, b = noisy(40, 64, seed=2).requires_grad_(), noisy(40, seed=3).requires_grad_()
-    y = linear(x, w, b, LinearQuantizers(), recipe)
+    y = linear(x, w, b, Call(LinearQuantizers(), recipe))
     y.backward(noisy(48, 40, seed=4).bfloat16())
     assert y.dtype == torch.bfloat16
     assert [t.grad.dtype for t in (x, w, b)] == [torch.bfloat16, torch.float32, torch.float32]  # type: ignore[union-attr]
@@ -278,22 +277,8 @@ def test_bias_is_rounded_to_the_outputs_dtype_first() -> None:
     """
     x, w = torch.full((1, 32), 2.0**-8).bfloat16(), torch.zeros(32, 32).bfloat16()
     w[:, 0] = 1
-    y = linear(x, w, torch.full((32,), 1 + 2.0**-9), LinearQuantizers(), ottava.get_recipe("rowwise"))
+    y = linear(x, w, torch.full((32,), 1 + 2.0**-9), Call(LinearQuantizers(), ottava.get_recipe("rowwise")))
     assert torch.equal(y, torch.ones(1, 32).bfloat16())
-
-
-class Log:
-    """A CallLog that keeps everything."""
-
-    def __init__(self, seen: list[tuple[str, GemmRecord]]) -> None:
-        self.seen = seen
-        self.bytes: tuple[int, int] | None = None
-
-    def gemm(self, name: str, record: GemmRecord) -> None:
-        self.seen.append((name, record))
-
-    def saved(self, nbytes: int, high_precision: int) -> None:
-        self.bytes = (nbytes, high_precision)
 
 
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no_dx"])
@@ -303,27 +288,27 @@ def test_logged_bytes_are_the_bytes_kept(recipe: Recipe, needs_dx: bool, needs_d
     x, w = noisy(48, 64, seed=1).bfloat16(), noisy(40, 64, seed=2).bfloat16()
     x.requires_grad_(needs_dx), w.requires_grad_(needs_dw)
     kept: list[Tensor] = []
-    log = Log([])
+    call = Call(LinearQuantizers(), recipe)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        linear(x, w, None, LinearQuantizers(), recipe, log=log)
+        linear(x, w, None, call)
     own = sum(t.nbytes for t in kept if t.data_ptr() != w.data_ptr())
-    assert log.bytes == (own, x.nbytes if needs_dw else 0)
+    assert (call.saved_bytes, call.high_precision_bytes) == (own, x.nbytes if needs_dw else 0)
 
 
 def test_log_names_the_gemms_in_the_order_they_ran() -> None:
     """fprop in forward; dgrad and wgrad in backward, with their own M, N, K."""
-    log = Log([])
+    call = Call(LinearQuantizers(), ottava.get_recipe("rowwise_with_gw_hp"))
     x = noisy(48, 64, seed=1).bfloat16().requires_grad_()
     w = noisy(40, 64, seed=2).bfloat16().requires_grad_()
-    linear(x, w, None, LinearQuantizers(), ottava.get_recipe("rowwise_with_gw_hp"), log=log).sum().backward()
-    sizes = [(name, record.m, record.n, record.k, record.quantized) for name, record in log.seen]
+    linear(x, w, None, call).sum().backward()
+    sizes = [(name, record.m, record.n, record.k, record.quantized) for name, record in call.records.items()]
     assert sizes == [("fprop", 48, 40, 64, True), ("dgrad", 48, 64, 40, True), ("wgrad", 40, 64, 48, False)]
 
 
 def test_second_backward_repeats_the_first(recipe: Recipe) -> None:
     """retain_graph: what is saved for backward is neither consumed nor changed."""
     x, w = (noisy(48, 64, seed=s).bfloat16().requires_grad_() for s in (1, 2))
-    y = linear(x, w, None, LinearQuantizers(), recipe)
+    y = linear(x, w, None, Call(LinearQuantizers(), recipe))
     grads = []
     for keep in (True, False):
         torch.manual_seed(3)
@@ -337,7 +322,7 @@ def test_second_derivative_is_refused() -> None:
     """The derivative of a cast is 0 almost everywhere: a gradient penalty would be dropped without a word."""
     x = noisy(4, 64, seed=1).bfloat16().requires_grad_()
     w = noisy(32, 64, seed=2).bfloat16().requires_grad_()
-    y = linear(x, w, None, LinearQuantizers(), ottava.get_recipe("tensorwise"))
+    y = linear(x, w, None, Call(LinearQuantizers(), ottava.get_recipe("tensorwise")))
     with pytest.raises(NotImplementedError, match=r"second derivative.*autocast\(enabled=False\)"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
@@ -345,9 +330,9 @@ def test_second_derivative_is_refused() -> None:
 def test_saved_fp8_weight_survives_an_update_of_the_weight() -> None:
     """w.T is saved as codes, which a step of the optimizer does not reach; torch refuses a changed BF16 w.T."""
     x, w = noisy(48, 64, seed=1).bfloat16().requires_grad_(), noisy(40, 64, seed=2).bfloat16().requires_grad_()
-    y = linear(x, w, None, LinearQuantizers(), ottava.get_recipe("tensorwise"))
+    y = linear(x, w, None, Call(LinearQuantizers(), ottava.get_recipe("tensorwise")))
     (before,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    high = linear(x, w, None, LinearQuantizers(), ottava.get_recipe("bf16"))
+    high = linear(x, w, None, Call(LinearQuantizers(), ottava.get_recipe("bf16")))
     with torch.no_grad():
         w.mul_(2)
     (after,) = torch.autograd.grad(y.sum(), x)
@@ -362,7 +347,7 @@ def test_wrong_width_is_refused_before_anything_is_cast(recipe: Recipe, shape: t
     doors = LinearQuantizers()
     casts = Casts(doors)
     with pytest.raises(ValueError, match=r"linear: got input .*needs \(\.\.\., 64\)"):
-        linear(torch.ones(shape).bfloat16(), torch.ones(32, 64).bfloat16(), None, doors, recipe)
+        linear(torch.ones(shape).bfloat16(), torch.ones(32, 64).bfloat16(), None, Call(doors, recipe))
     assert casts.made == set()
 
 
@@ -370,7 +355,7 @@ def test_wrong_width_is_refused_before_anything_is_cast(recipe: Recipe, shape: t
 def test_unfit_dtype_is_refused(dtype: torch.dtype) -> None:
     """float64 would lose digits unseen, integers have no scale."""
     with pytest.raises(TypeError, match=r"needs float32, bfloat16 or float16"):
-        linear(torch.ones(3, 64, dtype=dtype), torch.ones(32, 64), None, LinearQuantizers(), RECIPES[1])
+        linear(torch.ones(3, 64, dtype=dtype), torch.ones(32, 64), None, Call(LinearQuantizers(), RECIPES[1]))
 
 
 def test_no_operand_is_kept_in_high_precision_where_the_recipe_casts_it() -> None:
@@ -381,7 +366,7 @@ def test_no_operand_is_kept_in_high_precision_where_the_recipe_casts_it() -> Non
             continue
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
-            linear(x, w, None, LinearQuantizers(), recipe)
+            linear(x, w, None, Call(LinearQuantizers(), recipe))
         assert {t.element_size() for t in kept if t.numel() == x.numel()} == {1}, recipe.name
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava import ops
+from ottava import dispatch
 from ottava.casts import quantize
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.kernels import cpu_choice, reference, scaled_mm
@@ -122,7 +122,9 @@ def test_the_log_says_what_ran(pair: Pair) -> None:
     specs = (str(pair[0]), str(pair[1]))
     first = next(line for line in explain(a, b, out_dtype=torch.bfloat16).splitlines() if line.endswith(": runs"))
     assert records[0].kernel == first.removesuffix(": runs")
-    assert len(records[0].refusals) == [kernel.NAME for kernel in ops._kernels(a.device)].index(records[0].kernel)
+    assert len(records[0].refusals) == [kernel.NAME for kernel in dispatch.gemm_kernels(a.device)].index(
+        records[0].kernel
+    )
     anew = replace(records[0], kernel="", refusals=())
     assert anew == GemmRecord(*specs, 5, 7, 300, "", True, False, "", (), "bfloat16")
     assert records[1] == GemmRecord(*specs, 5, 7, 300, "torch.mm bfloat16", True, False, "", (), "bfloat16")
@@ -152,19 +154,19 @@ def test_a_backend_that_cannot_is_no_reason_for_another() -> None:
 def test_explain_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs, which could, which cannot and why; and refuses what gemm refuses."""
     a, rows = cast(torch.ones(2, 32), E4), cast(torch.ones(2, 32), QuantizationSpec(E4M3, PER_ROW))
-    names = [kernel.NAME for kernel in ops._CPU_KERNELS]
+    names = [kernel.NAME for kernel in dispatch.CPU_KERNELS]
     assert names == ["native_gemm", "bf16_mm", "reference", "scaled_mm"]
     lines = explain(a, a, out_dtype=torch.bfloat16).splitlines()
     assert sorted(line.split(":")[0] for line in lines[:3]) == sorted(names[:3])  # in the order of their times
     assert sum(line.endswith(": runs") for line in lines) == 1
     chosen = next(line for line in lines if line.endswith(": runs")).split(":")[0]
     assert lines[3] == f"scaled_mm: supported, but {chosen} comes first on cpu"
-    assert lines[4] == f"measured: {ops.cpu_ranking()}"
+    assert lines[4] == f"measured: {dispatch.cpu_ranking()}"
     assert {
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float16",
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
     } < set(explain(rows, a, out_dtype=torch.float16).splitlines())
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm, reference))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (scaled_mm, reference))
     assert explain(rows, a, out_dtype=torch.float16).splitlines() == [
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",
         "reference: runs",
@@ -178,22 +180,22 @@ def test_kernels_on_a_cpu_are_tried_in_the_order_of_their_times(monkeypatch: pyt
     """Those that were measured change places among themselves; torch's scaled GEMM, an oracle, stays where it is."""
     a = cast(torch.ones(4, 32), E4)
     for order in (("reference", "native_gemm AVX2", "bf16_mm"), ("bf16_mm", "reference"), ("reference",)):
-        ops._cpu_ranking.cache_clear()
-        ops._in_order.cache_clear()
+        dispatch._cpu_ranking.cache_clear()
+        dispatch._in_order.cache_clear()
         monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
         names = [way.split()[0] for way in order]
-        others = [kernel.NAME for kernel in ops._CPU_KERNELS if kernel.NAME not in names]
-        got = [kernel.NAME for kernel in ops._kernels(a.device)]
+        others = [kernel.NAME for kernel in dispatch.CPU_KERNELS if kernel.NAME not in names]
+        got = [kernel.NAME for kernel in dispatch.gemm_kernels(a.device)]
         assert [name for name in got if name in names] == names
         assert [name for name in got if name not in names] == others
         assert got[3] == "scaled_mm"
-    ops._cpu_ranking.cache_clear()
-    ops._in_order.cache_clear()
+    dispatch._cpu_ranking.cache_clear()
+    dispatch._in_order.cache_clear()
 
 
 def test_what_can_multiply_here_was_measured() -> None:
     """By name and level, none of it wrong; and `explain` says where the times are."""
-    ranking = ops.cpu_ranking()
+    ranking = dispatch.cpu_ranking()
     assert {way.split()[0] for way in ranking.order} <= {"native_gemm", "bf16_mm", "reference"}
     assert "reference" in ranking.order
     assert ranking.choice is None or ranking.choice.failed == {}

@@ -21,7 +21,7 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 import ottava
-from ottava import ops
+from ottava import dispatch
 from ottava.formats import BF16, E4M3, E5M2, Format
 from ottava.kernels import reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -31,7 +31,7 @@ from ottava.scaling import amax, compute_scale
 @pytest.fixture(autouse=True)
 def _sums_in_torchaos_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run torch's fp32 GEMM; faster kernels sum in another order and round otherwise."""
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (reference,))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (reference,))
 
 
 SIZES = [(16, 16, 16), (32, 48, 64), (128, 96, 320)]

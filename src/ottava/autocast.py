@@ -101,15 +101,15 @@ def _view_name(recipe: Recipe, layer: str) -> str:
 
 
 _HIGH_PRECISION = get_recipe("bf16")
-_NOTHING_SAID = Ambient()
-_AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NOTHING_SAID)
+NOTHING_SAID = Ambient()
+AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=NOTHING_SAID)
 
 
 class _CompiledView:
     """Where torch.compile's guards read the ambient recipe."""
 
     def __init__(self) -> None:
-        self.ambient = _NOTHING_SAID
+        self.ambient = NOTHING_SAID
 
 
 _COMPILED_VIEW = _CompiledView()
@@ -119,7 +119,7 @@ def ambient() -> Ambient:
     """What the innermost `autocast` of this thread or task says."""
     if torch.compiler.is_compiling():
         return _COMPILED_VIEW.ambient
-    return _AMBIENT.get()
+    return AMBIENT.get()
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,11 +166,11 @@ def autocast(
     """
     if update not in get_args(Update):
         raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
-    outer = _AMBIENT.get()
+    outer = AMBIENT.get()
     own = Session() if calibrating or (update == "autocast" and outer.session is None) else None
     asked = _interned(get_recipe(recipe)) if recipe is not None else None
     entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, own or outer.session)
-    token = _AMBIENT.set(entered)
+    token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:
         yield
@@ -179,5 +179,5 @@ def autocast(
         elif own is not None and torch.is_grad_enabled():
             own.close("forward")
     finally:
-        _AMBIENT.reset(token)
-        _COMPILED_VIEW.ambient = _AMBIENT.get()  # not what it was on entering: another thread may have left that since
+        AMBIENT.reset(token)
+        _COMPILED_VIEW.ambient = AMBIENT.get()  # not what it was on entering: another thread may have left that since

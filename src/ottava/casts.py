@@ -1,7 +1,8 @@
 """`quantize` and its kin: casts to FP8 and back, and the choice of the kernel that runs them.
 
-The first kernel of an explicit tuple that supports a cast makes it; `explain_quantize` lists every refusal. All of them
-give the reference's bits. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
+The first kernel of an explicit tuple that supports a cast makes it; `explain_quantize` lists every refusal. All kernels
+give the reference's bits. What is decided depends on dtype, shape and strides and not on numbers, so a door decides
+once and keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
 `ottava::quantize_both`), with the bits of eager code.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ottava.dispatch import no_autocast
 from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
 from ottava.kernels.custom_operator import custom_operator
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -32,6 +34,8 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
+_MOST_PLANS = 32
+
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
@@ -45,6 +49,23 @@ class Both(NamedTuple):
     """Of x.T."""
     amax: Tensor | None
     """Of the first of them, one entry a block; None: it has been staged."""
+
+
+Run = Callable[[Tensor, Tensor | None, Tensor | None], Both]
+"""(x, scale, staged) -> its casts."""
+
+
+class CastPlan(NamedTuple):
+    """How x and x.T are cast: decided once for all matrices of a dtype, shape, strides and device."""
+
+    run: Run
+    """Makes the casts."""
+    kernel: str
+    """What runs."""
+    refusals: tuple[str, ...]
+    """Why the kernels before it do not."""
+    specs: tuple[QuantizationSpec | None, QuantizationSpec | None]
+    """What is cast to. A plan that is kept keeps them alive, so their `id` names them."""
 
 
 def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> QuantizedTensor:
@@ -66,76 +87,162 @@ def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) 
         (tensor([[0.0312]]), tensor([[ 16., -96.],
                 [448., 224.]]))
     """
-    return quantize_with_amax(x, spec, scale=scale)[0]
+    x_q = cast_both(x, spec, None, scale=scale).row
+    assert x_q is not None  # it was asked for
+    return x_q
 
 
-def quantize_with_amax(
-    x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None
-) -> tuple[QuantizedTensor, Tensor]:
-    """As `quantize`, and the amax of each block that the cast saw; where `scale` is 0 the current scale is used."""
-    if torch.compiler.is_compiling():
-        data, scale_inv, amax = torch.ops.ottava.quantize(x, spec.key, scale)
-        return QuantizedTensor(data, scale_inv, spec, x.dtype), amax
-    data, scale_inv, amax = _quantize(x, spec, scale)
-    handed_on = amax if x.is_cpu or amax.numel() == 1 else None  # elsewhere nobody would read it back
-    return QuantizedTensor(data, scale_inv, spec, x.dtype, handed_on), amax
-
-
-def quantize_both(
+def cast_both(
     x: Tensor,
     spec: QuantizationSpec | None,
     spec_t: QuantizationSpec | None,
     *,
     scale: Tensor | None = None,
     staged: Tensor | None = None,
-) -> Both | None:
-    """x cast to spec and x.T cast to spec_t, where a kernel gives them from one reading of x; None where none does.
-
-    Then cast them one by one: the bits are the same.
+    plans: dict[Any, CastPlan] | None = None,
+) -> Both:
+    """x cast to spec and x.T cast to spec_t, from one reading of x where a kernel can.
 
     Args:
-        x: (R, C); spec, spec_t: None for one that is not wanted.
-        scale: as for `quantize`, one for both.
-        staged: fp32 (3,), what a door has seen since its last boundary; the same launch raises it to this cast's amax,
-            whose spec has one scale for the whole tensor.
+        x: (R, C); spec, spec_t: None for one that is not wanted, not both.
+        scale: as for `quantize`, one for both; where it is 0 the current scale is used.
+        staged: fp32 (3,), what a door has seen since its last boundary. A kernel that can raises it to this cast's
+            amax, and then returns no amax.
+        plans: where the caller keeps what was decided. None: it is decided anew.
     """
-    if not torch.compiler.is_compiling():
-        return _quantize_both(x, spec, spec_t, scale, staged)
-    if spec is None or spec_t is None:
-        return None
-    at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
-    if not at_once:
-        return None
-    data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
-    first = QuantizedTensor(data, scale_inv, spec, x.dtype)
-    return Both(first, QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype), amax)
+    if torch.compiler.is_compiling():
+        return _compiled(x, spec, spec_t, scale)
+    if plans is None:
+        return plan_casts(x, spec, spec_t, scale=scale, staged=staged).run(x, scale, staged)
+    key = (id(spec), id(spec_t), type(x), x.dtype, x.shape, x.stride(), x.device, x.is_neg(), scale is None)
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _MOST_PLANS:  # lengths that change with every batch: begin again
+            plans.clear()
+        plan = plans[key] = plan_casts(x, spec, spec_t, scale=scale, staged=staged)
+    return plan.run(x, scale, staged)
 
 
-def _both_on_cpu(
+def plan_casts(
     x: Tensor,
     spec: QuantizationSpec | None,
-    spec_t: QuantizationSpec | None,
-    scale: Tensor | None,
-    staged: Tensor | None,
-) -> Both | None:
-    one = spec or spec_t
-    alike = spec is spec_t or spec is None or spec_t is None or spec == spec_t  # `==` walks over every field
-    if one is not None and alike and one.granularity.transposes:
-        if not x.numel() or native_cpu.supports_quantize(x, one, scale) is not None:
-            return None
-        data, scale_inv, amax = native_cpu.quantize(x, one, scale, staged)
-        x_q = QuantizedTensor(data, scale_inv, one, x.dtype, amax)
-        here, there = None if spec is None else x_q, None if spec_t is None else x_q.t()
-        return Both(here, there, amax if staged is None else None)
-    if scale is not None or staged is not None or spec is None or spec_t is None:
-        return None
-    if native_cpu.supports_quantize_both(x, spec, spec_t) is not None:
-        return None
-    casts = native_cpu.quantize_both(x, spec, spec_t)
-    row, col = (
-        QuantizedTensor(c.data, c.scale_inv, s, x.dtype, c.amax) for c, s in zip(casts, (spec, spec_t), strict=True)
-    )
-    return Both(row, col, casts[0].amax)
+    spec_t: QuantizationSpec | None = None,
+    *,
+    scale: Tensor | None = None,
+    staged: Tensor | None = None,
+) -> CastPlan:
+    """Decides who casts matrices like x to spec, and their transposes to spec_t; arguments as for `cast_both`.
+
+    Raises:
+        TypeError: dtype.  ValueError: not a matrix.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
+        >>> plan.refusals[0]
+        'native_cpu: rounds to nearest even; got stochastic'
+    """
+    x = x.detach()  # codes carry no gradient
+    known = spec or spec_t
+    assert known is not None
+    alike = spec is None or spec_t is None or spec == spec_t
+    if triton_quantize in _casts(x) and not any(
+        triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
+    ):
+        return CastPlan(_on_accelerator(spec, spec_t, x.dtype), triton_quantize.NAME, (), (spec, spec_t))
+    if alike and known.granularity.transposes:
+        return _one_for_both(x, spec, spec_t, scale)
+    if spec is None or spec_t is None:
+        return _alone(x, spec, spec_t, scale)
+    natively = scale is None and staged is None and native_cpu in _casts(x)
+    if natively and native_cpu.supports_quantize_both(x, spec, spec_t) is None:
+        return CastPlan(_both_natively(x, spec, spec_t), native_cpu.NAME, (), (spec, spec_t))
+    row, col = _alone(x, spec, None, scale), _alone(x, None, spec_t, scale)
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
+        first = row.run(x, scale, staged)
+        return first._replace(col=col.run(x, scale, staged).col)
+
+    return CastPlan(run, row.kernel, row.refusals, (spec, spec_t))
+
+
+def _one_for_both(
+    x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None
+) -> CastPlan:
+    """Codes of x.T that are those of x: one scale for the whole tensor, or square blocks."""
+    known = spec or spec_t
+    assert known is not None
+    cast, kernel, refusals = _first(x, known, scale)
+    dtype, wants_row, wants_col, on_cpu = x.dtype, spec is not None, spec_t is not None, x.is_cpu
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
+        data, scale_inv, amax = cast(x, scale, staged)
+        kept = amax if on_cpu or amax.numel() == 1 else None  # elsewhere nobody would read it back
+        row = QuantizedTensor(data, scale_inv, known, dtype, kept) if wants_row else None
+        col = QuantizedTensor(data.t(), scale_inv.t(), known, dtype, kept) if wants_col else None
+        return Both(row, col, None if kernel is native_cpu and staged is not None and x.numel() else amax)
+
+    return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
+
+
+def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None) -> CastPlan:
+    """A cast of x, or of x.T, by itself."""
+    known, turned = spec or spec_t, spec is None
+    assert known is not None
+    cast, kernel, refusals = _first(x.t() if turned else x, known, scale)
+    dtype, on_cpu = x.dtype, x.is_cpu
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
+        data, scale_inv, amax = cast(x.t() if turned else x, scale, None)
+        x_q = QuantizedTensor(data, scale_inv, known, dtype, amax if on_cpu or amax.numel() == 1 else None)
+        return Both(None, x_q, amax) if turned else Both(x_q, None, amax)
+
+    return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
+
+
+def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:
+    cast, dtype = native_cpu.plan_quantize_both(x, spec, spec_t), x.dtype
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
+        (data, scale_inv, amax), (data_t, scale_inv_t, amax_t) = cast(x)
+        row = QuantizedTensor(data, scale_inv, spec, dtype, amax)
+        return Both(row, QuantizedTensor(data_t, scale_inv_t, spec_t, dtype, amax_t), amax)
+
+    return run
+
+
+def _on_accelerator(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, dtype: torch.dtype) -> Run:
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
+        row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
+        one = row or col
+        assert one is not None
+        x_q, x_t_q = (
+            None if cast is None or s is None else QuantizedTensor(cast.data, cast.scale_inv, s, dtype)
+            for cast, s in ((row, spec), (col, spec_t))
+        )
+        return Both(x_q, x_t_q, None if staged is not None else one.amax)
+
+    return run
+
+
+def _first(
+    x: Tensor, spec: QuantizationSpec, scale: Tensor | None
+) -> tuple[native_cpu.RunCast, QuantizeKernel, tuple[str, ...]]:
+    """The first kernel that takes the cast, as a function of (x, scale, staged), and why those before it do not."""
+    refusals: list[str] = []
+    for kernel in _casts(x):
+        if (reason := kernel.supports_quantize(x, spec, scale)) is None:
+            break
+        refusals.append(reason)
+    plan = getattr(kernel, "plan_quantize", None)
+    if plan is not None:
+        return plan(x, spec), kernel, tuple(refusals)
+
+    def cast(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> reference.Cast:
+        with no_autocast(x.device):
+            return kernel.quantize(x.detach(), spec, scale)
+
+    return cast, kernel, tuple(refusals)
 
 
 def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -167,56 +274,37 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
         >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
         'native_cpu: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
     """
-    lines = []
-    for kernel in _casts(x):
-        if reason := kernel.supports_quantize(x.detach(), spec, scale):
-            lines.append(reason)
-        else:
-            return "\n".join([*lines, f"{kernel.NAME}: runs"])
-    raise AssertionError("the reference takes every cast")
+    plan = plan_casts(x, spec, scale=scale)
+    return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])
 
 
 def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
     return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Inside the operations dtypes are explicit: torch.autocast must not turn the fp32 accumulation into BF16."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-def _quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> reference.Cast:
-    if x.requires_grad:  # codes carry no gradient
-        x = x.detach()
-    for kernel in _casts(x):
-        if kernel.supports_quantize(x, spec, scale) is None:
-            break
-    if kernel is native_cpu:  # no torch operation that autocast could change
-        return native_cpu.quantize(x, spec, scale)
-    with no_autocast(x.device):
-        return kernel.quantize(x, spec, scale)
-
-
-def _quantize_both(
-    x: Tensor,
-    spec: QuantizationSpec | None,
-    spec_t: QuantizationSpec | None,
-    scale: Tensor | None,
-    staged: Tensor | None,
-) -> Both | None:
-    x = x.detach()
-    if native_cpu in _casts(x):
-        return _both_on_cpu(x, spec, spec_t, scale, staged)
-    if any(s is not None and triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t)):
-        return None
-    casts = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
-    row, col = (
-        QuantizedTensor(cast.data, cast.scale_inv, wanted, x.dtype) if cast is not None and wanted is not None else None
-        for cast, wanted in zip(casts, (spec, spec_t), strict=True)
-    )
-    return Both(row, col, next(cast.amax for cast in casts if cast is not None) if staged is None else None)
+def _compiled(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None) -> Both:
+    """As `cast_both`, of opaque operators."""
+    known = spec or spec_t
+    assert known is not None
+    if spec is not None and spec_t is not None:
+        at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
+        if at_once:
+            data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
+            col = QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype)
+            return Both(QuantizedTensor(data, scale_inv, spec, x.dtype), col, amax)
+    if known.granularity.transposes and (spec is None or spec_t is None or spec == spec_t):
+        data, scale_inv, amax = torch.ops.ottava.quantize(x, known.key, scale)
+        x_q = QuantizedTensor(data, scale_inv, known, x.dtype)
+        return Both(None if spec is None else x_q, None if spec_t is None else x_q.t(), amax)
+    row = col_alone = seen = None
+    if spec is not None:
+        data, scale_inv, seen = torch.ops.ottava.quantize(x, spec.key, scale)
+        row = QuantizedTensor(data, scale_inv, spec, x.dtype)
+    if spec_t is not None:
+        data, scale_inv, amax = torch.ops.ottava.quantize(x.t(), spec_t.key, scale)
+        col_alone = QuantizedTensor(data, scale_inv, spec_t, x.dtype)
+        seen = amax if seen is None else seen
+    return Both(row, col_alone, seen)
 
 
 @functools.lru_cache(maxsize=256)
@@ -251,8 +339,10 @@ def _promised(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tenso
 
 @custom_operator("quantize(Tensor x, str spec, Tensor? scale) -> (Tensor, Tensor, Tensor)", _promised)
 def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale_inv, amax = _quantize(x, spec_from_key(spec), scale)
-    return _as_promised(data, x), scale_inv, amax
+    x_q, _, amax = plan_casts(x, spec_from_key(spec), scale=scale).run(x, scale, None)
+    assert x_q is not None
+    assert amax is not None  # nothing is staged
+    return _as_promised(x_q.data, x), x_q.scale_inv, amax
 
 
 def _casts_as(x: Tensor) -> str:
@@ -283,15 +373,12 @@ def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> t
 def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty where they share their scales."""
     row_spec, col_spec = spec_from_key(spec), spec_from_key(spec_t)
-    at_once, _ = _both_of(_casts_as(x), spec, spec_t)  # else one cast may serve both, and outputs must not share memory
-    both = _quantize_both(x, row_spec, col_spec, scale, None) if at_once else None
-    if both is None:
-        row, col = _quantize(x, row_spec, scale), _quantize(x.t(), col_spec, scale)
-        ours, theirs, amax = (row.data, row.scale_inv), (col.data, col.scale_inv), row.amax
-    else:
-        assert both.row is not None
-        assert both.col is not None
-        assert both.amax is not None  # both were asked for, and nothing is staged
-        ours, theirs, amax = (both.row.data, both.row.scale_inv), (both.col.data, both.col.scale_inv), both.amax
-    own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else theirs[1]
-    return _as_promised(ours[0], x), ours[1], amax, _as_promised(theirs[0], x.t()), own
+    row, col, amax = plan_casts(x, row_spec, col_spec, scale=scale).run(x, scale, None)
+    assert row is not None
+    assert col is not None
+    assert amax is not None  # both were asked for, and nothing is staged
+    codes_t = _as_promised(col.data, x.t())
+    if codes_t.data_ptr() == row.data.data_ptr():  # outputs must not share memory
+        codes_t = codes_t.clone(memory_format=torch.preserve_format)
+    own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
+    return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own

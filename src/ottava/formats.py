@@ -13,6 +13,7 @@ Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0; OCP Microscaling Fo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,17 +66,17 @@ class Format(RefusesUnknownFields):
     def __hash__(self) -> int:
         return hash(self.name)  # every call of a kernel looks its format up
 
-    @property
+    @functools.cached_property
     def bits(self) -> int:
         """Width of a code, the sign included."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @functools.cached_property
     def storage_dtype(self) -> torch.dtype:
         """What holds a code in memory: the torch type, or uint8 with one code a byte."""
         return self.dtype or torch.uint8
 
-    @property
+    @functools.cached_property
     def emax(self) -> int:
         """Exponent of the largest number."""
         top = (1 << self.exponent_bits) - 1
@@ -83,50 +84,50 @@ class Format(RefusesUnknownFields):
         reserved = self.specials == "ieee" or (self.specials == "fn" and self.mantissa_bits == 0)
         return top - int(reserved) - self.bias
 
-    @property
+    @functools.cached_property
     def emin(self) -> int:
         """Exponent of the smallest normal number."""
         return int(self.has_zero) - self.bias
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """Largest finite number."""
         last = 2 if self.specials == "fn" and self.mantissa_bits > 0 else 1  # "fn" spends the last mantissa on NaN
         return math.ldexp(2 - last * self.eps, self.emax)
 
-    @property
+    @functools.cached_property
     def lowest(self) -> float:
         """Smallest number of all: -max with a sign bit, else 0 or the smallest positive number."""
         if self.signed:
             return -self.max
         return 0.0 if self.has_zero else self.min_normal
 
-    @property
+    @functools.cached_property
     def min_normal(self) -> float:
         """Smallest positive number with full precision."""
         return math.ldexp(1.0, self.emin)
 
-    @property
+    @functools.cached_property
     def min_subnormal(self) -> float:
         """Smallest positive number."""
         return self.min_normal * self.eps if self.has_zero else self.min_normal
 
-    @property
+    @functools.cached_property
     def eps(self) -> float:
         """Distance from 1 to the next number. Rounding to nearest errs by at most eps / 2, relatively."""
         return math.ldexp(1.0, -self.mantissa_bits)
 
-    @property
+    @functools.cached_property
     def has_infinity(self) -> bool:
         """Whether some code is infinity."""
         return self.specials == "ieee"
 
-    @property
+    @functools.cached_property
     def has_nan(self) -> bool:
         """Whether some code is NaN."""
         return self.specials != "none"
 
-    @property
+    @functools.cached_property
     def range_bits(self) -> float:
         """log2(max / min_subnormal): how many octaves fit in."""
         return math.log2(self.max) - math.log2(self.min_subnormal)

@@ -7,14 +7,14 @@
 
 An operand that the recipe leaves in high precision passes through its door unchanged; nothing here asks "is it FP8?".
 Saved for backward: the operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a
-gradient will need.
+gradient will need. A norm or an activation may stand in front of the input's door (`Producer`), and operands of other
+ranks may be gathered between cast and GEMM (`Exchange`); without them neither costs a call.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,52 +22,84 @@ from torch import Tensor
 
 from ottava.kernels import native_build, native_cpu
 from ottava.kernels.native_sums import column_sums
-from ottava.ops import GemmRecord, gemm
+from ottava.ops import GemmPlan, GemmRecord, gemm, planned_gemm
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GemmRecipe, Recipe
 
 
-class CallLog(Protocol):
-    """Told what a linear ran; not while compiling."""
+class Producer(Protocol):
+    """Makes the rows that the input door casts: a norm or an activation in front of a linear, part of one backward."""
 
-    def gemm(self, name: str, record: GemmRecord) -> None:
-        """name: "fprop", "dgrad" or "wgrad"."""
+    def forward(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(rows (M, K), what its backward needs)."""
 
-    def saved(self, nbytes: int, high_precision: int) -> None:
-        """Bytes kept for backward, and what torch's own linear would keep (its input)."""
+    def backward(self, d_rows: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Gradients of x and of each parameter."""
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    quantizers: LinearQuantizers,
-    recipe: Recipe,
-    *,
-    log: CallLog | None = None,
-    after_backward: Callable[[], None] | None = None,
-) -> Tensor:
+class Exchange(Protocol):
+    """Gives a GEMM the rows of other ranks, as the codes and scales that these have cast."""
+
+    def gather(self, operand: Operand, dim: int) -> Operand:
+        """The operands of all ranks, joined along dim: 0 for x (M, K), 1 for x.T (K, M)."""
+
+    def scatter(self, dx: Tensor) -> Tensor:
+        """dx (all M, K) -> the sum over all ranks, of this rank's rows."""
+
+
+class Call:
+    """One forward of a quantized layer and its backward: what it runs under, and what it ran.
+
+    Args:
+        doors: the three of the layer.
+        recipe: resolved for this layer (no overrides left).
+        plans: where the layer keeps how its GEMMs are made.
+        produce: makes the rows that are cast; None: they are the input.
+        exchange: gathers operands between cast and GEMM; None: this rank's are all.
+    """
+
+    __slots__ = (
+        *("after_backward", "doors", "exchange", "high_precision_bytes", "input_shape"),
+        *("plans", "produce", "recipe", "records", "saved_bytes"),
+    )
+
+    def __init__(
+        self,
+        doors: LinearQuantizers,
+        recipe: Recipe,
+        plans: dict[Any, GemmPlan] | None = None,
+        input_shape: tuple[int, ...] | None = None,
+        produce: Producer | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
+        self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
+        self.produce, self.exchange = produce, exchange
+        self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
+        self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
+        self.after_backward: Callable[[], None] | None = None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Tensor) -> Tensor:
     """y = x @ weight.T + bias under a recipe.
 
     Args:
         x: (..., K); fp32, bf16 or fp16. Its dtype is that of y and dx.
         weight: (N, K); may have another float dtype; dw has the weight's.
         bias: (N,) or None.
-        quantizers: the three doors of the layer.
-        recipe: resolved for this layer (no overrides left).
-        log: told what each GEMM ran and what is kept for backward.
-        after_backward: called when the backward of this layer has ended.
+        call: doors, recipe and slots; what was run is noted there.
+        parameters: of `call.produce`; they get gradients.
     Returns:
         (..., N).
     Raises:
         ValueError: the last dimension of x is not K.  TypeError: x has another dtype.
         NotImplementedError: a second derivative is asked for (backward with create_graph=True).
     """
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    if x.dim() == 0 or (call.produce is None and x.shape[-1] != weight.shape[1]):
         raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
     rows = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # (M, K)
-    y = _Linear.apply(rows, weight, bias, quantizers, recipe, torch.is_grad_enabled(), log, after_backward)
+    y = _Linear.apply(call, torch.is_grad_enabled(), rows, weight, bias, *parameters)
     if x.dim() == 2:
         return y  # type: ignore[no-any-return]
     return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
@@ -93,30 +125,28 @@ def build_ahead(dtype: torch.dtype) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        quantizers: LinearQuantizers,
-        recipe: Recipe,
-        grad_enabled: bool,
-        log: CallLog | None,
-        after_backward: Callable[[], None] | None,
+        ctx: Any, call: Call, grad_enabled: bool, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor
     ) -> Tensor:
         # needs_input_grad is requires_grad, also where no gradient will ever be asked for
-        needs_dx, needs_dw = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
-        fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
-        x_row, x_col = quantizers.input(x, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
-        w_row, w_col = quantizers.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
-        ctx.quantizers, ctx.recipe, ctx.log, ctx.after_backward = quantizers, recipe, log, after_backward
-        ctx.dtypes = (x.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.specs = _save(ctx, x_col, w_col)
-        if log is not None:
-            own = w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0  # the high-precision weight lives anyway
-            log.saved(own + (x_col.nbytes if x_col is not None else 0), x.nbytes if needs_dw else 0)
-        if bias is not None:
+        _, _, *needed = ctx.needs_input_grad
+        needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of what makes the rows
+        needs_dw = grad_enabled and needed[1]
+        fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
+        made: tuple[Tensor, ...] = ()
+        rows = x
+        if call.produce is not None:
+            rows, made = call.produce.forward(x, *parameters)
+        x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
+        w_row, w_col = call.doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
+        if call.exchange is not None:
+            x_row = call.exchange.gather(x_row, 0)
+        ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        saved_bytes = _save(ctx, x_col, w_col, made if needs_dx else ())
+        if not torch.compiler.is_compiling():
+            call.saved_bytes, call.high_precision_bytes = saved_bytes, x.nbytes if needs_dw else 0
+        if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
-        return _gemm("fprop", fprop, x_row, w_row, log, out_dtype=x.dtype, bias=bias)  # y (M, N)
+        return _gemm(call, "fprop", fprop, x_row, w_row, x.dtype, bias)  # y (M, N) = x (M, K) @ w (N, K).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,21 +155,29 @@ class _Linear(torch.autograd.Function):
                 "ottava: a quantized linear has no second derivative (backward was asked for create_graph=True); run "
                 "that forward under ottava.autocast(enabled=False)"
             )
-        (dy,) = grads
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        dgrad, wgrad, log = ctx.recipe.dgrad, ctx.recipe.wgrad, ctx.log
+        (dy,), call = grads, ctx.call
+        _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
+        needs_dx = needs_x or True in needed
+        dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        x_col, w_col = _saved(ctx)
+        x_col, w_col, made = _saved(ctx)
         dx = dw = None
+        d_parameters: tuple[Tensor | None, ...] = ()
         db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
-        dy_row, dy_col = ctx.quantizers.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+        dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
         if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
-            dx = _gemm("dgrad", dgrad, dy_row, w_col, log, out_dtype=x_dtype)
+            dx = _gemm(call, "dgrad", dgrad, dy_row, w_col, x_dtype)
+            if call.exchange is not None:
+                dx = call.exchange.scatter(dx)
+            if call.produce is not None:
+                dx, *d_parameters = call.produce.backward(dx, made)
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
-            dw = _gemm("wgrad", wgrad, dy_col, x_col, log, out_dtype=weight_dtype)
-        if ctx.after_backward is not None:
-            ctx.after_backward()
-        return dx, dw, db, None, None, None, None, None
+            if call.exchange is not None:
+                x_col = call.exchange.gather(x_col, 1)
+            dw = _gemm(call, "wgrad", wgrad, dy_col, x_col, weight_dtype)
+        if call.after_backward is not None:
+            call.after_backward()
+        return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
 
 
 def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
@@ -153,48 +191,50 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
 
 
 def _gemm(
+    call: Call,
     name: str,
-    recipe: GemmRecipe,
+    cells: GemmRecipe,
     a: Operand | None,
     b: Operand | None,
-    log: CallLog | None,
-    *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
     assert a is not None
     assert b is not None  # the doors were asked for exactly what is used
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    if isinstance(b, Tensor) and b.dtype != a.dtype and isinstance(a, Tensor):
         b = b.to(a.dtype)  # a high-precision fp32 weight in the activation's dtype, as torch.autocast would have it
-    return gemm(
-        a,
-        b,
-        out_dtype=out_dtype,
-        bias=bias,
-        fast_accum=recipe.fast_accum,
-        compute=recipe.compute,
-        log=None if log is None else partial(log.gemm, name),
-    )
+    if torch.compiler.is_compiling():
+        return gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
+    plan = planned_gemm(call.plans, a, b, bias, out_dtype, cells)
+    call.records[name] = plan.record
+    return plan.run(a, b, bias)
 
 
-def _save(ctx: Any, *operands: Operand | None) -> tuple[tuple[QuantizationSpec, torch.dtype] | None, ...]:
-    """Hands every tensor to save_for_backward, where checkpointing and offloading see it; the rest is returned."""
-    tensors: list[Tensor | None] = []
-    specs: list[tuple[QuantizationSpec, torch.dtype] | None] = []
-    for operand in operands:
-        if isinstance(operand, QuantizedTensor):
-            tensors += [operand.data, operand.scale_inv]
-            specs.append((operand.spec, operand.dtype))
-        else:
-            tensors += [operand, None]
-            specs.append(None)
-    ctx.save_for_backward(*tensors)
-    return tuple(specs)
+def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Tensor, ...]) -> int:
+    """Hands every tensor to save_for_backward, where checkpointing and offloading see it; the rest stays with ctx.
+
+    Returns the bytes that live on for backward; a weight in high precision lives anyway.
+    """
+    x_spec = w_spec = x_scale = w_scale = None
+    nbytes = 0
+    if isinstance(x_col, QuantizedTensor):
+        x_spec, x_scale, x_col = (x_col.spec, x_col.dtype), x_col.scale_inv, x_col.data
+        nbytes += x_col.nbytes + x_scale.nbytes
+    elif x_col is not None:
+        nbytes += x_col.nbytes
+    if isinstance(w_col, QuantizedTensor):
+        w_spec, w_scale, w_col = (w_col.spec, w_col.dtype), w_col.scale_inv, w_col.data
+        nbytes += w_col.nbytes + w_scale.nbytes
+    ctx.save_for_backward(x_col, x_scale, w_col, w_scale, *made)
+    ctx.specs = x_spec, w_spec
+    return nbytes
 
 
-def _saved(ctx: Any) -> tuple[Operand | None, ...]:
-    tensors = ctx.saved_tensors
-    return tuple(
-        QuantizedTensor(tensors[2 * i], tensors[2 * i + 1], *spec) if spec else tensors[2 * i]
-        for i, spec in enumerate(ctx.specs)
-    )
+def _saved(ctx: Any) -> tuple[Operand | None, Operand | None, Sequence[Tensor]]:
+    x_col, x_scale, w_col, w_scale, *made = ctx.saved_tensors
+    x_spec, w_spec = ctx.specs
+    if x_spec is not None:
+        x_col = QuantizedTensor(x_col, x_scale, *x_spec)
+    if w_spec is not None:
+        w_col = QuantizedTensor(w_col, w_scale, *w_spec)
+    return x_col, w_col, made

@@ -1,61 +1,32 @@
-"""`gemm`, and the choice of the kernel that runs it; casts are in `casts`.
+"""`gemm` and its plans; which kernel runs is decided in `dispatch`, casts are in `casts`.
 
-The first kernel of an explicit tuple that supports a call gets it, unless another was measured to be faster: by
-`tune_gemm` on a GPU, once a machine on a CPU (`cpu_ranking`). `explain` lists every refusal. Nothing falls back
-silently: what ran is handed to `log`, and `receipt` shows it. Inside torch.compile it is an opaque custom operator
-(`ottava::gemm`), with the bits of eager code.
+A plan depends on specs, dtypes, shapes and strides and not on numbers, so a layer decides once and keeps it. Nothing
+falls back silently: a plan carries the record of what it runs, `receipt` shows it, and `explain` lists every refusal.
+Inside torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bits of eager code.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ottava.casts import dequantize, no_autocast, spec_from_key
-from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
+from ottava import dispatch
+from ottava.casts import dequantize, spec_from_key
+from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast
+from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
-from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
-from ottava.recipe import Compute
-
-
-class GemmKernel(Protocol):
-    """What a kernel file offers; see `kernels`."""
-
-    NAME: str
-    NATIVE: bool
-
-    def supports_gemm(
-        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
-    ) -> str | None:
-        """None, or the reason why not."""
-
-    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
-        """What is zero-padded."""
-
-    def gemm(
-        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-    ) -> Tensor:
-        """(M, K), (N, K) -> (M, N)."""
-
+from ottava.recipe import Compute, GemmRecipe
 
 _LOGGER = logging.getLogger(__name__)
+_MOST_PLANS = 32
 _WRONG = 2.0**-5  # relative error, in norm
-
-# The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
-# rounds more often than the others: an oracle there, not an engine, and never moved.
-_CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
-_CPU_ENGINES: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference)
-# Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
-_ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +93,99 @@ def gemm(
         tensor([[16.,  0.],
                 [ 0., 16.]], dtype=torch.bfloat16)
     """
-    _check(a, b, bias)
-    asked_for = (a, b)
-    if compute == "bf16":
-        a, b = (dequantize(t, torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if torch.compiler.is_compiling():
-            return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
-                a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
-            )
-        kernel, refusals = _choose(a, b, out_dtype, bias, fast_accum, backend)
-        with no_autocast(a.device):
-            y = kernel.gemm(a, b, out_dtype, bias, fast_accum)
-        if log is not None:
-            log(_record(*_words(*asked_for), kernel.NAME, kernel.NATIVE, kernel.padding(a, b), refusals, out_dtype))
-        return y
-    assert isinstance(a, Tensor)
-    assert isinstance(b, Tensor)  # _check refused mixed pairs
-    with no_autocast(a.device):
-        y = _dense(a, b, bias).to(out_dtype)
-    if log is not None and not torch.compiler.is_compiling():
-        log(_record(*_words(*asked_for), f"torch.mm {_short(a.dtype)}", False, "", (), out_dtype))
+    if torch.compiler.is_compiling():
+        return _compiled(a, b, out_dtype, bias, fast_accum, compute)
+    plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum, compute=compute, backend=backend)
+    y = plan.run(a, b, bias)
+    if log is not None:
+        log(plan.record)
     return y
+
+
+class GemmPlan(NamedTuple):
+    """How a GEMM is made: decided once for all operands of these specs, dtypes, shapes, strides and devices."""
+
+    run: Callable[[Any, Any, Tensor | None], Tensor]
+    """(a, b, bias) -> y."""
+    record: GemmRecord
+    """What that is, in words."""
+    kept: tuple[Any, ...] = ()
+    """Specs of the operands: a plan that is kept keeps them alive, so that their `id` names them."""
+    lasting: bool = True
+    """Whether all calls with such operands are made so; False: numbers among the scales decided."""
+    measured: int = 0
+    """`Store.changes` of the device at that time."""
+
+
+def planned_gemm(
+    plans: dict[Any, GemmPlan], a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, cells: GemmRecipe
+) -> GemmPlan:
+    """As `plan_gemm` under the settings of `cells`; what was decided is kept in `plans`, where later calls find it."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
+    elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        data, other, specs = a, b, (0, 0)
+    else:
+        return plan_gemm(a, b, out_dtype=out_dtype, bias=bias)  # which refuses them
+    added = None if bias is None else bias.dtype
+    layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
+    key = (specs, layout, type(data), type(other), out_dtype, added, cells.fast_accum, cells.compute)
+    plan = plans.get(key)
+    if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
+        plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
+        if plan.lasting:
+            if len(plans) >= _MOST_PLANS:  # lengths that change with every batch: begin again
+                plans.clear()
+            plans[key] = plan
+    return plan
+
+
+def plan_gemm(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    compute: Compute = "native",
+    backend: str | None = None,
+) -> GemmPlan:
+    """Decides how `gemm` multiplies operands like these; arguments and errors as there.
+
+    Example:
+        >>> from ottava import QuantizationSpec, quantize
+        >>> from ottava.formats import E4M3
+        >>> a = quantize(torch.eye(2), QuantizationSpec(E4M3))
+        >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel
+        'torch.mm bfloat16'
+    """
+    _check(a, b, bias)
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+        chosen = dispatch.choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
+        kernel = chosen.kernel
+        known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
+        return GemmPlan(
+            dispatch.runner(kernel, a, b, out_dtype, bias, fast_accum),
+            _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype),
+            (a.spec, b.spec),
+            chosen.lasting,
+            known,
+        )
+    quantized = isinstance(a, QuantizedTensor)
+    if not quantized and a.dtype != b.dtype:
+        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
+
+    def run(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
+        if isinstance(a, QuantizedTensor):
+            a = dequantize(a, torch.bfloat16)
+        if isinstance(b, QuantizedTensor):
+            b = dequantize(b, torch.bfloat16)
+        with no_autocast(a.device):
+            return _dense(a, b, bias).to(out_dtype)
+
+    name = f"torch.mm {_short(torch.bfloat16 if quantized else a.dtype)}"
+    specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
+    return GemmPlan(run, _record(a, b, name, False, "", (), out_dtype), specs)
 
 
 def explain(
@@ -170,12 +212,12 @@ def explain(
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
-    chosen, _ = _choose(a, b, out_dtype, bias, fast_accum, None)
+    chosen = choose_gemm(a, b, out_dtype, bias, fast_accum).kernel
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
     measured = choice is not None and choice.kernel == chosen.NAME
     why_first = "was measured to be the fastest" if measured else f"comes first on {a.device.type}"
     lines = []
-    for kernel in _kernels(a.device):
+    for kernel in gemm_kernels(a.device):
         reason = kernel.supports_gemm(a, b, out_dtype, bias)
         if kernel is chosen:
             lines.append(f"{kernel.NAME}: runs")
@@ -224,35 +266,6 @@ def tune_gemm(
     return choice
 
 
-def gemm_ways(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-) -> dict[str, Callable[[], Tensor]]:
-    """Every kernel, and every configuration of one, that takes this call here -> the call; not the reference.
-
-    Example:
-        >>> from ottava import QuantizationSpec, quantize
-        >>> from ottava.formats import E4M3
-        >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
-        >>> gemm_ways(a, a, out_dtype=torch.bfloat16)["scaled_mm"]()[0, :2]
-        tensor([16., 16.], dtype=torch.bfloat16)
-    """
-    ways: dict[str, Callable[[], Tensor]] = {}
-    for kernel in _kernels(a.device):
-        if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
-            continue
-        if kernel is not triton_gemm:
-            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
-            continue
-        for config in triton_gemm.configs(a, b, out_dtype, fast_accum):
-            ways[triton_gemm.way(config)] = partial(triton_gemm.run, a, b, out_dtype, bias, config)
-    return ways
-
-
 def _judge(truth: Tensor, y: Tensor) -> str:
     """Wrong kernels are off by whole terms; short accumulators and 16-bit outputs by far less than this."""
     error = float(torch.linalg.vector_norm(y.float() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-30))
@@ -276,100 +289,24 @@ def _shapes(a: Operand, b: Operand) -> str:
     return f"a {tuple(a.shape)} and b {tuple(b.shape)}"
 
 
-def _kernels(device: torch.device) -> tuple[GemmKernel, ...]:
-    if device.type != "cpu":
-        return _ACCELERATOR_KERNELS
-    return _in_order(_CPU_KERNELS, native_gemm.built())
-
-
-@functools.lru_cache(maxsize=8)
-def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
-    """Those that were measured change places among themselves."""
-    order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
-    fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
-    return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
-
-
-def cpu_ranking() -> cpu_choice.Ranking:
-    """In which order kernels are tried on this CPU, measured once a machine; the native one is built for it.
-
-    Example:
-        >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
-        True
-    """
-    return _cpu_ranking(_CPU_KERNELS, native_gemm.built())
-
-
-@functools.lru_cache(maxsize=8)
-def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.Ranking:
-    def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-        return kernel.gemm(a, b, torch.bfloat16, None, False)
-
-    a, b = cpu_choice.operands(2, 2, 2)
-    ways = {}
-    for kernel in kernels:
-        if kernel in _CPU_ENGINES and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
-            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
-            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
-    return cpu_choice.rank("kernels", ways, native.key)
-
-
-def _choose(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-    backend: str | None,
-) -> tuple[GemmKernel, tuple[str, ...]]:
-    kernels = _kernels(a.device)
-    if backend is not None:
-        named = [kernel for kernel in kernels if backend == kernel.NAME]
-        if not named:
-            raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
-        if reason := named[0].supports_gemm(a, b, out_dtype, bias):
-            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
-        return named[0], ()
-    if (choice := gemm_choice.known(a, b, out_dtype, bias, fast_accum)) is not None:
-        fastest = choice.kernel
-        kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
-    refusals: list[str] = []
-    for kernel in kernels:
-        reason = kernel.supports_gemm(a, b, out_dtype, bias)
-        if reason is None:
-            return kernel, tuple(refusals)
-        refusals.append(reason)
-    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
-
-
 def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if a.dtype != b.dtype:
-        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
     if bias is None:
         return torch.mm(a, b.t())
     return torch.addmm(bias.to(a.dtype), a, b.t())
 
 
-def _words(a: Operand, b: Operand) -> tuple[str, str, torch.Size, torch.Size, bool]:
-    """What `_record` says of the operands."""
-    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in (a, b))
-    return lhs, rhs, a.shape, b.shape, isinstance(a, QuantizedTensor)
-
-
-@functools.lru_cache(maxsize=4096)  # a training step repeats that of the step before
 def _record(
-    lhs: str,
-    rhs: str,
-    a: torch.Size,
-    b: torch.Size,
-    quantized: bool,
+    a: Operand,
+    b: Operand,
     kernel: str,
     native: bool,
     padding: str,
     refusals: tuple[str, ...],
     out_dtype: torch.dtype,
 ) -> GemmRecord:
-    return GemmRecord(lhs, rhs, a[0], b[0], a[1], kernel, quantized, native, padding, refusals, _short(out_dtype))
+    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in (a, b))
+    (m, k), n, quantized = a.shape, b.shape[0], isinstance(a, QuantizedTensor)
+    return GemmRecord(lhs, rhs, m, n, k, kernel, quantized, native, padding, refusals, _short(out_dtype))
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -408,6 +345,22 @@ def _gemm_op(
 ) -> Tensor:
     lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
     rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)
-    kernel, _ = _choose(lhs, rhs, out_dtype, bias, fast_accum, None)  # `gemm` checked the operands while compiling
+    return plan_gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum).run(lhs, rhs, bias)
+
+
+def _compiled(
+    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, compute: Compute
+) -> Tensor:
+    _check(a, b, bias)
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        if compute == "native":
+            return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
+                a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
+            )
+        a, b = dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16)
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)  # _check refused mixed pairs
+    if a.dtype != b.dtype:
+        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
     with no_autocast(a.device):
-        return kernel.gemm(lhs, rhs, out_dtype, bias, fast_accum)
+        return _dense(a, b, bias).to(out_dtype)

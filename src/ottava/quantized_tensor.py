@@ -79,6 +79,7 @@ class QuantizationSpec(RefusesUnknownFields):
     key: str = field(init=False, repr=False, compare=False)
     """The spec as one string, for torch custom operators, whose arguments know no dataclass; kept because Dynamo
     cannot trace its making."""
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, wanted in _TYPES:
@@ -103,6 +104,11 @@ class QuantizationSpec(RefusesUnknownFields):
             raise ValueError("QuantizationSpec: scale_format 'e4m3' is a scale per block; give a block granularity")
         settings = {name: value for name, value in self.to_dict().items() if name not in _HISTORY_FIELDS}
         object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
+        compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(compared))
+
+    def __hash__(self) -> int:
+        return self._hash  # kernels look specs up
 
     @property
     def predicted(self) -> bool:

@@ -16,11 +16,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ottava.casts import Both, quantize, quantize_both, quantize_with_amax
+from ottava.casts import CastPlan, cast_both
 from ottava.kernels.native_sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
-from ottava.recipe import Recipe
-from ottava.scaling import amax, compute_scale
+from ottava.recipe import TENSORS, Recipe
+from ottava.scaling import PER_TENSOR, amax, compute_scale
 
 _FRESH = MappingProxyType(
     {"cached": None, "graph": None, "_steps": 0, "_uses": 0, "_reused": False, "_frozen_in": False}
@@ -51,6 +51,8 @@ class Quantizer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.spec = None  # the predicted spec that the buffers belong to
+        self.plans: dict[Any, CastPlan] = {}
+        """How tensors that came are cast."""
         self.pack: object | None = None
         """Whose views the buffers are, see `state`; None once they have been replaced."""
 
@@ -72,52 +74,37 @@ class Quantizer(nn.Module):
         both; else x.T is cast from high precision.
         """
         cast_row, cast_col = row_spec if rowwise else None, col_spec if columnwise else None
-        both = self._cast_both(x, cast_row, cast_col, record)  # where a kernel reads x once for the two of them
-        if both is not None:
-            return (
-                x if rowwise and row_spec is None else both[0],
-                x.t() if columnwise and col_spec is None else both[1],
-            )
-        row = self._cast(x, row_spec, record) if rowwise else None
-        if not columnwise:
-            return row, None
-        if isinstance(row, QuantizedTensor) and row.spec.granularity.transposes and row_spec == col_spec:
-            return row, row.t()
-        return row, self._cast(x.t(), col_spec, record)
+        row: Operand | None = None
+        col: Operand | None = None
+        spec = cast_row or cast_col
+        if spec is not None and spec.scaling == "current" and (cast_col is None or cast_col.scaling == "current"):
+            row, col, _ = cast_both(x, cast_row, cast_col, plans=self.plans)
+        elif cast_row is not None and cast_col is not None and cast_row != cast_col:  # each with a scale of its own
+            row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
+        elif spec is not None:
+            row, col = self._predict(x, cast_row, cast_col, record)
+        if rowwise and row_spec is None:
+            row = x
+        if columnwise and col_spec is None:
+            col = x.t()
+        return row, col
 
-    def _cast_both(
+    def _predict(
         self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None] | None:
-        """Both casts, None for one that is not wanted; None where they have to be made one by one."""
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """Casts with the predicted scale, if the spec has one, and stages the amax."""
         spec = row_spec or col_spec
-        if spec is None:
-            return None
-        if not spec.predicted:
-            if row_spec is None or col_spec is None or col_spec.predicted:
-                return None
-            both = quantize_both(x, row_spec, col_spec)
-            return None if both is None else (both.row, both.col)
-        if row_spec is not None and col_spec is not None and row_spec != col_spec:
-            return None
+        assert spec is not None
+        if spec.scaling == "current":
+            row, col, _ = cast_both(x, row_spec, col_spec, plans=self.plans)
+            return row, col
         scale = self._scale_for(spec, x.device, record)
-        both = quantize_both(x, row_spec, col_spec, scale=scale, staged=self.staged if record else None)
-        if both is None:  # predicted scales are those of a tensor: one cast serves both
-            x_q, seen = quantize_with_amax(x, spec, scale=scale)
-            both = Both(x_q if row_spec is not None else None, x_q.t() if col_spec is not None else None, seen)
-        one = both.row or both.col
-        if record and both.amax is not None and one is not None:  # no kernel has noted it
-            self._see(both.amax, one.scale_inv)
-        return both.row, both.col
-
-    def _cast(self, x: Tensor, spec: QuantizationSpec | None, record: bool) -> Operand:
-        if spec is None:
-            return x
-        if not spec.predicted:
-            return quantize(x, spec)
-        x_q, seen = quantize_with_amax(x, spec, scale=self._scale_for(spec, x.device, record))
-        if record:
-            self._see(seen, x_q.scale_inv)
-        return x_q
+        staged = self.staged if record else None
+        row, col, amax = cast_both(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
+        one = row or col
+        if record and amax is not None and one is not None:  # no kernel has noted it
+            self._see(amax, one.scale_inv)
+        return row, col
 
     def _scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
         """What a cast multiplies with; a recorded one makes the buffers it needs."""
@@ -245,7 +232,7 @@ class Quantizer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # a copy has buffers of its own: views of the pack would take all of it along, once for each door
         own = {name: None if buffer is None else buffer.clone() for name, buffer in self._buffers.items()}
-        state = {**self.__dict__, "_buffers": own, "pack": None}
+        state = {**self.__dict__, "_buffers": own, "pack": None, "plans": {}}
         return state | ({"staged": self.staged.clone()} if self.spec is not None else {})
 
     def extra_repr(self) -> str:
@@ -325,35 +312,45 @@ class WeightQuantizer(Quantizer):
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`."""
-        if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec, record=record):
+        if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec, record):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        witness = self._steps if _on_accelerator(x) else checksum(x)
-        key: tuple[Any, ...] = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec)
-        if self.spec is not None:
-            key += _identity(self.scale)
+        assert row_spec is not None  # or it were not cacheable
+        on_cpu = not _on_accelerator(x)
+        witness = checksum(x) if on_cpu else self._steps
+        scale = None if self.spec is None else _identity(self.scale)
+        key = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec, scale)
         seen, row, col = False, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
-        if record and not seen and any(spec is not None and spec.predicted for spec in (row_spec, col_spec)):
-            row = col = None  # made in evaluation: no history has seen this weight yet
-        if isinstance(row, QuantizedTensor) and row_spec == col_spec and row.spec.granularity.transposes:
-            col = col if _on_accelerator(x) else row.t()  # an accelerator's GEMMs want the codes of x.T row by row
+            if record and not seen and self._predicts(row_spec, col_spec):
+                row = col = None  # made in evaluation: no history has seen this weight yet
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
+        one_cast = row_spec.granularity.transposes and row_spec == col_spec
+        if wants_col and one_cast and on_cpu and isinstance(row, QuantizedTensor):
+            col, wants_col = row.t(), False  # an accelerator's GEMMs want the codes of x.T row by row
+            self.cached = (key, seen, row, col)
         if wants_row or wants_col:
             both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
             row, col = both[0] if wants_row else row, both[1] if wants_col else col
-            row, col = _without_amaxes(row), _without_amaxes(col)
+            if row_spec.granularity is not PER_TENSOR:
+                row, col = _without_amaxes(row), _without_amaxes(col)
             self.cached = (key, seen or record, row, col)
         return row if rowwise else None, col if columnwise else None
 
-    def _cacheable(self, x: Tensor, *specs: QuantizationSpec | None, record: bool) -> bool:
+    def _predicts(self, *specs: QuantizationSpec | None) -> bool:
+        return any(spec is not None and spec.predicted for spec in specs)
+
+    def _cacheable(
+        self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
+    ) -> bool:
         # a hook wants to see each cast
-        if x.device.type == "meta" or self._forward_hooks or self._forward_pre_hooks:
+        if x.is_meta or self._forward_hooks or self._forward_pre_hooks:
             return False
-        if _on_accelerator(x) and not self._reusable(x, record):
+        if row_spec is None or col_spec is None:  # a high-precision operand would keep the weight itself alive
             return False
-        # a high-precision operand would keep the weight itself alive
-        return all(spec is not None and spec.rounding == "nearest_even" for spec in specs)
+        if row_spec.rounding != "nearest_even" or col_spec.rounding != "nearest_even":
+            return False
+        return x.is_cpu or not _on_accelerator(x) or self._reusable(x, record)
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether a cast made on an accelerator may be kept, or one that was kept be used."""
@@ -393,6 +390,7 @@ class LinearQuantizers(nn.Module):
         self.input = Quantizer()
         self.weight = WeightQuantizer()
         self.grad_output = Quantizer()
+        self._ready: tuple[Any, ...] = ()
 
     @property
     def doors(self) -> tuple[Quantizer, Quantizer, Quantizer]:
@@ -408,11 +406,20 @@ class LinearQuantizers(nn.Module):
             elif door.spec != spec:
                 door.prepare(spec, device)
 
+    def ready(self, recipe: Recipe) -> bool:
+        """Whether the doors have the buffers that a resolved recipe needs; quick where nothing changed since."""
+        own: dict[str, Any] = self._modules
+        seen = recipe, own["input"].spec, own["weight"].spec, own["grad_output"].spec
+        if self._ready == seen:  # mostly the same objects: comparing them by their fields takes longer
+            return True
+        ready = all(spec is None or door.spec == spec for door, spec in self.predicted(recipe))
+        if ready and not torch.compiler.is_compiling():
+            self._ready = seen
+        return ready
+
     def predicted(self, recipe: Recipe) -> list[tuple[Quantizer, QuantizationSpec | None]]:
         """Each door with the predicted spec that a resolved recipe gives it, or None."""
-        cells = (
-            (self.input, (recipe.fprop.lhs, recipe.wgrad.rhs)),
-            (self.weight, (recipe.fprop.rhs, recipe.dgrad.rhs)),
-            (self.grad_output, (recipe.dgrad.lhs, recipe.wgrad.lhs)),
-        )
-        return [(door, next((s for s in specs if s is not None and s.predicted), None)) for door, specs in cells]
+        return [
+            (door, next((spec for spec in recipe.cells(tensor) if spec is not None and spec.predicted), None))
+            for tensor, door in zip(TENSORS, self.doors, strict=True)
+        ]

@@ -32,6 +32,8 @@ from ottava.scaling import (
 Compute = Literal["native", "bf16"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
+TENSORS = ("input", "weight", "grad_output")
+"""What a linear layer casts; see `Recipe.cells`."""
 _BF16_GEMM = "/fp8_inputs_bf16_gemm"
 
 
@@ -155,17 +157,17 @@ class Recipe(RefusesUnknownFields):
     """Layers that differ; of two that match a layer, the later one has the last word."""
     predicted: bool = field(init=False, repr=False, compare=False)
     """Whether a cell of its own, no override's, is predicted: then doors keep state. Asked in every forward."""
+    casts: bool = field(init=False, repr=False, compare=False)
+    """Whether a GEMM of its own, no override's, is quantized. Asked in every forward."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
-        for tensor, one, other in (
-            ("input", self.fprop.lhs, self.wgrad.rhs),
-            ("weight", self.fprop.rhs, self.dgrad.rhs),
-            ("grad_output", self.dgrad.lhs, self.wgrad.lhs),
-        ):
+        object.__setattr__(self, "casts", any(spec is not None for spec in specs))
+        for tensor in TENSORS:
+            one, other = self.cells(tensor)
             if one and other and one.predicted and other.predicted and one != other:
                 raise ValueError(
                     f"recipe {self.name!r}: {tensor} is predicted as {one} and as {other}; a tensor has one history: "
@@ -177,8 +179,7 @@ class Recipe(RefusesUnknownFields):
     @property
     def quantized(self) -> bool:
         """Whether any GEMM of any layer is quantized."""
-        own = any(getattr(self, gemm).quantized for gemm in GEMMS)
-        return own or any(override.apply(replace(self, overrides=())).quantized for override in self.overrides)
+        return self.casts or any(override.apply(replace(self, overrides=())).quantized for override in self.overrides)
 
     def override(
         self,
@@ -205,6 +206,21 @@ class Recipe(RefusesUnknownFields):
         changes += [(gemm, cell or HIGH_PRECISION) for gemm, cell in gemms.items()]
         changes += (cells or {}).items()
         return replace(self, overrides=(*self.overrides, Override(pattern, tuple(changes))))
+
+    def cells(self, tensor: str) -> tuple[QuantizationSpec | None, QuantizationSpec | None]:
+        """What a door casts its tensor x to, and x.T; tensor: one of TENSORS.
+
+        Example:
+            >>> [str(spec) for spec in RECIPES["blockwise"].cells("weight")]
+            ['E4M3[128x128, pow2]', 'E4M3[128x128, pow2]']
+        """
+        if tensor == "input":
+            return self.fprop.lhs, self.wgrad.rhs
+        if tensor == "weight":
+            return self.fprop.rhs, self.dgrad.rhs
+        if tensor == "grad_output":
+            return self.dgrad.lhs, self.wgrad.lhs
+        raise ValueError(unknown_name("tensor", tensor, TENSORS))
 
     def for_layer(self, layer: str) -> Recipe:
         """The recipe of the layer of that full name: overrides applied, none left."""

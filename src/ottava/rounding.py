@@ -15,6 +15,7 @@ Scales are not applied here; see `scaling` and `kernels.reference`.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, get_args
 
@@ -134,8 +135,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
         return _decode_e4m3(codes)
     if fmt.dtype is not None and fmt != E8M0:
         return codes.to(torch.float32, copy=True)
-    table = code_values(fmt).to(codes.device)
-    return table[codes.view(torch.uint8).to(torch.int32)]
+    return _table(fmt, codes.device)[codes.view(torch.uint8).to(torch.int32)]
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
@@ -165,6 +165,11 @@ def code_values(fmt: Format) -> Tensor:
     if fmt.bits > 16:
         raise ValueError(f"code_values: {fmt} has 2**{fmt.bits} codes; at most 2**16 are listed")
     return torch.tensor([_value_of_code(code, fmt) for code in range(1 << fmt.bits)], dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _table(fmt: Format, device: torch.device) -> Tensor:
+    return code_values(fmt).to(device)
 
 
 def _value_of_code(code: int, fmt: Format) -> float:

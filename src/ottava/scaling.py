@@ -10,6 +10,7 @@ torchao's exp2(floor(log2(s))) rounds *up* for 237 of 241 values just under a po
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -52,12 +53,12 @@ class Granularity(RefusesUnknownFields):
             if extent is not None and extent < 1:
                 raise ValueError(f"granularity {self.rows} x {self.cols}: a block has at least 1 row and 1 column")
 
-    @property
+    @functools.cached_property
     def transposes(self) -> bool:
         """Whether x and x.T share their scales, so that one cast serves both."""
         return self.rows == self.cols
 
-    @property
+    @functools.cached_property
     def transposed(self) -> Granularity:
         """The same blocks as seen from the transpose."""
         return Granularity(self.cols, self.rows)
@@ -85,16 +86,16 @@ class Granularity(RefusesUnknownFields):
 
     def multiply_(self, x: Tensor, per_block: Tensor) -> Tensor:
         """x (R, C) times one factor per block, in place; returns x."""
-        if column_major(x):
-            self.transposed.multiply_(x.t(), per_block.t())
-            return x
-        rows, cols = self.block_shape((x.shape[0], x.shape[1]))
-        whole = x.is_contiguous() and x.shape[0] % rows == 0 and x.shape[1] % cols == 0
-        if whole and per_block.numel() > 1:  # no factor for every element has to be made
-            blocks = x.view(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
-            blocks.mul_(per_block[:, None, :, None])
-            return x
-        return x.mul_(self.expand(per_block, (x.shape[0], x.shape[1])))
+        (height, width), lines, size = x.shape, x, self
+        if not x.is_contiguous() and column_major(x):
+            lines, per_block, size, height, width = x.t(), per_block.t(), self.transposed, width, height
+        rows, cols = size.rows or max(height, 1), size.cols or max(width, 1)
+        if lines.is_contiguous() and height % rows == 0 and width % cols == 0 and per_block.numel() > 1:
+            # no factor for every element has to be made
+            lines.view(height // rows, rows, width // cols, cols).mul_(per_block[:, None, :, None])
+        else:
+            lines.mul_(size.expand(per_block, (height, width)))
+        return x
 
     def expand(self, per_block: Tensor, shape: tuple[int, int]) -> Tensor:
         """One entry per block -> something that broadcasts against a tensor of that shape."""

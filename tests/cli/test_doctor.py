@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava import casts, ops
+from ottava import casts, dispatch, ops
 from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
 from ottava.kernels import native_build, native_gemm
 from ottava.kernels.native_build import BuildSettings, Built
@@ -44,7 +44,10 @@ def test_json_lists_every_library_and_every_recipe(capsys: pytest.CaptureFixture
     code, values = found(capsys)
     assert values["schema_version"] == 1
     assert [one["name"] for one in values["libraries"]] == list(native_build.sources())  # type: ignore[attr-defined]
-    assert values["measured"] == {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(ops.cpu_ranking())}
+    assert values["measured"] == {
+        "levels of native_gemm": str(native_gemm.ranking()),
+        "gemm": str(dispatch.cpu_ranking()),
+    }
     assert {"native_quantize", "native_measure"} <= set(native_build.sources())
     quantized = {
         (recipe.name, name)
@@ -124,7 +127,7 @@ def test_a_wrong_cast_is_found(
 def test_a_wrong_product_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """0.8 percent is more than a rounding to BF16."""
     real = ops.gemm
-    monkeypatch.setattr(ops, "gemm", lambda *a, **k: real(*a, **k) * 1.008)
+    monkeypatch.setattr(dispatch, "gemm", lambda *a, **k: real(*a, **k) * 1.008)
     assert doctor(as_json=True) == WRONG
     rows = json.loads(capsys.readouterr().out)["recipes"]
     assert all(row["check"].startswith("the product is off by 0.00") for row in rows)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava.casts import quantize_both
+from ottava.casts import cast_both
 from ottava.debug.measure import BAND_ROWS, found_by, measure, measure_packed, survey
 from ottava.debug.sample import take_bands_of
 from ottava.debug.statistics import STATISTICS
@@ -306,8 +306,8 @@ def test_a_cast_knows_what_a_survey_would_say(spec: QuantizationSpec, turned: bo
     x = hard(200, 130, torch.bfloat16).nan_to_num(posinf=1.0, neginf=1.0)
     x = x.t() if turned else x
     scale = torch.tensor(5.0) if spec.predicted else None
-    both = quantize_both(x, spec, spec, scale=scale)
-    casts = [ottava.quantize(x, spec, scale=scale), *([] if both is None else [both.row, both.col])]
+    both = cast_both(x, spec, spec, scale=scale)
+    casts = [ottava.quantize(x, spec, scale=scale), both.row, both.col]
     assert all(cast is not None and torch.equal(found_by(cast, x.numel()), survey(x)) for cast in casts)  # type: ignore
     x[150 if not turned else 3, 7] = math.nan
     assert found_by(ottava.quantize(x, spec, scale=scale), x.numel()) is None

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ottava.casts import quantize
+from ottava.dispatch import ACCELERATOR_KERNELS
 from ottava.formats import BF16, FP16
 from ottava.kernels import decoded, reference
-from ottava.ops import _ACCELERATOR_KERNELS
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -75,7 +75,7 @@ def test_it_needs_bf16_tensor_cores(
             sides.append(QuantizedTensor(codes, torch.empty(grid, device="cuda"), spec, torch.bfloat16))
         reason = decoded.supports_gemm(sides[0], sides[1], torch.bfloat16, None)
     assert (reason is None) is taken
-    names = [kernel.NAME for kernel in _ACCELERATOR_KERNELS]
+    names = [kernel.NAME for kernel in ACCELERATOR_KERNELS]
     assert names == ["scaled_mm", "decoded_bf16", "triton_gemm", "reference"]
 
 

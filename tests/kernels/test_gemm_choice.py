@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava import casts, ops
+from ottava import casts, dispatch, ops
 from ottava.formats import E4M3
 from ottava.kernels import gemm_choice, reference, scaled_mm, triton_gemm
 from ottava.kernels.gemm_choice import Choice, Store, call_name, measure
@@ -192,7 +192,7 @@ def test_the_first_kept_stays_where_that_is_asked_for(tmp_path: Path) -> None:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An accelerator's kernels on this CPU, of which torch's and Triton's take the call, and a store of its own."""
     store = Store(tmp_path, DEVICE)
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm, triton_gemm, reference))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (scaled_mm, triton_gemm, reference))
     monkeypatch.setattr(triton_gemm, "supports_gemm", lambda *_: None)
     monkeypatch.setattr(gemm_choice, "known", lambda a, b, *call: store.known(call_name(a, b, *call)))
     return store

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava import casts, ops, quantizer
+from ottava import casts, dispatch, quantizer
 from ottava.kernels import native_sums, scaled_mm, triton_quantize
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
@@ -84,7 +84,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a GPU where a CPU's would run; all that chooses, lays out and calls them is untouched."""
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
     monkeypatch.setattr(casts, "_CPU_CASTS", (triton_quantize,))
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (scaled_mm,))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (scaled_mm,))
     monkeypatch.setattr(quantizer, "_on_accelerator", lambda x: x.device.type != "meta")
 
 

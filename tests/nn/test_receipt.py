@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava import ops
+from ottava import dispatch
 from ottava.kernels import scaled_mm
 from ottava.nn.receipt import Receipt
 from ottava.recipe import GEMMS, Recipe
@@ -137,7 +137,7 @@ def test_the_diagnostic_form_shows_both_truths() -> None:
 def kernels_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The order of an accelerator on this CPU: torch's scaled GEMM first, which runs here too."""
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_CPU_KERNELS", ops._ACCELERATOR_KERNELS)
+        patch.setattr(dispatch, "CPU_KERNELS", dispatch.ACCELERATOR_KERNELS)
         yield
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava import ops
+from ottava import dispatch
 from ottava.kernels import gemm_choice, native_gemm, reference, scaled_mm
 from ottava.kernels.gemm_choice import Store, call_name
 
@@ -28,7 +28,7 @@ def timer(run: Callable[[], Tensor]) -> float:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "tensorwise/fp8_inputs_bf16_gemm"])
 def test_what_is_measured_is_what_is_looked_up(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every native GEMM of a step asks for a name that was measured; a second layer of one shape adds none."""
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (native_gemm, scaled_mm, reference))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (native_gemm, scaled_mm, reference))
     asked: list[str] = []
     monkeypatch.setattr(gemm_choice, "known", lambda *call: asked.append(call_name(*call)))
     net, store = model(recipe), Store(None, "this machine")

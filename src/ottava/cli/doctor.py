@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     import ottava
-    from ottava import ops
+    from ottava import dispatch
     from ottava.kernels import native_build, native_gemm
 
     settings = native_build.from_environment()
@@ -72,7 +72,7 @@ def examine() -> dict[str, Any]:
         "compiler": "" if isinstance(compiler, str) else " ".join(compiler),
         "cache": str(settings.cache or ""),
         "libraries": libraries,
-        "measured": {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(ops.cpu_ranking())},
+        "measured": {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(dispatch.cpu_ranking())},
         "recipes": [row for recipe in ottava.RECIPES.values() for row in _kernels(recipe, "cuda" if on_gpu else "cpu")],
         "traps": traps(facts()),
         "lost": lost,

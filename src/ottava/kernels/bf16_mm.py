@@ -52,6 +52,14 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     return None
 
 
+def reads_scales(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether the numbers among their scales decide about such operands."""
+    sides = a.spec, b.spec
+    if not {side.format for side in sides} <= {E4M3, E5M2} or not _has_bf16_units():
+        return False
+    return any(side.granularity != PER_TENSOR and side.scale_format not in ("fp32", "e4m3") for side in sides)
+
+
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """Says nothing: oneDNN pads for itself."""
     return ""

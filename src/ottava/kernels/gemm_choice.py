@@ -69,6 +69,8 @@ class Store:
     def __init__(self, folder: Path | None, device: str) -> None:
         self._folder, self._device = folder, device
         self._choices: dict[str, Choice] = {}
+        self.changes = 0
+        """How often something was kept: plans made before that are out of date."""
         for path in sorted(folder.glob(f"gemm-{_hash(device)}-*.json")) if folder is not None else ():
             if (read := _read(path)) is not None:
                 self._choices[read[0]] = read[1]
@@ -90,6 +92,7 @@ class Store:
         first: one that another process kept in the meantime stays, and holds here too.
         """
         self._choices[call] = choice
+        self.changes += 1
         path = self.path(call)
         if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import math
 import struct
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,6 +36,11 @@ _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
 _MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
 
+
+RunCast = Callable[[Tensor, Tensor | None, Tensor | None], Cast]
+"""(x, scale, staged) -> the cast."""
+CastPair = tuple[Cast, Cast]
+"""Of x and of x.T."""
 
 _JOB = struct.Struct("@PqqqqqPPPPPPqq")
 _BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
@@ -101,7 +106,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     """
     if not x.is_cpu or (scale is not None and not scale.is_cpu):
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if (reason := plan(spec).refusal) is not None:
+    if (reason := settings(spec).refusal) is not None:
         return reason
     if reason := not_in_memory(x):
         return f"{NAME}: takes plain tensors; {reason}"
@@ -127,40 +132,52 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
         ...                                                   reference.quantize(x, spec)[1:]))
         True
     """
+    return plan_quantize(x, spec)(x, scale, staged)
+
+
+def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """What `quantize` does for every matrix of the dtype, shape and strides of x, worked out once."""
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if not x.numel():
-        return reference.quantize(x, spec, scale)  # nothing to cast or to see, but a scale to make
-    planned, granularity = plan(spec), spec.granularity
+    if not x.numel():  # nothing to cast or to see, but a scale to make
+        return lambda x, scale, staged: reference.quantize(x, spec, scale)
     rows, cols = x.shape
     (stride, step), turned = x.stride(), column_major(x)
+    cell, granularity = settings(spec), spec.granularity
+    shape, strides = (rows, cols), (1, rows) if turned else (cols, 1)
+    grid = granularity.grid_shape(shape)
     if turned:  # cast as x.T, whose rows lie in memory one after the other; scales and amaxes stay those of x
-        rows, cols, stride, step, granularity = cols, rows, step, stride, planned.transposed
-    if (step != 1 and cols > 1) or (stride < cols and rows > 1):
-        x = x.t().contiguous() if turned else x.contiguous()
-        stride = cols
-    grid_rows, grid_cols = granularity.grid_shape((rows, cols))
-    if turned:
-        data = torch.empty_strided((cols, rows), (1, cols), dtype=spec.format.storage_dtype)
-        grid_rows, grid_cols = grid_cols, grid_rows
-    else:
-        data = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
-    scale_inv = torch.empty(grid_rows, grid_cols, dtype=torch.float32)  # from numbers: half a microsecond less
-    amax = torch.empty(grid_rows, grid_cols, dtype=torch.float32)
+        rows, cols, stride, step, granularity = cols, rows, step, stride, cell.transposed
+    copied = (step != 1 and cols > 1) or (stride < cols and rows > 1)
+    pitch = stride if rows > 1 and not copied else cols
+    sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)), cell.address)
+    code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
-    failed = library.ottava_cast(
-        _JOB.pack(
-            *(x.data_ptr(), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols))),
-            *(planned.address, 0 if scale is None else scale.data_ptr()),
-            *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), 0 if staged is None else staged.data_ptr()),
-            *(turned, torch.get_num_threads()),
+    cast = library.ottava_cast
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        if copied:
+            x = x.t().contiguous() if turned else x.contiguous()
+        data = torch.empty_strided(shape, strides, dtype=code_dtype)
+        scale_inv, amax = torch.empty(grid, dtype=float32), torch.empty(grid, dtype=float32)
+        job = pack(
+            x.data_ptr(),
+            *sizes,
+            0 if scale is None else scale.data_ptr(),
+            data.data_ptr(),
+            scale_inv.data_ptr(),
+            amax.data_ptr(),
+            0 if staged is None else staged.data_ptr(),
+            turned,
+            threads(),
         )
-    )
-    if failed:
-        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(data, scale_inv, amax)
+        if cast(job):
+            raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        return Cast(data, scale_inv, amax)
+
+    return run
 
 
 def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
@@ -192,32 +209,42 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
         ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
         True
     """
-    if column_major(x):
-        cast_t, cast = quantize_both(x.t(), spec_t, spec)
-        return cast, cast_t
-    rows, cols = x.shape
-    first, second = spec.granularity, plan(spec_t).transposed
-    block, block_t = first.block_shape((rows, cols)), second.block_shape((rows, cols))
-    grid, (grid_cols_t, grid_rows_t) = first.grid_shape((rows, cols)), second.grid_shape((rows, cols))
-    codes = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
-    codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=spec_t.format.storage_dtype)
-    scale_inv, amax = (torch.empty(*grid, dtype=torch.float32) for _ in range(2))
-    scale_inv_t, amax_t = (torch.empty(grid_rows_t, grid_cols_t, dtype=torch.float32) for _ in range(2))
+    return plan_quantize_both(x, spec, spec_t)(x)
+
+
+def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Callable[[Tensor], CastPair]:
+    """What `quantize_both` does for every matrix of the dtype, shape and strides of x."""
+    turned = column_major(x)
+    lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
+    rows, cols = shape = (lines.shape[0], lines.shape[1])
+    granularity, granularity_t = first.granularity, settings(second).transposed
+    block, block_t = granularity.block_shape(shape), granularity_t.block_shape(shape)
+    grid, grid_t = granularity.grid_shape(shape), granularity_t.grid_shape(shape)[::-1]
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
-    width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
+    width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
+    sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
+    cell, cell_t = (*block, settings(first).address), (*block_t, settings(second).address)
+    dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
-    failed = library.ottava_cast_both(
-        _BOTH.pack(
-            *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols),
-            *(height, min(width, cols), torch.get_num_threads()),
-            *(*block, plan(spec).address, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-            *(*block_t, plan(spec_t).address, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
+    cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
+
+    def run(x: Tensor) -> CastPair:
+        codes = torch.empty(shape, dtype=dtypes[0])
+        codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=dtypes[1])
+        scale_inv, amax = torch.empty(grid, dtype=float32), torch.empty(grid, dtype=float32)
+        scale_inv_t, amax_t = torch.empty(grid_t, dtype=float32), torch.empty(grid_t, dtype=float32)
+        job = pack(
+            *(x.data_ptr(), *sizes, threads()),
+            *(*cell, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
+            *(*cell_t, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
         )
-    )
-    if failed:
-        raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
-    return Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
+        if cast_both(job):
+            raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        lies, other = Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
+        return (other, lies) if turned else (lies, other)
+
+    return run
 
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
@@ -297,7 +324,7 @@ def _decode(
     )
 
 
-class CastPlan(NamedTuple):
+class CastSettings(NamedTuple):
     """A spec once and for all."""
 
     refusal: str | None
@@ -310,14 +337,10 @@ class CastPlan(NamedTuple):
     """Its granularity for x.T."""
 
 
-def plan(spec: QuantizationSpec) -> CastPlan:
-    """What a spec comes down to here."""
-    return _plan_of(spec.key, spec.format)  # its own hash walks over every field
-
-
 @functools.lru_cache(maxsize=512)
-def _plan_of(key: str, fmt: Format) -> CastPlan:
-    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+def settings(spec: QuantizationSpec) -> CastSettings:
+    """What a spec comes down to here."""
+    fmt = spec.format
     refusal = None
     if spec.rounding != "nearest_even":
         refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
@@ -326,7 +349,7 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
-        return CastPlan(refusal, _Cast(), 0, spec.granularity.transposed)
+        return CastSettings(refusal, _Cast(), 0, spec.granularity.transposed)
     cast = _Cast(
         mantissa_bits=fmt.mantissa_bits,
         emin=fmt.emin,
@@ -342,4 +365,4 @@ def _plan_of(key: str, fmt: Format) -> CastPlan:
         guard_floor=fmt.max * 2.0**-spec.guard_bits,
         tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
     )
-    return CastPlan(None, cast, ctypes.addressof(cast), spec.granularity.transposed)
+    return CastSettings(None, cast, ctypes.addressof(cast), spec.granularity.transposed)

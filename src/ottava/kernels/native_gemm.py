@@ -12,10 +12,10 @@ hardware yet but on a model of its tiles, NEON on an emulator.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import struct
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -132,7 +132,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
     if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
-    cells = _cell(a), _cell(b)
+    cells = _cell(a.spec), _cell(b.spec)
     if cells[0].refused or cells[1].refused:
         return cells[0].refused or cells[1].refused
     (m, k), n = a.data.shape, b.data.shape[0]
@@ -161,7 +161,7 @@ def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
-    return run(a, b, out_dtype, bias)[0]
+    return plan_gemm(a, b, out_dtype, bias)(a, b, bias)
 
 
 def run(
@@ -173,33 +173,65 @@ def run(
         RuntimeError: there is no library, no memory or no such level, or the system does not give it; `supports_gemm`
             tells all but the second beforehand.
     """
+    modes: list[int] = []
+    y = plan_gemm(a, b, out_dtype, bias, level=level)(a, b, bias, modes)
+    return y, MODES[modes[0]]
+
+
+def plan_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool = False,
+    *,
+    level: int | None = None,
+) -> Callable[..., Tensor]:
+    """What `gemm` does for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y."""
     found = fastest().built if level is None else built(level)
     library = found.library
     if library is None:
         raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
     (m, k), n = a.data.shape, b.data.shape[0]
-    y = torch.empty(m, n, dtype=out_dtype)
-    if bias is not None:
-        bias = bias.detach().to(torch.float32).contiguous()
-    cells = _cell(a), _cell(b)
-    codes = _along_memory(a.data), _along_memory(b.data)  # held here until the call has ended
-    mode = library.ottava_gemm(
-        _CALL.pack(
-            *(codes[0].data_ptr(), m, *codes[0].stride()),
-            *(a.scale_inv.data_ptr(), *a.scale_inv.stride()),
-            *(cells[0].rows or m, cells[0].cols or k, cells[0].address),
-            *(codes[1].data_ptr(), n, *codes[1].stride()),
-            *(b.scale_inv.data_ptr(), *b.scale_inv.stride()),
-            *(cells[1].rows or n, cells[1].cols or k, cells[1].address),
-            *(y.data_ptr(), _OUT_TYPES.index(out_dtype), 0 if bias is None else bias.data_ptr()),
-            *(k, _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact, torch.get_num_threads()),
-        )
+    cells = _cell(a.spec), _cell(b.spec)
+    copied, copied_b = (not _along_memory(side.data) for side in (a, b))
+    strides = (k, 1) if copied else a.data.stride()
+    strides_b = (k, 1) if copied_b else b.data.stride()
+    block, block_b = (
+        (cell.rows or rows, cell.cols or k, cell.address) for cell, rows in zip(cells, (m, n), strict=True)
     )
-    if mode == -2:
-        raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
-    if mode < 0:
-        raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
-    return y, MODES[mode]
+    step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
+    code, float32, threads, pack, multiply = (
+        _OUT_TYPES.index(out_dtype),
+        torch.float32,
+        torch.get_num_threads,
+        _CALL.pack,
+        library.ottava_gemm,
+    )
+
+    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, modes: list[int] | None = None) -> Tensor:
+        # whatever the call reads is held here until it has ended
+        codes = a.data.contiguous() if copied else a.data
+        codes_b = b.data.contiguous() if copied_b else b.data
+        scale, scale_b, y = a.scale_inv, b.scale_inv, torch.empty(m, n, dtype=out_dtype)
+        if bias is not None:
+            bias = bias.detach().to(float32).contiguous()
+        mode = multiply(
+            pack(
+                *(codes.data_ptr(), m, *strides, scale.data_ptr(), *scale.stride(), *block),
+                *(codes_b.data_ptr(), n, *strides_b, scale_b.data_ptr(), *scale_b.stride(), *block_b),
+                *(y.data_ptr(), code, 0 if bias is None else bias.data_ptr(), k, step, exact, threads()),
+            )
+        )
+        if mode == -2:
+            raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
+        if mode < 0:
+            raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
+        if modes is not None:
+            modes.append(mode)
+        return y
+
+    return run
 
 
 class _Cell(NamedTuple):
@@ -219,13 +251,9 @@ class _Cell(NamedTuple):
     """Where that lies."""
 
 
-def _cell(x: QuantizedTensor) -> _Cell:
-    return _cell_of(x.spec.key, x.spec.format)  # a spec's own hash walks over every field
-
-
 @functools.lru_cache(maxsize=512)
-def _cell_of(key: str, fmt: Format) -> _Cell:
-    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+def _cell(spec: QuantizationSpec) -> _Cell:
+    fmt = spec.format
     refused, table = "", None
     if fmt.bits > 8 or not fmt.signed:
         refused = f"{NAME}: takes signed formats of up to 8 bits; got {fmt}"
@@ -245,10 +273,10 @@ def _step(a: int | None, b: int | None, k: int) -> int:
     return math.gcd(*blocks) if blocks else k
 
 
-def _along_memory(codes: Tensor) -> Tensor:
-    """Row by row or column by column without gaps inside a row; else a copy."""
+def _along_memory(codes: Tensor) -> bool:
+    """Whether they lie row by row or column by column without gaps inside a row."""
     row, col = codes.stride()
-    return codes if (row == 1 or col == 1) and row > 0 and col > 0 else codes.contiguous()
+    return (row == 1 or col == 1) and row > 0 and col > 0
 
 
 @functools.lru_cache(maxsize=16)

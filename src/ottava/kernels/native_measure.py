@@ -187,7 +187,7 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
 class _Constants(NamedTuple):
     """A spec once and for all."""
 
-    plan: native_cpu.CastPlan
+    plan: native_cpu.CastSettings
     numbers: tuple[int, ...]
     """mantissa_bits, bias, bits, special_code of a Job."""
     tie_clips: int
@@ -204,7 +204,9 @@ def _constants_of(key: str, fmt: Format) -> _Constants:
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
     clip, tie_clips = clipping(fmt)
     return _Constants(
-        native_cpu.plan(replace(spec, rounding="nearest_even")),  # codes that are there may have been rounded otherwise
+        native_cpu.settings(
+            replace(spec, rounding="nearest_even")
+        ),  # codes that are there may have been rounded otherwise
         (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
         int(tie_clips),
         clip,

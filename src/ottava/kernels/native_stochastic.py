@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ottava.kernels import native_cpu, reference
 from ottava.kernels.native_build import Built, load
+from ottava.kernels.native_cpu import RunCast
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.rounding import check_input_dtype, draw_seed
@@ -68,22 +69,30 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
         >>> supports_quantize(x, spec) is not None or cast(quantize).equal(cast(reference.quantize))
         True
     """
+    return plan_quantize(x, spec)(x, scale, None)
+
+
+def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """What `quantize` does for every matrix of the dtype and shape of x."""
     check_input_dtype(x, "quantize")
-    if x.dim() != 2 or not x.numel():
-        return reference.quantize(x, spec, scale)  # which says what is needed, or makes a scale
-    x = x.contiguous()  # random numbers are counted along rows
-    shape = (x.shape[0], x.shape[1])
-    block_amax = amax(x, spec.granularity)
-    factor, scale_inv = reference.factors(block_amax, spec, scale)
-    factor, fmt = factor.contiguous(), spec.format
-    data = torch.empty(*shape, dtype=fmt.storage_dtype)
-    library = built(x.dtype).library
+    if x.dim() != 2 or not x.numel():  # the reference says what is needed, or makes a scale
+        return lambda x, scale, staged: reference.quantize(x, spec, scale)
+    shape, granularity, fmt = (x.shape[0], x.shape[1]), spec.granularity, spec.format
+    block, library = granularity.block_shape(shape), built(x.dtype).library
+    numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max
     assert library is not None  # supports_quantize was asked
-    library.ottava_cast_stochastic(
-        _JOB.pack(
-            *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *spec.granularity.block_shape(shape)),
-            *(int(draw_seed(x.device)), torch.get_num_threads()),
-            *(fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max),
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        x = x.detach().contiguous()  # random numbers are counted along rows
+        block_amax = amax(x, granularity)
+        factor, scale_inv = reference.factors(block_amax, spec, scale)
+        factor, data = factor.contiguous(), torch.empty(shape, dtype=fmt.storage_dtype)
+        library.ottava_cast_stochastic(
+            _JOB.pack(
+                *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *block),
+                *(int(draw_seed(x.device)), torch.get_num_threads(), *numbers),
+            )
         )
-    )
-    return Cast(data, scale_inv, block_amax)
+        return Cast(data, scale_inv, block_amax)
+
+    return run

@@ -59,7 +59,7 @@ def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if torch.compiler.is_compiling():  # the bits of eager code
         return torch.ops.ottava.column_sums(x, dtype)  # type: ignore[no-any-return]
-    return _column_sums(x.detach(), dtype)
+    return _column_sums(x, dtype)
 
 
 def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,7 +70,8 @@ def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
-    usable = x.device.type == "cpu" and x.dtype in _TYPES and x.numel() > 0 and not column_major(x)
+    x = x.detach()
+    usable = x.is_cpu and x.dtype in _TYPES and x.numel() > 0 and (x.stride(1) == 1 or not column_major(x))
     usable = usable and native_cpu.not_in_memory(x) is None
     library = native_build.load("native_sums", _declare).library if usable else None
     if library is None:

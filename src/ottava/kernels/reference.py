@@ -104,11 +104,12 @@ def gemm(
 
 def _accumulate(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """The fp32 sum, scaled."""
-    if a.shape[1] == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
+    if a.data.shape[1] == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
         return a.scale_inv.new_zeros(a.shape[0], b.shape[0])
     one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
-    if not one_block and _exact_in_fp32(a.spec) and _exact_in_fp32(b.spec):
-        # the scales are powers of two: scaling the operands first gives the same products without rounding
+    if not one_block and a.spec.scale_format != "fp32" and b.spec.scale_format != "fp32":
+        # code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs): scaling
+        # the operands first gives the same products without rounding
         return a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
     if one_block:
@@ -120,11 +121,6 @@ def _accumulate(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         stop = min(start + step, k)
         y += _scale(a_codes[:, start:stop] @ b_codes[:, start:stop].t(), a, b, start)
     return y
-
-
-def _exact_in_fp32(spec: QuantizationSpec) -> bool:
-    """Whether code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs)."""
-    return spec.scale_format != "fp32"
 
 
 def _block_columns(a: Granularity, b: Granularity, k: int) -> int:

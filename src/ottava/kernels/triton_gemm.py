@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -144,6 +145,13 @@ def gemm(
 def way(config: Config) -> str:
     """What a measurement calls this kernel under a configuration."""
     return f"{NAME} {config}"
+
+
+def ways(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """Each configuration that fits the call -> the call."""
+    return {way(config): partial(run, a, b, out_dtype, bias, config) for config in configs(a, b, out_dtype, fast_accum)}
 
 
 def run(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, config: Config) -> Tensor:

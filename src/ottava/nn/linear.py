@@ -14,32 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import Ambient, ambient
-from ottava.functional import build_ahead, linear, observe_grad_output
-from ottava.ops import GemmRecord
+from ottava.autocast import AMBIENT, NOTHING_SAID, Ambient, ambient
+from ottava.functional import Call, build_ahead, linear, observe_grad_output
+from ottava.ops import GemmPlan
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState, ddp_around
-
-
-class LastCall:
-    """What a layer's last forward and backward ran; filled by the engine, read by `receipt`."""
-
-    __slots__ = ("high_precision_bytes", "input_shape", "recipe", "records", "saved_bytes")
-
-    def __init__(self, recipe: Recipe, input_shape: tuple[int, ...] | None) -> None:
-        self.recipe = recipe
-        self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
-        self.records: dict[str, GemmRecord] = {}
-        self.saved_bytes = self.high_precision_bytes = 0
-
-    def gemm(self, name: str, record: GemmRecord) -> None:
-        """Keeps the record of one GEMM."""
-        self.records[name] = record
-
-    def saved(self, nbytes: int, high_precision: int) -> None:
-        """Keeps the bytes that wait for backward, and what torch's own linear would keep."""
-        self.saved_bytes, self.high_precision_bytes = nbytes, high_precision
 
 
 class Linear(nn.Linear):
@@ -68,7 +48,7 @@ class Linear(nn.Linear):
     name: str
     """Full name in the converted model, which override patterns are matched against."""
     quantizers: LinearQuantizers
-    last_call: LastCall | None
+    last_call: Call | None
     scaling_state: ScalingState
     """When predicted scales move on; shared by the layers of a model."""
 
@@ -90,6 +70,7 @@ class Linear(nn.Linear):
         if not isinstance(getattr(self, "quantizers", None), LinearQuantizers):
             self.quantizers = LinearQuantizers()
         self.recipe, self.name, self.last_call = recipe, name, None
+        self.plans: dict[Any, GemmPlan] = {}
         if getattr(self, "scaling_state", None) is None:
             self.scaling_state = ScalingState(None)
         self.resolved = recipe.for_layer(name)
@@ -99,50 +80,47 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        said = ambient()
-        after_backward = None
         if torch.compiler.is_compiling():
-            log, recipe = None, said.recipe_for(self.name, self.resolved)
-            if said.session is not None or self._unprepared(recipe):
+            said = ambient()
+            call = Call(self.quantizers, said.recipe_for(self.name, self.resolved))
+            if said.session is not None or self._unprepared(call.recipe):
                 return self._uncompiled(input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
-            log = self._begin_call(input, said)
-            recipe = log.recipe
+            said = AMBIENT.get()
+            call = self._begin_call(input, said)
             if said.calibrating:
                 return self._calibrate(input, said)
-            if torch.is_grad_enabled():
-                after_backward = self._announce(recipe, input, said)
-        if not (recipe.fprop.quantized or recipe.dgrad.quantized or recipe.wgrad.quantized):
+            if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
+                call.after_backward = self._announce(call.recipe, input, said)
+        if not call.recipe.casts:
             return nn.functional.linear(input, self.weight, self.bias)
         if (dtype := _autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        elif input.dtype == torch.float32 and log is not None:
-            _warn_fp32(recipe.name)
-        return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log, after_backward=after_backward)
+        elif input.dtype == torch.float32 and not torch.compiler.is_compiling():
+            _warn_fp32(call.recipe.name)
+        return linear(input, self.weight, self.bias, call)
 
     def _unprepared(self, recipe: Recipe) -> bool:
-        if not (recipe.predicted and torch.is_grad_enabled()):
-            return False
-        doors = self.quantizers.predicted(recipe)  # mostly one object: comparing specs by their fields takes longer
-        return any(spec is not None and door.spec is not spec and door.spec != spec for door, spec in doors)
+        return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
 
     @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
     def _uncompiled(self, input: Tensor) -> Tensor:
         return self.forward(input)
 
-    def _begin_call(self, input: Tensor, said: Ambient) -> LastCall:
+    def _begin_call(self, input: Tensor, said: Ambient) -> Call:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
-        if self.last_call is not None and _recomputing():
+        if torch._C._current_graph_task_id() != -1 and self.last_call is not None:
             return self.last_call
-        call = LastCall(said.recipe_for(self.name, self.resolved), tuple(input.shape))
+        recipe = self.resolved if said is NOTHING_SAID else said.recipe_for(self.name, self.resolved)
+        call = Call(self.quantizers, recipe, self.plans, tuple(input.shape))
         vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
         return call
 
     @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
-        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
+        self.last_call = Call(self.quantizers, ambient().recipe_for(self.name, self.resolved))
 
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
@@ -200,7 +178,7 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last_call": None}  # a copy has run nothing
+        return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
 
 
 def _autocast_dtype(input: Tensor) -> torch.dtype | None:

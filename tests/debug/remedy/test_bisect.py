@@ -147,10 +147,10 @@ def test_loss_as_target() -> None:
 def test_finds_bad_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that keeps few bits of its sums, in one layer: the operands are innocent. There is no such kernel for a
     CPU, so this one is made of the reference and a rounding of its result."""
-    from ottava import ops
+    from ottava import dispatch
     from ottava.kernels import reference
 
-    monkeypatch.setattr(ops, "_CPU_KERNELS", (reference,))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (reference,))
     model, batch = case("blockwise")
     really = reference.gemm
 

@@ -1,0 +1,197 @@
+"""Which kernel runs a GEMM: the tables of kernels, the order in which they are asked, and what was measured.
+
+The first kernel that supports a call gets it, unless another was measured to be faster: by `ops.tune_gemm` on a GPU,
+once a machine on a CPU (`cpu_ranking`). A new kernel is one file in `kernels` and one entry in a table here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ottava.errors import unknown_name
+from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
+from ottava.kernels.native_build import Built
+from ottava.quantized_tensor import QuantizedTensor
+
+RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
+"""(a, b, bias) -> y."""
+
+
+class GemmKernel(Protocol):
+    """What a kernel file offers; see `kernels`. Optional: `plan_gemm`, `ways`, `reads_scales`."""
+
+    NAME: str
+    NATIVE: bool
+
+    def supports_gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None
+    ) -> str | None:
+        """None, or the reason why not."""
+
+    def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
+        """What is zero-padded."""
+
+    def gemm(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+    ) -> Tensor:
+        """(M, K), (N, K) -> (M, N)."""
+
+
+# The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
+# rounds more often than the others: an oracle there, not an engine, and never moved.
+CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
+_CPU_ENGINES: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference)
+# Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
+ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
+
+
+class Chosen(NamedTuple):
+    """Who runs a call."""
+
+    kernel: GemmKernel
+    """The kernel."""
+    refusals: tuple[str, ...]
+    """Why those before it do not."""
+    lasting: bool
+    """Whether all calls with such operands go there; False: numbers among the scales decided."""
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside the operations dtypes are explicit: torch.autocast must not turn the fp32 accumulation into BF16."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
+    """Those of a device, in the order in which they are asked."""
+    if device.type != "cpu":
+        return ACCELERATOR_KERNELS
+    return _in_order(CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
+    """Those that were measured change places among themselves."""
+    order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
+    fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
+    return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
+
+
+def cpu_ranking() -> cpu_choice.Ranking:
+    """In which order kernels are tried on this CPU, measured once a machine; the native one is built for it.
+
+    Example:
+        >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
+        True
+    """
+    return _cpu_ranking(CPU_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.Ranking:
+    def way(kernel: GemmKernel, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return kernel.gemm(a, b, torch.bfloat16, None, False)
+
+    a, b = cpu_choice.operands(2, 2, 2)
+    ways = {}
+    for kernel in kernels:
+        if kernel in _CPU_ENGINES and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
+            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
+            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    return cpu_choice.rank("kernels", ways, native.key)
+
+
+def choose_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+    backend: str | None = None,
+) -> Chosen:
+    """The kernel for a call; `backend` names one.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the call; or none takes it.
+    """
+    kernels = gemm_kernels(a.device)
+    if backend is not None:
+        named = [kernel for kernel in kernels if backend == kernel.NAME]
+        if not named:
+            raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
+        if reason := named[0].supports_gemm(a, b, out_dtype, bias):
+            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
+        return Chosen(named[0], (), False)
+    if (choice := gemm_choice.known(a, b, out_dtype, bias, fast_accum)) is not None:
+        fastest = choice.kernel
+        kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
+    refusals: list[str] = []
+    lasting = True
+    for kernel in kernels:
+        reason = kernel.supports_gemm(a, b, out_dtype, bias)
+        reads_scales = getattr(kernel, "reads_scales", None)
+        lasting = lasting and not (reads_scales is not None and reads_scales(a, b))
+        if reason is None:
+            return Chosen(kernel, tuple(refusals), lasting)
+        refusals.append(reason)
+    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def runner(
+    kernel: GemmKernel,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+) -> RunGemm:
+    """What runs a kernel on all operands like these: its own `plan_gemm`, or its `gemm`."""
+    plan = getattr(kernel, "plan_gemm", None)
+    if plan is not None:
+        run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
+        return run
+
+    def call(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        if a.data.is_cpu and not torch.is_autocast_enabled("cpu"):
+            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+        with no_autocast(a.data.device):
+            return kernel.gemm(a, b, out_dtype, bias, fast_accum)
+
+    return call
+
+
+def gemm_ways(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> dict[str, Callable[[], Tensor]]:
+    """Every kernel, and every configuration of one, that takes this call here -> the call; not the reference.
+
+    Example:
+        >>> from ottava import QuantizationSpec, quantize
+        >>> from ottava.formats import E4M3
+        >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
+        >>> gemm_ways(a, a, out_dtype=torch.bfloat16)["scaled_mm"]()[0, :2]
+        tensor([16., 16.], dtype=torch.bfloat16)
+    """
+    ways: dict[str, Callable[[], Tensor]] = {}
+    for kernel in gemm_kernels(a.device):
+        if kernel is reference or kernel.supports_gemm(a, b, out_dtype, bias) is not None:
+            continue
+        several = getattr(kernel, "ways", None)
+        if several is not None:
+            ways |= several(a, b, out_dtype, bias, fast_accum)
+        else:
+            ways[kernel.NAME] = partial(kernel.gemm, a, b, out_dtype, bias, fast_accum)
+    return ways
