@@ -114,7 +114,8 @@ def cast_both(
         return _compiled(x, spec, spec_t, scale)
     if plans is None:
         return plan_casts(x, spec, spec_t, scale=scale, staged=staged).run(x, scale, staged)
-    key = (id(spec), id(spec_t), type(x), x.dtype, x.shape, x.stride(), x.device, x.is_neg(), scale is None)
+    lies = (type(x), x.dtype, x.shape, x.stride(), x.device, x.is_neg() or x._is_zerotensor())
+    key = (id(spec), id(spec_t), lies, scale is None, staged is None)
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= _MOST_PLANS:  # lengths that change with every batch: begin again

@@ -350,7 +350,7 @@ class WeightQuantizer(Quantizer):
             return False
         if row_spec.rounding != "nearest_even" or col_spec.rounding != "nearest_even":
             return False
-        return x.is_cpu or not _on_accelerator(x) or self._reusable(x, record)
+        return not _on_accelerator(x) or self._reusable(x, record)
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether a cast made on an accelerator may be kept, or one that was kept be used."""
