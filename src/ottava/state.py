@@ -31,7 +31,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ottava.autocast import Part
+from ottava.ambient import Part
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer

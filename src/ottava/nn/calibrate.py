@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.nn.linear import Linear
 from ottava.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import Ambient, ambient
+from ottava.ambient import Ambient, ambient
 from ottava.functional import build_ahead, linear, observe_grad_output
+from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
@@ -104,7 +105,9 @@ class Linear(nn.Linear):
         if torch.compiler.is_compiling():
             log, recipe = None, said.recipe_for(self.name, self.resolved)
             if said.session is not None or self._unprepared(recipe):
-                return self._uncompiled(input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
+
+                return uncompiled(self, input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             log = self._begin_call(input, said)
@@ -127,10 +130,6 @@ class Linear(nn.Linear):
         doors = self.quantizers.predicted(recipe)  # mostly one object: comparing specs by their fields takes longer
         return any(spec is not None and door.spec is not spec and door.spec != spec for door, spec in doors)
 
-    @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
-    def _uncompiled(self, input: Tensor) -> Tensor:
-        return self.forward(input)
-
     def _begin_call(self, input: Tensor, said: Ambient) -> LastCall:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
@@ -140,7 +139,7 @@ class Linear(nn.Linear):
         vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
         return call
 
-    @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
+    @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
         self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
 

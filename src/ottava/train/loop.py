@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.debug.recording import AmaxLog
 from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.debug.remedy.snapshot import Snapshot, Stateful
 from ottava.debug.watch.schedule import robust_z
 

@@ -23,6 +23,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ottava.errors import unknown_name
+from ottava.kernels.custom_operator import constant_in_graph
 from ottava.recipe import Recipe, get_recipe
 
 Update = Literal["step", "autocast"]
@@ -92,7 +93,7 @@ class Ambient:
         return self.recipe.for_layer(layer)
 
 
-@torch.compiler.assume_constant_result  # Dynamo traces no fnmatch; both arguments are guarded on
+@constant_in_graph  # Dynamo traces no fnmatch; both arguments are guarded on
 def _view_name(recipe: Recipe, layer: str) -> str:
     """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask."""
     name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name

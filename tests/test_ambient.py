@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.autocast import _COMPILED_VIEW, ambient
+from ottava.ambient import _COMPILED_VIEW, ambient
 from ottava.recipe import GEMMS, Recipe
 
 
