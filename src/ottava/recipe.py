@@ -12,7 +12,7 @@ a recipe is adding one entry to `RECIPES`; which layer runs which recipe at a gi
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -32,6 +32,8 @@ from ottava.scaling import (
 Compute = Literal["native", "bf16"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
+HISTORY_FIELDS = ("margin", "amax_history_len", "amax_compute_algo", "bootstrap")
+"""Fields of a predicted cell that `get_recipe` takes; what each means stands in `QuantizationSpec`."""
 _BF16_GEMM = "/fp8_inputs_bf16_gemm"
 
 
@@ -86,6 +88,7 @@ class GemmRecipe(RefusesUnknownFields):
 
 
 HIGH_PRECISION = GemmRecipe()
+_Change = GemmRecipe | QuantizationSpec | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Override(RefusesUnknownFields):
 
     pattern: str
     """Shell pattern over the layer's full name: * matches dots too."""
-    changes: tuple[tuple[str, GemmRecipe | QuantizationSpec | None], ...]
+    changes: tuple[tuple[str, _Change], ...]
     """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
 
     def __post_init__(self) -> None:
@@ -198,7 +201,7 @@ class Recipe(RefusesUnknownFields):
         Raises:
             ValueError: unknown cell or recipe, nothing to change, or cells that no GEMM takes together.
         """
-        changes: list[tuple[str, GemmRecipe | QuantizationSpec | None]] = []
+        changes: list[tuple[str, _Change]] = []
         if recipe is not None:
             whole = get_recipe(recipe)
             changes += [(gemm, getattr(whole, gemm)) for gemm in GEMMS]
@@ -221,15 +224,17 @@ class Recipe(RefusesUnknownFields):
         """
         if self.name.endswith(_BF16_GEMM):
             return self
-        gemms: dict[str, Any] = {gemm: replace(getattr(self, gemm), compute="bf16") for gemm in GEMMS}
-        overrides = tuple(
-            Override(
-                o.pattern,
-                tuple((t, replace(v, compute="bf16") if isinstance(v, GemmRecipe) else v) for t, v in o.changes),
-            )
-            for o in self.overrides
-        )
-        return replace(self, name=self.name + _BF16_GEMM, overrides=overrides, **gemms)
+
+        def in_bf16(value: _Change) -> _Change:
+            return replace(value, compute="bf16") if isinstance(value, GemmRecipe) else value
+
+        return replace(self._changed(in_bf16), name=self.name + _BF16_GEMM)
+
+    def _changed(self, change: Callable[[_Change], _Change]) -> Recipe:
+        """Each GEMM of this recipe, and all that its overrides put in place, after `change`."""
+        gemms: dict[str, Any] = {gemm: change(getattr(self, gemm)) for gemm in GEMMS}
+        overrides = (Override(o.pattern, tuple((t, change(v)) for t, v in o.changes)) for o in self.overrides)
+        return replace(self, overrides=tuple(overrides), **gemms)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and YAML values; `Recipe.from_dict` gives an equal recipe back."""
@@ -272,7 +277,7 @@ class Recipe(RefusesUnknownFields):
         return "\n  ".join([self.name, *lines])
 
 
-def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> GemmRecipe | QuantizationSpec | None:
+def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> _Change:
     if target in GEMMS:
         return GemmRecipe.from_dict(value or {})
     return QuantizationSpec.from_dict(dict(value)) if value else None
@@ -330,16 +335,25 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def get_recipe(recipe: Recipe | str) -> Recipe:
+def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
     """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form.
 
+    Args:
+        history: fields for each cell whose scale is predicted, overrides' cells as well: margin, amax_history_len,
+            amax_compute_algo, bootstrap (see `QuantizationSpec`).
     Raises:
-        ValueError: nobody knows the name; the nearest known one is named.  TypeError: neither a name nor a Recipe.
+        ValueError: nobody knows the name (the nearest known one is named), a value that a cell refuses, or history
+            fields for a recipe that predicts no scale.
+        TypeError: neither a name nor a Recipe, an unknown field, or a value of another type.
 
     Example:
         >>> get_recipe("tensorwise/fp8_inputs_bf16_gemm").fprop.compute
         'bf16'
+        >>> get_recipe("delayed", margin=1, amax_history_len=1024).dgrad.lhs.amax_history_len
+        1024
     """
+    if history:
+        return _with_history(get_recipe(recipe), history)
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -348,3 +362,29 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(unknown_name("recipe", name, RECIPES))
     return RECIPES[name] if name == recipe else RECIPES[name].fp8_inputs_bf16_gemm()
+
+
+def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
+    for name in history:
+        if name not in HISTORY_FIELDS:
+            raise TypeError(f"get_recipe: {unknown_name('history field', name, HISTORY_FIELDS)}")
+    found = []
+
+    def cell(spec: QuantizationSpec | None) -> QuantizationSpec | None:
+        if spec is None or not spec.predicted:
+            return spec
+        found.append(spec)
+        return replace(spec, **history)
+
+    def change(value: _Change) -> _Change:
+        if isinstance(value, GemmRecipe):
+            return replace(value, lhs=cell(value.lhs), rhs=cell(value.rhs))
+        return cell(value)
+
+    changed = recipe._changed(change)
+    if not found:
+        raise ValueError(
+            f"get_recipe: {', '.join(history)} given for recipe {recipe.name!r}, which predicts no scale and keeps no "
+            "history. Take 'delayed' or 'guarded', or leave these fields out"
+        )
+    return changed
