@@ -16,6 +16,7 @@ that help stays quick.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -44,7 +45,6 @@ app = typer.Typer(
     name="ottava",
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -88,6 +88,8 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line (None: the process's own) and exits with its code; errors go to stderr in a few lines."""
+    if "_OTTAVA_COMPLETE" in os.environ:  # to strip its markup, of which our help has none, typer would import rich
+        sys.modules["rich"] = None  # type: ignore[assignment]  # Python's word for: not there
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
     # a stable sort: --debug works anywhere, as people type it, but after -- it is somebody else's
