@@ -92,7 +92,7 @@ def test_a_file_of_your_own_adds_and_replaces(tmp_path: Path) -> None:
     [
         (RULE.replace("underflow_pct", "underflw_pct"), "rule MINE: .*did you mean 'underflow_pct'"),
         (RULE.replace("underflow_pct > 50", "erly(kurtosis) > 1"), "rule MINE: .*did you mean 'early'"),
-        (RULE.replace("underflow_pct > 50", "underflow_pct >"), "rule MINE: .*found the end"),
+        (RULE.replace("underflow_pct > 50", "underflow_pct >"), "rule MINE: .*invalid syntax at the end"),
         (RULE.replace("stage: numeric", "stage: numerc"), "rule MINE: .*did you mean 'numeric'"),
         (RULE.replace("    cause: c\n", ""), "rule MINE: misses .*cause"),
         (RULE + "    confidense: 1\n", "rule MINE: .*did you mean 'confidence'"),
