@@ -14,15 +14,31 @@ Statistics are stored as sums that merge exactly, never as finished numbers. Any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
 from ottava.debug.tally import tally_fields
+from ottava.untrusted import UntrustedError, parse_json, read_text
 
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
+
+MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "versions": dict,
+        "host": dict,
+        "config": dict,
+        "settings": {"recipes": [str]},
+        "layers": [{"shape": [int], "recipe": str}],
+        "coverage": {"linear": int, "seen": int, "skipped": [dict]},
+        "overhead": {"share": float},
+    }
+)
+"""What readers of watch.json rely on, see `misfit`. All of it may be missing or null, and there may be more."""
 
 TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
 SYMBOLS = MappingProxyType(
@@ -85,7 +101,55 @@ def stats_schema() -> pa.Schema:
     return pa.schema(columns, metadata={"ottava_schema_version": str(SCHEMA_VERSION)})
 
 
+def misfit(value: Any, shape: Any, where: str) -> str:
+    """Where a JSON value departs from a shape, in words; "" if nowhere.
+
+    Args:
+        value: from JSON; None fits every shape.
+        shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping of
+            shapes.
+        where: how the value is called in the message.
+
+    Example:
+        >>> misfit({"layers": [{"shape": "64"}]}, {"layers": [{"shape": [int]}]}, "watch.json")
+        "watch.json.layers[0].shape is '64'; needs a list"
+    """
+    if value is None:
+        return ""
+    if shape is float and (value in ("nan", "inf", "-inf") or (isinstance(value, int) and not isinstance(value, bool))):
+        return ""
+    kind = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        words = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+        return f"{where} is {repr(value)[:60]}; needs {words[kind]}"
+    parts: list[tuple[Any, Any, str]] = []
+    if isinstance(shape, list):
+        parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
+    elif isinstance(shape, Mapping):
+        parts = [(value.get(name), below, f"{where}.{name}") for name, below in shape.items()]
+    return next((found for part in parts if (found := misfit(*part))), "")
+
+
 class RunError(ValueError):
     """A run folder cannot be read or written; the message names the file, why, and what to do."""
 
     exit_code = 4
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run, from its watch.json.
+
+    Raises:
+        RunError: it is damaged, of another schema version, or holds something else than readers rely on.
+    """
+    try:
+        facts = parse_json(read_text(path))
+    except UntrustedError as error:
+        raise RunError(f"{path}: is damaged: {error}") from error
+    if not isinstance(facts, dict):
+        raise RunError(f"{path}: is damaged: {type(facts).__name__} instead of an object")
+    if facts.get("schema_version") != SCHEMA_VERSION:
+        raise RunError(f"{path}: schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}")
+    if wrong := misfit(facts, MANIFEST_SHAPE, MANIFEST):
+        raise RunError(f"{path}: {wrong}; the file was changed, or written by something else")
+    return facts
