@@ -9,9 +9,11 @@ in `debug.safe_pickle`, event files in `debug.event_file`.
 from __future__ import annotations
 
 import json
+import math
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -32,6 +34,7 @@ MAX_STEP = 1 << 53
 """Magnitude of a step number: beyond it a float cannot count any more."""
 _MAX_SCALAR = 64 << 10
 """Characters of one YAML scalar: PyYAML's sexagesimal numbers (1:30:00) take time that grows with the square."""
+_WORDS = MappingProxyType({"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"})
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -111,7 +114,7 @@ def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """The value of a JSON text. NaN, Infinity and -Infinity, which JSON has no word for, become "nan", "inf", "-inf".
 
     Raises:
         UntrustedError: it is no JSON.  LimitError: it is too deep, has too many parts or too large a whole number.
@@ -122,12 +125,12 @@ def parse_json(text: str | bytes) -> Any:
         ottava.untrusted.LimitError: is nested more than 64 deep
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_WORDS.__getitem__)
     except RecursionError as error:
         raise LimitError(f"is nested more than {MAX_DEPTH} deep") from error
     except ValueError as error:
         raise UntrustedError(f"is no JSON ({error})") from error
-    check_tree(value)
+    check_tree(value, finite=True)
     return value
 
 
@@ -183,9 +186,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def check_tree(value: Any) -> None:
+def check_tree(value: Any, *, finite: bool = False) -> None:
     """Refuses a tree of plain values that is too deep, has too many parts, or a part that cannot be written again.
 
+    Args:
+        value: the tree: dicts, lists, tuples, sets, and values of other types.
+        finite: whether infinities are refused, too; JSON has none, but 1e999 becomes one.
     Raises:
         LimitError: see there.
 
@@ -211,3 +217,34 @@ def check_tree(value: Any) -> None:
         elif isinstance(item, int) and abs(item) >= MAX_INTEGER:
             shown = str(item) if item.bit_length() < 200 else f"of {item.bit_length():,} bits"
             raise LimitError(f"has the whole number {shown}; at most 64 bits are read")
+        elif finite and isinstance(item, float) and math.isinf(item):
+            raise LimitError("has a number beyond 1.8e308")
+
+
+def misfit(value: Any, shape: Any, where: str) -> str:
+    """Where a JSON value departs from a shape, in words; "" if nowhere.
+
+    Args:
+        value: from JSON; None fits every shape.
+        shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping of
+            shapes by key; "*" is that of all other keys.
+        where: how the value is called in the message.
+
+    Example:
+        >>> misfit({"layers": [{"shape": "64"}]}, {"layers": [{"shape": [int]}]}, "watch.json")
+        "watch.json.layers[0].shape is '64'; needs a list"
+    """
+    if value is None:
+        return ""
+    if shape is float and (value in ("nan", "inf", "-inf") or (isinstance(value, int) and not isinstance(value, bool))):
+        return ""
+    kind = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        words = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
+        return f"{where} is {repr(value)[:60]}; needs {words[kind]}"
+    parts: list[tuple[Any, Any, str]] = []
+    if isinstance(shape, list):
+        parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
+    elif isinstance(shape, Mapping):
+        parts = [(below, shape.get(key, shape.get("*", object)), f"{where}.{key}") for key, below in value.items()]
+    return next((found for part in parts if (found := misfit(*part))), "")

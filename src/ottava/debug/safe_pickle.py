@@ -207,7 +207,9 @@ def _obey(opcode: pickletools.OpcodeInfo, argument: Any, stack: list[_Part | Non
         made = _Part()
         made.take(parts)
         made.largest = max(made.largest, argument if type(argument) is int else 0)
-        made.text = " ".join(part.text for part in parts) if opcode.name == "STACK_GLOBAL" else str(argument or "")[:200]
+        made.text = (
+            " ".join(part.text for part in parts) if opcode.name == "STACK_GLOBAL" else str(argument or "")[:200]
+        )
         names = {part.text for part in parts} | ({made.text} if opcode.name == "INST" else set())
         if names & {"builtins bytearray", "__builtin__ bytearray"} and made.largest:
             raise DamagedError(f"it makes a bytearray of {made.largest:,} zeros")

@@ -345,10 +345,7 @@ def _extra_state(path: Path, name: str, value: Any) -> Any:
     else:
         raise StateFileError(f"{path}: {name}: is {type(value).__name__}, which is no state of TransformerEngine")
     try:
-        if data.startswith(_TORCH_MAGIC[0]):
-            state = load_torch(data)
-        else:
-            state = load_pickle(data) if data else None
+        state = None if not data else load_torch(data) if data.startswith(_TORCH_MAGIC[0]) else load_pickle(data)
         check_tensors(state, len(data))
         return state
     except RefusedError as error:

@@ -213,7 +213,9 @@ class Run:
         ordered = [lines[step] for step in sorted(lines)]
         names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
         if len(names) > _MOST_NUMBERS:
-            raise RunError(f"{self.path / name}: has {len(names):,} different names of numbers; at most {_MOST_NUMBERS}")
+            raise RunError(
+                f"{self.path / name}: has {len(names):,} different names of numbers; at most {_MOST_NUMBERS}"
+            )
         columns = {key: np.array([_number(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 
 from ottava.debug.tally import tally_fields
-from ottava.untrusted import UntrustedError, parse_json, read_text
+from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
@@ -38,7 +38,7 @@ MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
         "overhead": {"share": float},
     }
 )
-"""What readers of watch.json rely on, see `misfit`. All of it may be missing or null, and there may be more."""
+"""What readers of watch.json rely on, see `untrusted.misfit`: all of it may be missing, and there may be more."""
 
 TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
 SYMBOLS = MappingProxyType(
@@ -99,35 +99,6 @@ def stats_schema() -> pa.Schema:
     columns.append(pa.field(_HISTOGRAM_START, pa.int32()))
     columns.append(pa.field(REPORTED, pa.map_(pa.string(), pa.float64())))
     return pa.schema(columns, metadata={"ottava_schema_version": str(SCHEMA_VERSION)})
-
-
-def misfit(value: Any, shape: Any, where: str) -> str:
-    """Where a JSON value departs from a shape, in words; "" if nowhere.
-
-    Args:
-        value: from JSON; None fits every shape.
-        shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping of
-            shapes.
-        where: how the value is called in the message.
-
-    Example:
-        >>> misfit({"layers": [{"shape": "64"}]}, {"layers": [{"shape": [int]}]}, "watch.json")
-        "watch.json.layers[0].shape is '64'; needs a list"
-    """
-    if value is None:
-        return ""
-    if shape is float and (value in ("nan", "inf", "-inf") or (isinstance(value, int) and not isinstance(value, bool))):
-        return ""
-    kind = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        words = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
-        return f"{where} is {repr(value)[:60]}; needs {words[kind]}"
-    parts: list[tuple[Any, Any, str]] = []
-    if isinstance(shape, list):
-        parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
-    elif isinstance(shape, Mapping):
-        parts = [(value.get(name), below, f"{where}.{name}") for name, below in shape.items()]
-    return next((found for part in parts if (found := misfit(*part))), "")
 
 
 class RunError(ValueError):
