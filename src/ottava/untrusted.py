@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -200,25 +200,34 @@ def check_tree(value: Any, *, finite: bool = False) -> None:
         Traceback (most recent call last):
         ottava.untrusted.LimitError: has the whole number 1000000000000000000000000000000; at most 64 bits are read
     """
-    waiting, parts = [(value, 1)], 0
+    waiting: list[tuple[Collection[Any], int]] = [([value], 0)]
+    parts = 0
     while waiting:
-        item, depth = waiting.pop()
-        parts += 1
+        items, depth = waiting.pop()
+        parts += len(items)
         if parts > MAX_PARTS:
             raise LimitError(f"has more than {MAX_PARTS:,} parts")
-        if isinstance(item, dict | list | tuple | set):
-            if depth > MAX_DEPTH:
-                raise LimitError(f"is nested more than {MAX_DEPTH} deep")
-            waiting += [(part, depth + 1) for part in item]
-            waiting += [(part, depth + 1) for part in item.values()] if isinstance(item, dict) else []
-        elif isinstance(item, str):
-            if not item.isascii() and any("\ud800" <= char <= "\udfff" for char in item):
-                raise LimitError("has half a surrogate pair, which is no character")
-        elif isinstance(item, int) and abs(item) >= MAX_INTEGER:
+        if depth > MAX_DEPTH:
+            raise LimitError(f"is nested more than {MAX_DEPTH} deep")
+        for item in items:
+            if isinstance(item, dict):
+                waiting += [(item.keys(), depth + 1), (item.values(), depth + 1)]
+            elif isinstance(item, list | tuple | set):
+                waiting.append((item, depth + 1))
+            else:
+                _check_leaf(item, finite)
+
+
+def _check_leaf(item: Any, finite: bool) -> None:
+    if isinstance(item, str):
+        if not item.isascii() and any("\ud800" <= char <= "\udfff" for char in item):
+            raise LimitError("has half a surrogate pair, which is no character")
+    elif isinstance(item, int):
+        if abs(item) >= MAX_INTEGER:
             shown = str(item) if item.bit_length() < 200 else f"of {item.bit_length():,} bits"
             raise LimitError(f"has the whole number {shown}; at most 64 bits are read")
-        elif finite and isinstance(item, float) and math.isinf(item):
-            raise LimitError("has a number beyond 1.8e308")
+    elif finite and isinstance(item, float) and math.isinf(item):
+        raise LimitError("has a number beyond 1.8e308")
 
 
 def misfit(value: Any, shape: Any, where: str) -> str:

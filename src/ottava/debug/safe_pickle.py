@@ -52,6 +52,8 @@ class RefusedError(ValueError):
 class DamagedError(pickle.UnpicklingError):
     """A pickle is cut short, contradicts itself, or would build more than its limits; the message says what."""
 
+    exit_code = 4
+
 
 class StandIn:
     """What stands for an object of a class that is not imported."""

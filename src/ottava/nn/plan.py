@@ -10,7 +10,6 @@ published measurements, until `ottava bench ceilings` has measured yours (`Devic
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +21,7 @@ from torch import nn
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 TOKENS = 16384
 """Of one forward, batch x sequence on one GPU, unless told otherwise."""
@@ -68,7 +68,10 @@ class Device:
         Raises:
             ValueError: no such measurement in the file, or a constant with a name that is not known.
         """
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            found = parse_json(read_text(Path(path)))
+        except UntrustedError as error:
+            raise ValueError(f"{path}: {error}; write one with `ottava bench ceilings`") from error
         constants = found.get("constants") if isinstance(found, dict) else None
         known = {field.name for field in fields(cls)}
         if not isinstance(constants, dict) or not constants or not set(constants) <= known:
@@ -76,6 +79,8 @@ class Device:
                 f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
                 "`ottava bench ceilings`"
             )
+        if wrong := misfit(constants, {"capability": [int], "*": float}, "constants"):
+            raise ValueError(f"{path}: {wrong}")
         if "capability" in constants:
             constants["capability"] = tuple(constants["capability"])
         return cls(**constants)
