@@ -35,11 +35,9 @@ MAX_STEP = 1 << 53
 _MAX_SCALAR = 64 << 10
 """Characters of one YAML scalar: PyYAML's sexagesimal numbers (1:30:00) take time that grows with the square."""
 _WORDS = MappingProxyType({"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"})
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode), "a device"),
+_KINDS = MappingProxyType(
+    {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    | {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 )
 
 
@@ -62,7 +60,7 @@ def regular_size(path: Path) -> int:
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        kind = next((words for is_kind, words in _KINDS if is_kind(found.st_mode)), "no regular file")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise UntrustedError(f"is {kind}; needs a regular file")
     return found.st_size
 
@@ -252,8 +250,8 @@ def misfit(value: Any, shape: Any, where: str) -> str:
         words = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
         return f"{where} is {repr(value)[:60]}; needs {words[kind]}"
     parts: list[tuple[Any, Any, str]] = []
-    if isinstance(shape, list):
+    if isinstance(shape, list) and isinstance(value, list):
         parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
-    elif isinstance(shape, Mapping):
+    elif isinstance(shape, Mapping) and isinstance(value, dict):
         parts = [(below, shape.get(key, shape.get("*", object)), f"{where}.{key}") for key, below in value.items()]
     return next((found for part in parts if (found := misfit(*part))), "")

@@ -172,12 +172,13 @@ def _scan(stream: IO[bytes]) -> None:
     memo: dict[int, _Part | None] = {}
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+            number: Any = argument
             if count > _MAX_OPCODES:
                 raise DamagedError(f"it has more than {_MAX_OPCODES:,} opcodes")
             if opcode.name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])
+                stack.append(memo[number])
             elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-                place = len(memo) if opcode.name == "MEMOIZE" else argument
+                place = len(memo) if opcode.name == "MEMOIZE" else number
                 if not 0 <= place <= count:  # the unpickler makes a table of so many places
                     raise DamagedError(f"it keeps an object at place {place}, and has {count} before it")
                 memo[place] = stack[-1]

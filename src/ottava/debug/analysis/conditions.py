@@ -275,7 +275,8 @@ def _check(node: Node, text: str, depth: int = 0, of_in: bool = False) -> None:
         case ast.Name() | ast.UnaryOp(op=ast.Not() | ast.USub()) | ast.BoolOp():
             known = True
         case ast.Constant(value=value):
-            known = isinstance(value, str) or (type(value) in (int, float) and abs(value) < _LARGEST)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+            known = isinstance(value, str) or number
         case ast.Attribute():
             known = ast.unparse(node).replace(".", "").isidentifier()
         case ast.BinOp(op=op):
