@@ -79,7 +79,7 @@ class Device:
                 f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
                 "`ottava bench ceilings`"
             )
-        if wrong := misfit(constants, {"capability": [int], "*": float}, "constants"):
+        if wrong := misfit(constants, {"name": str, "capability": [int], "*": float}, "constants"):
             raise ValueError(f"{path}: {wrong}")
         if "capability" in constants:
             constants["capability"] = tuple(constants["capability"])
