@@ -104,7 +104,7 @@ class ScalingState:
                 self._found_group = self._found_group or earlier.group or earlier._found_group
                 self.boundaries = max(self.boundaries, earlier.boundaries)
                 layer.scaling_state = self
-            if any(door.spec is not None for door in self.doors()):
+            if self.predicts:
                 self.listen()
 
     def update(self, part: Part = "all") -> None:
@@ -166,6 +166,11 @@ class ScalingState:
             for tensor, door in layer.quantizers.named_children()
             if door.spec is not None
         ]
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a door has a predicted scale."""
+        return any(door.spec is not None for door in self.doors())
 
     def doors(self) -> list[Quantizer]:
         """Every door of the model in the order of its modules, stateless ones included."""

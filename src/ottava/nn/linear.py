@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import Ambient, ambient
+from ottava.ambient import Ambient, ambient, traced_ambient
 from ottava.functional import build_ahead, linear, observe_grad_output
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmRecord
@@ -141,7 +141,7 @@ class Linear(nn.Linear):
 
     @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
-        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
+        self.last_call = LastCall(traced_ambient().recipe_for(self.name, self.resolved), None)
 
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
