@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ottava.ambient import Part
+from ottava.errors import need
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
@@ -83,6 +84,8 @@ class ScalingState:
     """
 
     def __init__(self, model: nn.Module | None, group: dist.ProcessGroup | None = None) -> None:
+        if model is not None:
+            need("ScalingState", model, nn.Module)
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.group = group
         self.boundaries = 0
