@@ -328,8 +328,8 @@ def test_layers_that_are_not_ottavas_do_not_listen() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_autocast_that_did_nothing_says_so_when_it_ends(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that was not converted hears nothing; the line to add is named. Where layers of ours were compiled in this
-    process, calibration is still told."""
+    """A model that was not converted hears nothing; the line to add is named. Where layers of ours were compiled in
+    this process, calibration is still told."""
     monkeypatch.setattr(_COMPILED_VIEW, "traced", compiled)
     plain = nn.Sequential(nn.Linear(64, 64)).bfloat16()
     for options, effect, line in (
@@ -344,9 +344,9 @@ def test_an_autocast_that_did_nothing_says_so_when_it_ends(compiled: bool, monke
         assert effect in str(one.message)
         assert str(one.message).endswith(f"ottava.convert{line}")
         assert one.filename == __file__
-    with pytest.warns(UserWarning, match="filled no history: no layer that ran has predicted scales"):
-        with ottava.autocast(calibrating=True):
-            network("tensorwise")(data()).sum().backward()
+    unpredicted = pytest.warns(UserWarning, match="filled no history: no layer that ran has predicted scales")
+    with unpredicted, ottava.autocast(calibrating=True):
+        network("tensorwise")(data()).sum().backward()
 
 
 def test_an_autocast_that_was_heard_or_asks_for_nothing_is_silent() -> None:
