@@ -62,6 +62,8 @@ class Remedy:
     text: str
     patch: Mapping[str, str]
     notes: tuple[Note, ...] = ()
+    layers: Literal["finding", "ends"] = "finding"
+    """Whose: the finding's, or those of the first and the last block."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,8 @@ def _remedy(place: str, name: str, entry: Mapping[str, Any]) -> Remedy:
     for framework in patch:
         _known(place, "framework", framework, FRAMEWORKS)
     notes = tuple(Note(_condition(place, note["when"]), note["say"]) for note in entry.get("notes", ()))
+    if (layers := entry.get("layers", "finding")) not in ("finding", "ends"):
+        raise RulesError(f"{place}: {unknown_name('layers', layers, ('finding', 'ends'))}")
     return _make(Remedy, place, {**entry, "name": name, "patch": MappingProxyType(dict(patch)), "notes": notes})
 
 
