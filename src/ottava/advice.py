@@ -29,6 +29,12 @@ class Advice:
         self._stepped: set[int] = set()
         self.began = self._asked_idle = False
 
+    def copy(self) -> Advice:
+        """What it has seen and said until now; for a replay, which must leave no trace."""
+        twin = Advice()
+        vars(twin).update(vars(self), _steps=self._steps.copy(), _stepped=self._stepped.copy())
+        return twin
+
     def saw_forward(self, weight: Tensor) -> None:
         """Told of training forwards while there was no boundary yet: warns where weights move and none comes."""
         if self.began or weight.is_meta:

@@ -31,8 +31,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ottava.ambient import Part
 from ottava.advice import Advice
+from ottava.ambient import Part
 from ottava.errors import need
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
