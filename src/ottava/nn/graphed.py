@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from ottava.autocast import ambient
+from ottava.ambient import ambient
 from ottava.quantizer import Quantizer
 from ottava.state import Boundaries, ScalingState, living_states, roll_windows
 

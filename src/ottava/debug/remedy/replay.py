@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import autocast
 from ottava.advice import Advice
+from ottava.ambient import autocast
 from ottava.debug.random_state import random_states, random_states_kept
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
