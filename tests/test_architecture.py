@@ -31,7 +31,7 @@ FLOORS = (
     ("recipe", "kernels"),
     ("casts",),
     ("ops", "ambient"),
-    ("quantizer",),
+    ("quantizer", "advice"),
     ("state", "functional", "debug"),
     ("nn",),
     ("train",),

@@ -1,8 +1,9 @@
 """How ottava refuses: every message says what was got, what is needed and what to do.
 
-Two tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name
-that somebody does, and `RefusesUnknownFields` gives a frozen dataclass a constructor that refuses typos. The failure
-this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
+somebody does; `need` refuses an argument of another type; `RefusesUnknownFields` gives a frozen dataclass a constructor
+that refuses typos. The failure this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and
+keeps 1024.
 """
 
 from __future__ import annotations
@@ -24,6 +25,23 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(str(got).casefold(), by_folded, n=1, cutoff=0.5)
     hint = f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ";"
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
+
+
+def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module: the model itself") -> None:
+    """Refuses what is not of that kind.
+
+    Raises:
+        TypeError: it names the caller, what was got, and what is needed.
+
+    Example:
+        >>> need("convert", None, list, "a list of layers")
+        Traceback (most recent call last):
+        TypeError: convert: got None; needs a list of layers
+    """
+    if isinstance(got, kind):
+        return
+    what = f"the class {got.__name__}, no object of it" if isinstance(got, type) else f"a {type(got).__name__}"
+    raise TypeError(f"{caller}: got {'None' if got is None else what}; needs {needed}")
 
 
 class RefusesUnknownFields:

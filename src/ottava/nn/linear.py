@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import Ambient, ambient
+from ottava.ambient import Ambient, ambient, traced_ambient
 from ottava.functional import build_ahead, linear, observe_grad_output
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmRecord
@@ -24,15 +24,28 @@ from ottava.state import ScalingState, ddp_around
 
 
 class LastCall:
-    """What a layer's last forward and backward ran; filled by the engine, read by `receipt`."""
+    """What a layer's last forward and backward ran; filled by the engine, read by `receipt`.
 
-    __slots__ = ("high_precision_bytes", "input_shape", "recipe", "records", "saved_bytes")
+    training: whether it was a training forward: one in grad mode that was no calibration.
+    before: the layer's call before this one, of which the last training call is kept: evaluation must not hide it.
+    """
 
-    def __init__(self, recipe: Recipe, input_shape: tuple[int, ...] | None) -> None:
+    __slots__ = ("high_precision_bytes", "input_shape", "recipe", "records", "saved_bytes", "trained", "training")
+
+    def __init__(
+        self, recipe: Recipe, input_shape: tuple[int, ...] | None, *, training: bool, before: LastCall | None
+    ) -> None:
         self.recipe = recipe
+        self.training = training
+        self.trained = None if training or before is None else before.last_training
         self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
         self.records: dict[str, GemmRecord] = {}
         self.saved_bytes = self.high_precision_bytes = 0
+
+    @property
+    def last_training(self) -> LastCall | None:
+        """This call if it was one of training, else the last one that was."""
+        return self if self.training else self.trained
 
     def gemm(self, name: str, record: GemmRecord) -> None:
         """Keeps the record of one GEMM."""
@@ -52,6 +65,7 @@ class Linear(nn.Linear):
         inside. dtypes: float32, bfloat16, float16; under torch.autocast the input is cast first, as torch does.
     Raises:
         ValueError: unknown recipe.
+        TypeError: outside torch.autocast, an input whose dtype is not the weight's; where torch raises, too.
     Edge cases: a recipe (or an override) that is high precision runs torch's own linear, bit for bit. Recomputation by
         torch.utils.checkpoint uses the recipe of the layer's last forward.
 
@@ -120,8 +134,10 @@ class Linear(nn.Linear):
             return nn.functional.linear(input, self.weight, self.bias)
         if (dtype := _autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        elif input.dtype == torch.float32 and log is not None:
-            _warn_fp32(recipe.name)
+        else:
+            _refuse_mixed(self.name, input, self.weight, self.bias)
+            if input.dtype == torch.float32 and log is not None:
+                _warn_fp32(recipe.name)
         return linear(input, self.weight, self.bias, self.quantizers, recipe, log=log, after_backward=after_backward)
 
     def _unprepared(self, recipe: Recipe) -> bool:
@@ -133,15 +149,20 @@ class Linear(nn.Linear):
     def _begin_call(self, input: Tensor, said: Ambient) -> LastCall:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
-        if self.last_call is not None and _recomputing():
-            return self.last_call
-        call = LastCall(said.recipe_for(self.name, self.resolved), tuple(input.shape))
+        training = torch.is_grad_enabled() and not said.calibrating
+        before = self.last_call
+        if before is not None and _recomputing():
+            before.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
+            return before
+        recipe = said.recipe_for(self.name, self.resolved)
+        call = LastCall(recipe, tuple(input.shape), training=training, before=before)
         vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
         return call
 
     @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
-        self.last_call = LastCall(ambient().recipe_for(self.name, self.resolved), None)
+        recipe = traced_ambient().recipe_for(self.name, self.resolved)
+        self.last_call = LastCall(recipe, None, training=torch.is_grad_enabled(), before=self.last_call)
 
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
@@ -206,6 +227,15 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for what, own in (("weight", weight), ("bias", bias)):
+        if own is not None and own.dtype != input.dtype:
+            raise TypeError(
+                f"{name or 'Linear'}: got {input.dtype} input for a {own.dtype} {what}; needs one dtype. Cast the "
+                f"input (x.to({own.dtype})) or the layer, or run the forward under torch.autocast, which casts both"
+            )
 
 
 def _recomputing() -> bool:

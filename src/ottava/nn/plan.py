@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
@@ -248,6 +249,7 @@ def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: D
         >>> [layer.taken for layer in plan.layers]
         [True, False]
     """
+    need("plan_model", model, nn.Module)
     recipe, device = get_recipe(recipe), device or Device()
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     shapes = {name: (tokens, layer.in_features, layer.out_features) for name, layer in linears.items()}

@@ -17,7 +17,7 @@ import numpy as np
 
 from ottava.debug.analysis.conditions import Missing, Node, Values, evaluate, numbers
 from ottava.debug.analysis.loss import LossCurve
-from ottava.debug.layer_names import layer_index, only_simulated
+from ottava.debug.layer_names import end_blocks, layer_index, only_simulated
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.formats import FORMATS
@@ -187,14 +187,12 @@ class CastRows(AnyRows):
         """first, inner or last, by block number; the LM head is last."""
         layers = self.table["layer"]
         blocks = {layer: layer_index(layer) for layer in dict.fromkeys(layers)}
-        numbers = [b for b in blocks.values() if b is not None]
-        low, high = (min(numbers), max(numbers)) if numbers else (0, 0)
+        low, high = end_blocks(blocks) or (math.nan, math.nan)
 
         def place(layer: str, kind: str) -> str:
-            block = blocks[layer]
-            if kind == "lm_head" or (block is not None and block == high and high > low):
+            if kind == "lm_head" or blocks[layer] == high:
                 return "last"
-            return "first" if block is not None and block == low and high > low else "inner"
+            return "first" if blocks[layer] == low else "inner"
 
         return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
 

@@ -82,6 +82,8 @@ class Remedy:
     text: str
     patch: Mapping[str, str]
     notes: tuple[Note, ...] = ()
+    layers: Literal["finding", "ends"] = "finding"
+    """Whose: the finding's, or those of the first and the last block."""
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,8 @@ def _remedy(place: str, name: str, entry: Mapping[str, Any]) -> Remedy:
         _make(Note, place, {**note, "when": _condition(place, note.get("when", ""))})
         for note in entry.get("notes") or ()
     )
+    if (layers := entry.get("layers", "finding")) not in ("finding", "ends"):
+        raise RulesError(f"{place}: {unknown_name('layers', layers, ('finding', 'ends'))}")
     return _make(Remedy, place, {**entry, "name": name, "patch": MappingProxyType(dict(patch)), "notes": notes})
 
 
