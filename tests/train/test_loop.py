@@ -20,7 +20,7 @@ from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
 from ottava.train.config import ConfigError
 from ottava.train.data import DataError
-from ottava.train.loop import DeviceError
+from ottava.train.requirements import DeviceError
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
