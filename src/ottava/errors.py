@@ -1,14 +1,15 @@
 """How ottava refuses: every message says what was got, what is needed and what to do.
 
-Two tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name
-that somebody does, and `RefusesUnknownFields` gives a frozen dataclass a constructor that refuses typos. The failure
+Three tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name
+that somebody does, `need` the one for a value of another type, and `RefusesUnknownFields` gives a frozen dataclass a
+constructor that refuses typos. The failure
 this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
@@ -24,6 +25,22 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(str(got).casefold(), by_folded, n=1, cutoff=0.5)
     hint = f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ";"
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
+
+
+_WORDS = {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+
+
+def need(what: str, got: object, kind: type) -> None:
+    """Raises TypeError where `got` is not of that kind. A bool is no whole number here, and a text no list.
+
+    Example:
+        >>> need("margin", True, int)
+        Traceback (most recent call last):
+        TypeError: margin: got True; needed: a whole number
+    """
+    mistaken = (bool, int) if kind is int else (str, Sequence)
+    if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
+        raise TypeError(f"{what}: got {got!r}; needed: {_WORDS.get(kind, kind.__name__)}")
 
 
 class RefusesUnknownFields:

@@ -83,7 +83,7 @@ def _take(folder: Path) -> IO[str]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            _log.warning("%s: its file system has no locks (%s): see to it that no second process uses it", folder, error)
+            _log.warning("%s: this file system has no locks (%s); let no second process use the folder", folder, error)
             return file
         # The one who held it before may have removed the file that was just opened.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):

@@ -196,7 +196,7 @@ class Trainer:
         return path
 
     def close(self) -> None:
-        """Ends the watching and gives the folder back; done at the last step, needed only where a run is left before."""
+        """Ends the watching and gives the folder back; done at the last step, needed where a run is left before."""
         self._end_watch()
         self.folder.lock.release()
 
