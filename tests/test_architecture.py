@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 FLOORS = (
-    ("errors", "first_use"),
+    ("errors", "first_use", "untrusted"),
     ("formats",),
     ("rounding",),
     ("scaling",),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Self
 
 
@@ -27,7 +28,9 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
 
 
-_WORDS = {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+_WORDS = MappingProxyType(
+    {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+)
 
 
 def need(what: str, got: object, kind: type) -> None:
@@ -36,11 +39,11 @@ def need(what: str, got: object, kind: type) -> None:
     Example:
         >>> need("margin", True, int)
         Traceback (most recent call last):
-        TypeError: margin: got True; needed: a whole number
+        TypeError: margin is True; needs a whole number
     """
     mistaken = (bool, int) if kind is int else (str, Sequence)
     if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
-        raise TypeError(f"{what}: got {got!r}; needed: {_WORDS.get(kind, kind.__name__)}")
+        raise TypeError(f"{what} is {got!r}; needs {_WORDS.get(kind, kind.__name__)}")
 
 
 class RefusesUnknownFields:

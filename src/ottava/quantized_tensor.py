@@ -98,7 +98,9 @@ class QuantizationSpec(RefusesUnknownFields):
                 f"{_MAX_HISTORY:,}"
             )
         if abs(self.margin) > _MAX_MARGIN:
-            raise ValueError(f"QuantizationSpec: margin is {self.margin}; needs -{_MAX_MARGIN} to {_MAX_MARGIN} octaves")
+            raise ValueError(
+                f"QuantizationSpec: margin is {self.margin}; needs -{_MAX_MARGIN} to {_MAX_MARGIN} octaves"
+            )
         if not 1 <= self.guard_bits <= _MAX_MARGIN:
             raise ValueError(f"QuantizationSpec: guard_bits is {self.guard_bits}; needs 1 or more octaves")
         if self.predicted and (self.granularity != PER_TENSOR or self.scale_format not in ("fp32", "pow2")):

@@ -55,8 +55,8 @@ class Granularity(RefusesUnknownFields):
             need("granularity", extent, int)
             if not 1 <= extent <= _MAX_EXTENT:
                 raise ValueError(
-                    f"granularity {self.rows} x {self.cols}: a block has 1 to {_MAX_EXTENT:,} rows and columns; for all "
-                    "of them give None, * in text"
+                    f"granularity {self.rows} x {self.cols}: a block has at least 1 row and 1 column, at most "
+                    f"{_MAX_EXTENT:,} of each, or all (None, * in text)"
                 )
 
     @property

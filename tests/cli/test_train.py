@@ -99,7 +99,7 @@ def test_print_config_shows_what_would_run_and_writes_nothing(ottava: Command, t
         (["--resume"], 2, "config.yaml: cannot be read"),
         (["--set=data.path=none.txt"], 4, "none.txt: does not exist"),
         (["--set=batch_size=1000000000000"], 2, "GB of memory; cpu has"),
-        (["--set=recipe={name: x, fprop: 5}"], 2, "GemmRecipe: got 5; needed: a mapping"),
+        (["--set=recipe={name: x, fprop: 5}"], 2, "GemmRecipe is 5; needs a mapping"),
         ([f"--set=watch={'[' * 5000}"], 2, "is nested more than"),
         (["--init=none"], 4, "none: is cut short, damaged or no safetensors file"),
         (["--stepz"], 2, "No such option"),
@@ -155,9 +155,7 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to another process")
-@pytest.mark.parametrize(
-    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")]
-)
+@pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")])
 def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     number: signal.Signals, code: int, word: str, ottava: Command, tmp_path: Path
 ) -> None:

@@ -107,7 +107,9 @@ def test_full_disk_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path) -> 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step-000002\.safetensors: cannot be written.*Make room, then go on"):
+        with pytest.raises(
+            CheckpointError, match=r"step-000002\.safetensors: cannot be written.*Make room, then go on"
+        ):
             save(tmp_path, 2, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -64,9 +64,12 @@ def test_later_override_wins_and_file_yields_to_overrides(tmp_path: Path) -> Non
         ("steps=many", "steps: got 'many'; input should be a valid integer"),
         ("model.heads=3", "model: d_model 128 must be heads 3 times an even number"),
         ("model.kv_heads=3", "model: heads 4 must be a multiple of kv_heads 3"),
-        ("steps=9007199254740993", "steps: got 9007199254740993; input should be less than or equal to 9007199254740992"),
+        (
+            "steps=9007199254740993",
+            "steps: got 9007199254740993; input should be less than or equal to 9007199254740992",
+        ),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate: got inf; input should be a finite number"),
-        ("recipe={name: x, fprop: 5}", "recipe: GemmRecipe: got 5; needed: a mapping"),
+        ("recipe={name: x, fprop: 5}", "recipe: GemmRecipe is 5; needs a mapping"),
         ("device=gpu", "device: got 'gpu'; needed: auto, cpu, cuda or cuda:N"),
         ("steps.x=1", "steps: got {'x': 1}; input should be a valid integer"),
         ("steps", "got the setting 'steps'; needed: KEY=VALUE"),
@@ -123,7 +126,16 @@ def test_setting_below_a_value_is_refused(tmp_path: Path) -> None:
         load_config(file, ["steps.x=1"])
 
 
-@pytest.mark.parametrize("text, said", [("a: [", "is no YAML"), ("[" * 5000, "nested"), ("steps: 1" + "0" * 30, "whole number"), ("- 1", "got a YAML list"), ("stpes: 1", "stpes")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: [", "is no YAML"),
+        ("[" * 5000, "nested"),
+        ("steps: 1" + "0" * 30, "whole number"),
+        ("- 1", "got a YAML list"),
+        ("stpes: 1", "stpes"),
+    ],
+)
 def test_bad_file_is_named(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)

@@ -107,7 +107,9 @@ def test_a_finished_demo_cannot_be_resumed(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", "not json", "[" * 5000, "[]", '{"finished": true, "settings": {"speed": 1}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "not json", "[" * 5000, "[]", '{"finished": true, "settings": {"speed": 1}}']
+)
 def test_anything_else_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "demo.json").write_text(content)

@@ -58,7 +58,7 @@ def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_file_that_its_holder_has_removed_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a process's opening and its locking, the holder lets go and removes the file, and a third makes a new one."""
+    """Between a process's opening and its locking, the holder goes and removes the file; a third makes a new one."""
     import ottava.train.folder_lock as module
 
     lock, real, files = FolderLock(tmp_path), module._lock, []

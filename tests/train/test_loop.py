@@ -264,7 +264,7 @@ def test_missing_hardware_is_refused(tmp_path: Path) -> None:
 def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed before its first checkpoint, the run goes on as if it had not been, whether or not the other is still there."""
+    """Killed before its first checkpoint, even in its first moment, the run goes on as if it had not been."""
     first = Trainer(tiny("recipe=bf16"), tmp_path / "first")
     first.advance()
     config = tiny("recipe=delayed", f"init={tmp_path / 'first'}", "checkpoint.every=0")

@@ -46,8 +46,8 @@ def train(
     Every setting has a default: see them with --print-config. The run folder gets the settings, a line per step
     (metrics.jsonl), checkpoints, and a receipt of what each GEMM really ran. A killed run goes on with --resume and
     ends bit for bit where it would have ended; Ctrl-C and SIGTERM (which exits with 0) save first. --init goes on under
-    another recipe: the weights are taken over, and predicted scales calibrated on them. With --watch it can be asked where FP8 hurt: `ottava diagnose RUN`,
-    `ottava report RUN`.
+    another recipe: the weights are taken over, and predicted scales calibrated on them. With --watch it can be asked
+    where FP8 hurt: `ottava diagnose RUN`, `ottava report RUN`.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.train import Trainer, load_config
@@ -74,9 +74,7 @@ def train(
     return 1 if trainer.diverged else 0
 
 
-def _run(
-    trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], *, progress_on_stderr: bool
-) -> bool:
+def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], *, progress_on_stderr: bool) -> bool:
     """Trains to the end, showing how it goes; False if `stopping` came first, and then a checkpoint has been saved."""
     from rich.console import Console
 

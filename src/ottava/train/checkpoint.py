@@ -3,7 +3,7 @@
     model.<name>               the model's state_dict: FP32 parameters and whatever the FP8 recipe keeps in buffers
     optimizer.<name>.<entry>   AdamW's moments and step count of the parameter of that name
     random.<device>            states of torch's generators
-    header                     step, hashes of config and text, versions, as JSON strings; hash of all this and the tensors
+    header                     step, hashes of config and text, versions: texts; the hash of all that and the tensors
 
 The learning rate and the data order are functions of the step, so they need no state. A file is either the whole
 checkpoint or not there: it is written under another name, flushed to the disk and then renamed.
