@@ -274,7 +274,7 @@ def test_history_fields_reach_every_predicted_cell_and_no_other() -> None:
             "unknown history field .*; did you mean 'amax_history_len'",
         ),
         (TypeError, "delayed", {"scaling": "current"}, "unknown history field 'scaling'"),
-        (TypeError, "delayed", {"margin": "1"}, "margin is '1'; needs int"),
+        (TypeError, "delayed", {"margin": "1"}, "margin is '1'; needs a whole number"),
         (ValueError, "delayed", {"amax_history_len": 0}, "needs 1 or more"),
         (ValueError, "delayed", {"amax_compute_algo": "maxx"}, "did you mean 'max'"),
         (ValueError, "tensorwise", {"margin": 1}, "'tensorwise', which predicts no scale.*Take 'delayed'"),

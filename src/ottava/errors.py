@@ -1,7 +1,7 @@
 """How ottava refuses: every message says what was got, what is needed and what to do.
 
 Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
-somebody does; `need` refuses an argument of another type; `RefusesUnknownFields` gives a frozen dataclass a constructor
+somebody does; `need` refuses an argument of another type, `need_type` a setting; `RefusesUnknownFields` gives a frozen dataclass a constructor
 that refuses typos. The failure this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and
 keeps 1024.
 """
@@ -9,8 +9,9 @@ keeps 1024.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Self
 
 
@@ -42,6 +43,24 @@ def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module:
         return
     what = f"the class {got.__name__}, no object of it" if isinstance(got, type) else f"a {type(got).__name__}"
     raise TypeError(f"{caller}: got {'None' if got is None else what}; needs {needed}")
+
+
+_WORDS = MappingProxyType(
+    {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+)
+
+
+def need_type(what: str, got: object, kind: type) -> None:
+    """Raises TypeError where `got` is not of that kind. A bool is no whole number here, and a text no list.
+
+    Example:
+        >>> need_type("margin", True, int)
+        Traceback (most recent call last):
+        TypeError: margin is True; needs a whole number
+    """
+    mistaken = (bool, int) if kind is int else (str, Sequence)
+    if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
+        raise TypeError(f"{what} is {got!r}; needs {_WORDS.get(kind, kind.__name__)}")
 
 
 class RefusesUnknownFields:

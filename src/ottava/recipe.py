@@ -12,12 +12,12 @@ a recipe is adding one entry to `RECIPES`; which layer runs which recipe at a gi
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec, refuse_pair
 from ottava.scaling import (
@@ -57,6 +57,7 @@ class GemmRecipe(RefusesUnknownFields):
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
             raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
+        need_type("GemmRecipe: fast_accum", self.fast_accum, bool)
         if reason := refuse_pair(self.lhs, self.rhs):
             raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
 
@@ -83,6 +84,7 @@ class GemmRecipe(RefusesUnknownFields):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GemmRecipe:
         """The inverse of `to_dict`."""
+        need_type("GemmRecipe", values, Mapping)
         cells = {side: QuantizationSpec.from_dict(values[side]) for side in ("lhs", "rhs") if values.get(side)}
         return cls(**{**values, "lhs": cells.get("lhs"), "rhs": cells.get("rhs")})
 
@@ -101,6 +103,7 @@ class Override(RefusesUnknownFields):
     """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
 
     def __post_init__(self) -> None:
+        need_type("override: pattern", self.pattern, str)
         if not self.pattern:
             raise ValueError("override: the pattern is empty; needs one such as 'layers.0.*', or '*' for every layer")
         if not self.changes:
@@ -160,6 +163,7 @@ class Recipe(RefusesUnknownFields):
     """Whether a cell of its own, no override's, is predicted: then doors keep state. Asked in every forward."""
 
     def __post_init__(self) -> None:
+        need_type("Recipe: name", self.name, str)
         if not self.name:
             raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
@@ -254,15 +258,19 @@ class Recipe(RefusesUnknownFields):
         Raises:
             TypeError, ValueError: unknown key, name or combination; the nearest known name is named.
         """
+        need_type("Recipe", values, Mapping)
         values = dict(values)
         gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm) or {}) for gemm in GEMMS if gemm in values}
-        overrides = values.pop("overrides", ())
+        overrides = values.pop("overrides", None) or ()
+        need_type("Recipe: overrides", overrides, Sequence)
         recipe = cls(**{**values, **gemms})
-        for entry in overrides or ():
+        for entry in overrides:
+            need_type(f"override of recipe {recipe.name!r}", entry, Mapping)
             known = ("pattern", "recipe", "changes")
             for key in entry:
                 if key not in known:
                     raise ValueError(f"override of recipe {recipe.name!r}: {unknown_name('key', key, known)}")
+            need_type("override: changes", entry.get("changes") or {}, Mapping)
             changes = tuple((t, _change_from_dict(t, v)) for t, v in (entry.get("changes") or {}).items())
             whole = get_recipe(entry["recipe"]) if "recipe" in entry else None
             changes = tuple((gemm, getattr(whole, gemm)) for gemm in GEMMS if whole) + changes
@@ -280,7 +288,7 @@ class Recipe(RefusesUnknownFields):
 def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> _Change:
     if target in GEMMS:
         return GemmRecipe.from_dict(value or {})
-    return QuantizationSpec.from_dict(dict(value)) if value else None
+    return QuantizationSpec.from_dict(value) if value else None
 
 
 def _table(

@@ -14,7 +14,7 @@ from ottava.cli.app import app, exit_code, main
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import ConfigError
 from ottava.train.data import DataError
-from ottava.train.loop import DeviceError
+from ottava.train.requirements import DeviceError
 
 
 def run(arguments: list[str]) -> int:

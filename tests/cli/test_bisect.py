@@ -65,7 +65,7 @@ def test_finds_a_scale_that_was_broken_in_a_checkpoint(
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_bytes((trained / "config.yaml").read_bytes())
     broken = tmp_path / "checkpoints" / newest.name
-    save_file(tensors, broken, metadata={**header, "tensors": _digest(tensors)})
+    save_file(tensors, broken, metadata={**header, "sha256": _digest(header, tensors)})
     assert run(broken, "--json", "--step", "1") == 1
     values = json.loads(capsys.readouterr().out)
     suspect = values["suspect"]

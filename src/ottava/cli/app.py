@@ -1,6 +1,6 @@
 """The `ottava` command: the list of its subcommands, and what every one of them does about errors.
 
-    exit code   0    done
+    exit code   0    done, or everything was saved after SIGTERM
                 1    done, and a numerics problem was found (a run diverged, a recipe is clearly worse)
                 2    the command line or a config is wrong
                 3    hardware or an optional dependency is missing

@@ -198,7 +198,7 @@ class AmaxLog:
                     "recipe has changed; record it in another folder"
                 )
             self._header, self._doors = tensors, doors
-        with self.path.open("ab", buffering=0) as stream:
+        with self.path.open("ab") as stream:
             stream.write("".join(f"{line}\n" for line in lines).encode())
 
     def _cut_back(self, step: int) -> None:
