@@ -23,9 +23,9 @@ TINY = (
     "batch_size=2",
     "sequence_length=32",
     "evaluation.batches=1",
-    "data.max_bytes=60000",
 )
-GIVEN = {"recipes": ("tensorwise", "delayed"), "steps": 12, "seeds": 2, "overrides": TINY}
+LICENSE = str(Path(__file__).parents[2] / "LICENSE")  # one text under every Python; the standard library's differs
+GIVEN = {"recipes": ("tensorwise", "delayed"), "steps": 12, "seeds": 2, "data": LICENSE, "overrides": TINY}
 
 
 def never() -> bool:
