@@ -78,7 +78,7 @@ def test_a_demo_writes_its_results_and_is_finished(whole: tuple[Path, DemoResult
 def test_losses_fall_and_fp8_starts_where_bf16_does(whole: tuple[Path, DemoResult]) -> None:
     """Same seed, same weights, same data: the first losses differ by FP8's rounding only.
 
-    An operand is off by E4M3's half step, over sqrt(3) on average; six in a row lead to a logit of about 1, and the loss
+    An operand is off by E4M3's half step, over sqrt(3) on average; six in a row lead to a logit of about 1; the loss
     is a mean over 64 tokens. Four times that.
     """
     runs = whole[1].runs
