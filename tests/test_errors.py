@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ottava.errors import RefusesUnknownFields, need, unknown_name
+from ottava.errors import RefusesUnknownFields, need, need_type, unknown_name
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def test_known_fields_are_taken() -> None:
 
 def test_kinds_are_told_apart_as_people_do() -> None:
     for got, kind in ((1, int), (True, bool), ("x", str), ([1], Sequence), ({}, Mapping)):
-        need("a field", got, kind)
+        need_type("a field", got, kind)
     for got, kind, said in (
         (True, int, "a field is True; needs a whole number"),
         ("x", Sequence, "a field is 'x'; needs a list"),
@@ -62,4 +62,4 @@ def test_kinds_are_told_apart_as_people_do() -> None:
         (5, Mapping, "a field is 5; needs a mapping"),
     ):
         with pytest.raises(TypeError, match=f"^{said}$"):
-            need("a field", got, kind)
+            need_type("a field", got, kind)

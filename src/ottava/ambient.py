@@ -114,13 +114,19 @@ class Ambient:
         if not self.recipe.overrides:
             return self.recipe
         if torch.compiler.is_compiling():
-            return getattr(_COMPILED_VIEW, _view_name(self.recipe, layer))  # type: ignore[no-any-return]
+            return getattr(_COMPILED_VIEW, _view_name(id(self.recipe), layer))  # type: ignore[no-any-return]
         return self.recipe.for_layer(layer)
 
 
 @constant_in_graph  # Dynamo traces no fnmatch; both arguments are guarded on
-def _view_name(recipe: Recipe, layer: str) -> str:
-    """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask."""
+def _view_name(ambient_recipe: int, layer: str) -> str:
+    """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask.
+
+    The ambient recipe is named by its id: torch 2.11's Dynamo hands no frozen dataclass over, and guards on an id too.
+    """
+    recipe = _COMPILED_VIEW.ambient.recipe
+    assert recipe is not None
+    assert id(recipe) == ambient_recipe
     name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name
     setattr(_COMPILED_VIEW, name, recipe.for_layer(layer))
     return name

@@ -1,9 +1,9 @@
 """How ottava refuses: every message says what was got, what is needed and what to do.
 
 Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
-somebody does; `need` refuses an argument of another type, `need_type` a setting; `RefusesUnknownFields` gives a frozen dataclass a constructor
-that refuses typos. The failure this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and
-keeps 1024.
+somebody does; `need` refuses an argument of another type and `need_type` a setting; `RefusesUnknownFields` gives a
+frozen dataclass a constructor that refuses typos. The failure this prevents: TransformerEngine accepts
+`DelayedScaling(amax_history_length=16)` and keeps 1024.
 """
 
 from __future__ import annotations

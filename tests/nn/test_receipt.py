@@ -178,6 +178,7 @@ def kernels_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """K = 100 is padded to 112, and 3 tokens to 16 where they are contracted; blocks of 32 are refused, aloud."""
     torch.manual_seed(0)
@@ -208,6 +209,7 @@ def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) 
         ottava.assert_fp8(model, 1.0)
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_mixed_precision_reaches_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP32 parameters with biases under torch.autocast: an FP32 bias must not send fprop to the emulation."""
     model = nn.Sequential(nn.Linear(64, 64))

@@ -15,11 +15,14 @@ that help stays quick.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -70,8 +73,16 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"ottava {version('ottava')}, torch {version('torch')}")
+        typer.echo(f"ottava {version('ottava')}, torch {_torch_version()}")
         raise typer.Exit()
+
+
+def _torch_version() -> str:
+    """`torch.__version__` without importing torch; a wheel's metadata may leave out the build (2.11.0+cu130)."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("torch is not installed; install it with: pip install torch")
+    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
 
 
 @app.callback()
