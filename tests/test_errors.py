@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ottava.errors import RefusesUnknownFields, need, need_type, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 
 
 @dataclass(frozen=True)
