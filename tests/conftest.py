@@ -22,6 +22,7 @@ from torch import Tensor
 from layout_samples import LAYOUTS
 from ottava import scaling
 from ottava.formats import E4M3, FORMATS, Format
+from ottava.kernels import scaled_mm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES, Recipe
 from ottava.rounding import decode
@@ -29,11 +30,16 @@ from ottava.scaling import Granularity, ScaleFormat
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `gpu` is skipped where there is none."""
+    """What is marked `gpu` is skipped where there is none; so is `scaled_mm_on_cpu`."""
+    missing = {}
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        missing["gpu"] = "needs a CUDA device"
+    if not scaled_mm.runs_on_cpu():
+        missing["scaled_mm_on_cpu"] = f"the scaled GEMM of torch {torch.__version__} has no CPU kernel"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 REGISTERED_GRANULARITIES = tuple(value for value in vars(scaling).values() if isinstance(value, Granularity))

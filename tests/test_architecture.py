@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 FLOORS = (
-    ("errors",),
+    ("errors", "first_use", "untrusted"),
     ("formats",),
     ("rounding",),
     ("scaling",),
     ("quantized_tensor",),
     ("recipe", "kernels"),
     ("casts",),
-    ("ops", "autocast"),
-    ("quantizer",),
+    ("ops", "ambient"),
+    ("quantizer", "advice"),
     ("state", "functional", "debug"),
     ("nn",),
     ("train",),
@@ -44,7 +44,7 @@ MAY_IMPORT_DEBUG = ("ottava", "ottava.train", "ottava.bench", "ottava.cli")
 """Observation wraps the quantizers from outside: what it observes must work, and look the same, without it."""
 
 MUTABLE_ON_PURPOSE = {
-    "ottava.autocast._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
+    "ottava.ambient._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
 DEVICE_CODE = ("ottava.kernels.triton_device", "ottava.kernels.triton_gemm_device")
@@ -277,7 +277,7 @@ def mutable_parts(value: ast.expr, pure: frozenset[str]) -> Iterator[ast.expr]:
 def nothing_mutable_on_import(module: Module) -> list[str]:
     """No list, dict, set or unknown object bound when a module is imported; the one ContextVar is autocast's."""
     pure = PURE_CALLS | makers_of_frozen()
-    pure |= {"ContextVar"} if module.name == "ottava.autocast" else frozenset()
+    pure |= {"ContextVar"} if module.name == "ottava.ambient" else frozenset()
     pure |= {"Typer", "Option", "Argument", "Console"} if module.room == "cli" else frozenset()
     complaints = []
     for node in module_level(module.tree.body):
@@ -376,7 +376,7 @@ def test_allowed_state_is_allowed() -> None:
     """Immutable values, one whitelisted exception, and the command line's own objects pass."""
     accepted = {
         "ottava.recipe": "A = (1, 'x')\nB = MappingProxyType({'a': 1})\nC = Format(name='E4M3')\nD = Literal['a']",
-        "ottava.autocast": "V = ContextVar('v', default=None)\n_COMPILED_VIEW = View()",
+        "ottava.ambient": "V = ContextVar('v', default=None)\n_COMPILED_VIEW = View()",
         "ottava.cli.app": "app = typer.Typer()",
     }
     for name, source in accepted.items():
@@ -413,14 +413,14 @@ def test_every_listed_room_exists() -> None:
 
 
 def test_one_context_variable() -> None:
-    """All run-time state of the package hangs on one ContextVar, in autocast.py."""
+    """All run-time state of the package hangs on one ContextVar, in ambient.py."""
     calls = [
         name
         for name, module in MODULES.items()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and called(node) == "ContextVar"
     ]
-    assert calls == ["ottava.autocast"]
+    assert calls == ["ottava.ambient"]
 
 
 def test_public_names_are_a_decision() -> None:

@@ -205,6 +205,44 @@ def test_torch_of_the_interpreter_is_used_as_it_is(tmp_path: Path) -> None:
     assert "include-system-site-packages = true" in (clone.root / ".venv" / "pyvenv.cfg").read_text()
 
 
+def test_another_torch_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test --with` takes what there is of that release, and says how big it is; .venv stays as it is.
+
+    A CPU build that was asked for is still not replaced, and a torch of that release in the interpreter is used.
+    """
+    clone = Clone(tmp_path, torch=None)
+    torch = {"torch/__init__.py": TORCH.format(version="2.11.0+cu130", cuda="'13.0'")}
+    write_wheel(clone.wheels, "torch", "2.11.0", torch, ["nvidia-cudnn-cu13==9; platform_system == 'Linux'"])
+    write_wheel(clone.wheels, "nvidia_cudnn_cu13", "9", {"cudnn.py": ""})
+    words = ("test", "--with", "torch==2.11.0")
+    if sys.platform == "linux":
+        assert clone.run(*words)[0] == 3
+    code, out, err = clone.run(*words, "-k", "scale", OTTAVA_TORCH="")
+    assert (code, out) == (0, "-k scale\n"), err
+    assert "making .venv-torch-2.11.0 with" in err
+    assert "torch 2.11.0+cu130 (CUDA 13.0)" in err
+    assert sys.platform != "linux" or "installing torch==2.11.0 with CUDA, several GB" in err
+    code, out, err = clone.run(*words)
+    assert (code, out[:3], err) == (0, "-n ", "")  # the whole suite, nothing to set up
+    assert not (clone.root / ".venv").exists()
+
+    x, have = load_x(), tmp_path / "have" / "torch"
+    have.mkdir(parents=True)
+    (have / "__init__.py").write_text(TORCH.format(version="2.12.0+cu130", cuda="'13.0'"))
+    monkeypatch.setenv("PYTHONPATH", str(have.parent))
+    asked_for = (None, "torch==2.12.0", "torch==2.12.1", "torch==2.11.0")
+    assert [x.base_torch(torch) is not None for torch in asked_for] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("wrong", [(), ("torch",), ("torch>=2.11",), ("torch==2.10.0",), ("numpy==2.11.0",)])
+def test_another_torch_is_one_release(wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is made."""
+    with pytest.raises(SystemExit) as stopped:
+        load_x().main("test", "--with", *wrong)
+    assert stopped.value.code == 2
+    assert "it takes one release of torch, 2.11 or newer: torch==2.11.0" in capsys.readouterr().err
+
+
 def test_failures_are_shown(tmp_path: Path) -> None:
     """pip's own words reach the reader, and what is not ours is not deleted."""
     clone = Clone(tmp_path, torch=None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,16 @@ def test_known_fields_are_taken() -> None:
     assert Settings(1, amax_history_len=2) == Settings(margin=1, amax_history_len=2)
     with pytest.raises(TypeError, match="missing"):
         Settings()  # type: ignore[call-arg]
+
+
+def test_kinds_are_told_apart_as_people_do() -> None:
+    for got, kind in ((1, int), (True, bool), ("x", str), ([1], Sequence), ({}, Mapping)):
+        need_type("a field", got, kind)
+    for got, kind, said in (
+        (True, int, "a field is True; needs a whole number"),
+        ("x", Sequence, "a field is 'x'; needs a list"),
+        (1, bool, "a field is 1; needs true or false"),
+        (5, Mapping, "a field is 5; needs a mapping"),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}$"):
+            need_type("a field", got, kind)

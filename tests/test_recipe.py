@@ -234,6 +234,61 @@ def test_the_diagnostic_form_changes_only_where_gemms_run(recipe: Recipe) -> Non
     assert (layer.fprop.lhs, layer.fprop.compute) == (RECIPES["rowwise"].fprop.lhs, "bf16")
 
 
+# --- history fields --------------------------------------------------------------------------------------------------
+
+
+def test_history_fields_reach_every_predicted_cell_and_no_other() -> None:
+    """By name, of a recipe, of overrides, and of the diagnostic form; what predicts nothing stays as it is."""
+    wanted: dict[str, Any] = {
+        "margin": 1,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "bootstrap": False,
+    }
+    for name in ("delayed", "guarded", "delayed/fp8_inputs_bf16_gemm"):
+        before, after = get_recipe(name), get_recipe(name, **wanted)
+        assert after.name == before.name
+        for gemm in GEMMS:
+            for side in ("lhs", "rhs"):
+                old, new = (getattr(getattr(r, gemm), side) for r in (before, after))
+                assert new == replace(old, **wanted) != old
+            assert getattr(after, gemm).compute == getattr(before, gemm).compute
+    mixed = RECIPES["tensorwise"].override("a", "delayed").override("b", "blockwise")
+    assert get_recipe(mixed, margin=2).for_layer("a").fprop == get_recipe("delayed", margin=2).fprop
+    assert [get_recipe(mixed, margin=2).for_layer(layer) for layer in "bc"] == [
+        mixed.for_layer(layer) for layer in "bc"
+    ]
+    one_cell = RECIPES["bf16"].override(
+        "a", cells=dict.fromkeys(("fprop.lhs", "fprop.rhs"), get_recipe("delayed").fprop.lhs)
+    )
+    assert get_recipe(one_cell, margin=3).for_layer("a").fprop.rhs == replace(get_recipe("delayed").fprop.rhs, margin=3)
+
+
+@pytest.mark.parametrize(
+    "error, recipe, values, message",
+    [
+        (
+            TypeError,
+            "delayed",
+            {"amax_history_length": 16},
+            "unknown history field .*; did you mean 'amax_history_len'",
+        ),
+        (TypeError, "delayed", {"scaling": "current"}, "unknown history field 'scaling'"),
+        (TypeError, "delayed", {"margin": "1"}, "margin is '1'; needs a whole number"),
+        (ValueError, "delayed", {"amax_history_len": 0}, "needs 1 or more"),
+        (ValueError, "delayed", {"amax_compute_algo": "maxx"}, "did you mean 'max'"),
+        (ValueError, "tensorwise", {"margin": 1}, "'tensorwise', which predicts no scale.*Take 'delayed'"),
+        (ValueError, "delaid", {"margin": 1}, "did you mean 'delayed'"),
+    ],
+)
+def test_slips_in_history_fields_are_refused(
+    error: type[Exception], recipe: str, values: dict[str, Any], message: str
+) -> None:
+    """TransformerEngine takes `amax_history_length=16` and keeps 1024."""
+    with pytest.raises(error, match=message):
+        get_recipe(recipe, **values)
+
+
 # --- equality, refusals ----------------------------------------------------------------------------------------------
 
 

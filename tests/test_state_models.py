@@ -53,7 +53,7 @@ def test_models_by_turns_equal_each_alone() -> None:
 
 
 def test_identical_models_end_identical() -> None:
-    """Seed 002's experiment: one after the other, and by turns, in one process."""
+    """The experiment of TE #814: one after the other, and by turns, in one process."""
     first, second = network(), network()
     train(first, range(6))
     train(second, range(6))

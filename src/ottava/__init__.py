@@ -10,20 +10,40 @@ Start with README.md; `docs/design.md` says why things are as they are.
 """
 
 from importlib.metadata import version
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from ottava import debug, nn
-from ottava.autocast import autocast
-from ottava.casts import quantize
-from ottava.debug.watch import watch
-from ottava.formats import E2M1, E4M3, E5M2, E8M0
-from ottava.nn import assert_fp8, calibrate, convert, graphed_step, receipt
-from ottava.ops import gemm
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
-from ottava.scaling import Granularity
-from ottava.state import ScalingState
+from ottava.first_use import first_use
+
+if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
+    from ottava import debug, nn
+    from ottava.ambient import autocast
+    from ottava.casts import quantize
+    from ottava.debug.watch import watch
+    from ottava.formats import E2M1, E4M3, E5M2, E8M0
+    from ottava.nn import assert_fp8, calibrate, convert, graphed_step, receipt
+    from ottava.ops import gemm
+    from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+    from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
+    from ottava.scaling import Granularity
+    from ottava.state import ScalingState
 
 __version__ = version("ottava")
+
+_HOMES = MappingProxyType(
+    {
+        "ottava.ambient": ("autocast",),
+        "ottava.casts": ("quantize",),
+        "ottava.debug.watch": ("watch",),
+        "ottava.formats": ("E2M1", "E4M3", "E5M2", "E8M0"),
+        "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "receipt"),
+        "ottava.ops": ("gemm",),
+        "ottava.quantized_tensor": ("QuantizationSpec", "QuantizedTensor"),
+        "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
+        "ottava.scaling": ("Granularity",),
+        "ottava.state": ("ScalingState",),
+    }
+)
 
 __all__ = [
     "E2M1",
@@ -50,3 +70,11 @@ __all__ = [
     "receipt",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return first_use(__name__, _HOMES, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

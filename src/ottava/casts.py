@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ottava.dispatch import no_autocast
 from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
-from ottava.kernels.custom_operator import custom_operator
+from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -351,7 +351,7 @@ def _casts_as(x: Tensor) -> str:
     return x.device.type
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graph
 def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
     """Whether compiled code asks for both casts at once, and whether these have one scale for each element."""
     cells = spec_from_key(spec), spec_from_key(spec_t)

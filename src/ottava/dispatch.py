@@ -182,8 +182,9 @@ def gemm_ways(
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.formats import E4M3
         >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
-        >>> gemm_ways(a, a, out_dtype=torch.bfloat16)["scaled_mm"]()[0, :2]
-        tensor([16., 16.], dtype=torch.bfloat16)
+        >>> ways = gemm_ways(a, a, out_dtype=torch.bfloat16)  # which: what this torch and this machine have
+        >>> all(float(run()[0, 0]) == 16 for run in ways.values())
+        True
     """
     ways: dict[str, Callable[[], Tensor]] = {}
     for kernel in gemm_kernels(a.device):

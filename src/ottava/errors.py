@@ -1,15 +1,17 @@
 """How ottava refuses: every message says what was got, what is needed and what to do.
 
-Two tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name
-that somebody does, and `RefusesUnknownFields` gives a frozen dataclass a constructor that refuses typos. The failure
-this prevents: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
+somebody does; `need` refuses an argument of another type and `need_type` a setting; `RefusesUnknownFields` gives a
+frozen dataclass a constructor that refuses typos. The failure this prevents: TransformerEngine accepts
+`DelayedScaling(amax_history_length=16)` and keeps 1024.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Self
 
 
@@ -24,6 +26,41 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(str(got).casefold(), by_folded, n=1, cutoff=0.5)
     hint = f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ";"
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
+
+
+def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module: the model itself") -> None:
+    """Refuses what is not of that kind.
+
+    Raises:
+        TypeError: it names the caller, what was got, and what is needed.
+
+    Example:
+        >>> need("convert", None, list, "a list of layers")
+        Traceback (most recent call last):
+        TypeError: convert: got None; needs a list of layers
+    """
+    if isinstance(got, kind):
+        return
+    what = f"the class {got.__name__}, no object of it" if isinstance(got, type) else f"a {type(got).__name__}"
+    raise TypeError(f"{caller}: got {'None' if got is None else what}; needs {needed}")
+
+
+_WORDS = MappingProxyType(
+    {Mapping: "a mapping", Sequence: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+)
+
+
+def need_type(what: str, got: object, kind: type) -> None:
+    """Raises TypeError where `got` is not of that kind. A bool is no whole number here, and a text no list.
+
+    Example:
+        >>> need_type("margin", True, int)
+        Traceback (most recent call last):
+        TypeError: margin is True; needs a whole number
+    """
+    mistaken = (bool, int) if kind is int else (str, Sequence)
+    if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
+        raise TypeError(f"{what} is {got!r}; needs {_WORDS.get(kind, kind.__name__)}")
 
 
 class RefusesUnknownFields:

@@ -57,11 +57,13 @@ class Call:
         plans: where the layer keeps how its GEMMs are made.
         produce: makes the rows that are cast; None: they are the input.
         exchange: gathers operands between cast and GEMM; None: this rank's are all.
+        training: whether it is a training forward: one in grad mode that is no calibration.
+        before: the layer's call before this one, of which the last training call is kept: evaluation must not hide it.
     """
 
     __slots__ = (
         *("after_backward", "doors", "exchange", "high_precision_bytes", "input_shape"),
-        *("plans", "produce", "recipe", "records", "saved_bytes"),
+        *("plans", "produce", "recipe", "records", "saved_bytes", "trained", "training"),
     )
 
     def __init__(
@@ -72,6 +74,9 @@ class Call:
         input_shape: tuple[int, ...] | None = None,
         produce: Producer | None = None,
         exchange: Exchange | None = None,
+        *,
+        training: bool = False,
+        before: Call | None = None,
     ) -> None:
         self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
         self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
@@ -79,6 +84,12 @@ class Call:
         self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
         self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
         self.after_backward: Callable[[], None] | None = None
+        self.training, self.trained = training, None if training or before is None else before.last_training
+
+    @property
+    def last_training(self) -> Call | None:
+        """This call if it was one of training, else the last one that was."""
+        return self if self.training else self.trained
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Tensor) -> Tensor:

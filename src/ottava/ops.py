@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava import dispatch
 from ottava.casts import dequantize, spec_from_key
-from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast
+from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast, runner
 from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
@@ -161,11 +160,11 @@ def plan_gemm(
     """
     _check(a, b, bias)
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
-        chosen = dispatch.choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
+        chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
-            dispatch.runner(kernel, a, b, out_dtype, bias, fast_accum),
+            runner(kernel, a, b, out_dtype, bias, fast_accum),
             _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype),
             (a.spec, b.spec),
             chosen.lasting,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
 from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
@@ -38,7 +38,10 @@ _TYPES: tuple[tuple[str, type], ...] = (
     ("granularity", Granularity),
     ("margin", int),
     ("amax_history_len", int),
+    ("guard_bits", int),
+    ("bootstrap", bool),
 )
+_MAX_MARGIN, _MAX_HISTORY = 126, 1 << 20  # octaves that an fp32 scale has; TransformerEngine's default is 1024
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,23 @@ class QuantizationSpec(RefusesUnknownFields):
 
     def __post_init__(self) -> None:
         for name, wanted in _TYPES:
-            if not isinstance(got := getattr(self, name), wanted):
-                raise TypeError(f"QuantizationSpec: {name} is {got!r}; needs {wanted.__name__}")
+            need_type(f"QuantizationSpec: {name}", getattr(self, name), wanted)
         for name, kind in _CHOICES:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in get_args(AmaxAlgorithm):
             known = (*get_args(AmaxAlgorithm), "or a function")
             raise ValueError(f"QuantizationSpec: {unknown_name('amax_compute_algo', self.amax_compute_algo, known)}")
-        if self.amax_history_len < 1:
-            raise ValueError(f"QuantizationSpec: amax_history_len is {self.amax_history_len}; needs 1 or more steps")
-        if self.guard_bits < 1:
+        if not 1 <= self.amax_history_len <= _MAX_HISTORY:
+            raise ValueError(
+                f"QuantizationSpec: amax_history_len is {self.amax_history_len}; needs 1 or more steps, at most "
+                f"{_MAX_HISTORY:,}"
+            )
+        if abs(self.margin) > _MAX_MARGIN:
+            raise ValueError(
+                f"QuantizationSpec: margin is {self.margin}; needs -{_MAX_MARGIN} to {_MAX_MARGIN} octaves"
+            )
+        if not 1 <= self.guard_bits <= _MAX_MARGIN:
             raise ValueError(f"QuantizationSpec: guard_bits is {self.guard_bits}; needs 1 or more octaves")
         if self.predicted and (self.granularity != PER_TENSOR or self.scale_format not in ("fp32", "pow2")):
             raise ValueError(
@@ -140,8 +149,9 @@ class QuantizationSpec(RefusesUnknownFields):
         return kept
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> QuantizationSpec:
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantizationSpec:
         """The inverse of `to_dict`; unknown keys and names are refused with the nearest known one."""
+        need_type("QuantizationSpec", values, Mapping)
         values = dict(values)
         if "format" not in values:
             raise ValueError(f"QuantizationSpec: 'format' is missing from {values}; give one such as 'E4M3'")

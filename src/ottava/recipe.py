@@ -12,12 +12,12 @@ a recipe is adding one entry to `RECIPES`; which layer runs which recipe at a gi
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec, refuse_pair
 from ottava.scaling import (
@@ -34,6 +34,8 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
 TENSORS = ("input", "weight", "grad_output")
 """What a linear layer casts; see `Recipe.cells`."""
+HISTORY_FIELDS = ("margin", "amax_history_len", "amax_compute_algo", "bootstrap")
+"""Fields of a predicted cell that `get_recipe` takes; what each means stands in `QuantizationSpec`."""
 _BF16_GEMM = "/fp8_inputs_bf16_gemm"
 
 
@@ -57,6 +59,7 @@ class GemmRecipe(RefusesUnknownFields):
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
             raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
+        need_type("GemmRecipe: fast_accum", self.fast_accum, bool)
         if reason := refuse_pair(self.lhs, self.rhs):
             raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
 
@@ -83,11 +86,13 @@ class GemmRecipe(RefusesUnknownFields):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GemmRecipe:
         """The inverse of `to_dict`."""
+        need_type("GemmRecipe", values, Mapping)
         cells = {side: QuantizationSpec.from_dict(values[side]) for side in ("lhs", "rhs") if values.get(side)}
         return cls(**{**values, "lhs": cells.get("lhs"), "rhs": cells.get("rhs")})
 
 
 HIGH_PRECISION = GemmRecipe()
+_Change = GemmRecipe | QuantizationSpec | None
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,11 @@ class Override(RefusesUnknownFields):
 
     pattern: str
     """Shell pattern over the layer's full name: * matches dots too."""
-    changes: tuple[tuple[str, GemmRecipe | QuantizationSpec | None], ...]
+    changes: tuple[tuple[str, _Change], ...]
     """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
 
     def __post_init__(self) -> None:
+        need_type("override: pattern", self.pattern, str)
         if not self.pattern:
             raise ValueError("override: the pattern is empty; needs one such as 'layers.0.*', or '*' for every layer")
         if not self.changes:
@@ -161,6 +167,7 @@ class Recipe(RefusesUnknownFields):
     """Whether a GEMM of its own, no override's, is quantized. Asked in every forward."""
 
     def __post_init__(self) -> None:
+        need_type("Recipe: name", self.name, str)
         if not self.name:
             raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
@@ -199,7 +206,7 @@ class Recipe(RefusesUnknownFields):
         Raises:
             ValueError: unknown cell or recipe, nothing to change, or cells that no GEMM takes together.
         """
-        changes: list[tuple[str, GemmRecipe | QuantizationSpec | None]] = []
+        changes: list[tuple[str, _Change]] = []
         if recipe is not None:
             whole = get_recipe(recipe)
             changes += [(gemm, getattr(whole, gemm)) for gemm in GEMMS]
@@ -237,15 +244,17 @@ class Recipe(RefusesUnknownFields):
         """
         if self.name.endswith(_BF16_GEMM):
             return self
-        gemms: dict[str, Any] = {gemm: replace(getattr(self, gemm), compute="bf16") for gemm in GEMMS}
-        overrides = tuple(
-            Override(
-                o.pattern,
-                tuple((t, replace(v, compute="bf16") if isinstance(v, GemmRecipe) else v) for t, v in o.changes),
-            )
-            for o in self.overrides
-        )
-        return replace(self, name=self.name + _BF16_GEMM, overrides=overrides, **gemms)
+
+        def in_bf16(value: _Change) -> _Change:
+            return replace(value, compute="bf16") if isinstance(value, GemmRecipe) else value
+
+        return replace(self._changed(in_bf16), name=self.name + _BF16_GEMM)
+
+    def _changed(self, change: Callable[[_Change], _Change]) -> Recipe:
+        """Each GEMM of this recipe, and all that its overrides put in place, after `change`."""
+        gemms: dict[str, Any] = {gemm: change(getattr(self, gemm)) for gemm in GEMMS}
+        overrides = (Override(o.pattern, tuple((t, change(v)) for t, v in o.changes)) for o in self.overrides)
+        return replace(self, overrides=tuple(overrides), **gemms)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON and YAML values; `Recipe.from_dict` gives an equal recipe back."""
@@ -265,15 +274,19 @@ class Recipe(RefusesUnknownFields):
         Raises:
             TypeError, ValueError: unknown key, name or combination; the nearest known name is named.
         """
+        need_type("Recipe", values, Mapping)
         values = dict(values)
         gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm) or {}) for gemm in GEMMS if gemm in values}
-        overrides = values.pop("overrides", ())
+        overrides = values.pop("overrides", None) or ()
+        need_type("Recipe: overrides", overrides, Sequence)
         recipe = cls(**{**values, **gemms})
-        for entry in overrides or ():
+        for entry in overrides:
+            need_type(f"override of recipe {recipe.name!r}", entry, Mapping)
             known = ("pattern", "recipe", "changes")
             for key in entry:
                 if key not in known:
                     raise ValueError(f"override of recipe {recipe.name!r}: {unknown_name('key', key, known)}")
+            need_type("override: changes", entry.get("changes") or {}, Mapping)
             changes = tuple((t, _change_from_dict(t, v)) for t, v in (entry.get("changes") or {}).items())
             whole = get_recipe(entry["recipe"]) if "recipe" in entry else None
             changes = tuple((gemm, getattr(whole, gemm)) for gemm in GEMMS if whole) + changes
@@ -288,10 +301,10 @@ class Recipe(RefusesUnknownFields):
         return "\n  ".join([self.name, *lines])
 
 
-def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> GemmRecipe | QuantizationSpec | None:
+def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> _Change:
     if target in GEMMS:
         return GemmRecipe.from_dict(value or {})
-    return QuantizationSpec.from_dict(dict(value)) if value else None
+    return QuantizationSpec.from_dict(value) if value else None
 
 
 def _table(
@@ -346,16 +359,25 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def get_recipe(recipe: Recipe | str) -> Recipe:
+def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
     """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form.
 
+    Args:
+        history: fields for each cell whose scale is predicted, overrides' cells as well: margin, amax_history_len,
+            amax_compute_algo, bootstrap (see `QuantizationSpec`).
     Raises:
-        ValueError: nobody knows the name; the nearest known one is named.  TypeError: neither a name nor a Recipe.
+        ValueError: nobody knows the name (the nearest known one is named), a value that a cell refuses, or history
+            fields for a recipe that predicts no scale.
+        TypeError: neither a name nor a Recipe, an unknown field, or a value of another type.
 
     Example:
         >>> get_recipe("tensorwise/fp8_inputs_bf16_gemm").fprop.compute
         'bf16'
+        >>> get_recipe("delayed", margin=1, amax_history_len=1024).dgrad.lhs.amax_history_len
+        1024
     """
+    if history:
+        return _with_history(get_recipe(recipe), history)
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -364,3 +386,29 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(unknown_name("recipe", name, RECIPES))
     return RECIPES[name] if name == recipe else RECIPES[name].fp8_inputs_bf16_gemm()
+
+
+def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
+    for name in history:
+        if name not in HISTORY_FIELDS:
+            raise TypeError(f"get_recipe: {unknown_name('history field', name, HISTORY_FIELDS)}")
+    found = []
+
+    def cell(spec: QuantizationSpec | None) -> QuantizationSpec | None:
+        if spec is None or not spec.predicted:
+            return spec
+        found.append(spec)
+        return replace(spec, **history)
+
+    def change(value: _Change) -> _Change:
+        if isinstance(value, GemmRecipe):
+            return replace(value, lhs=cell(value.lhs), rhs=cell(value.rhs))
+        return cell(value)
+
+    changed = recipe._changed(change)
+    if not found:
+        raise ValueError(
+            f"get_recipe: {', '.join(history)} given for recipe {recipe.name!r}, which predicts no scale and keeps no "
+            "history. Take 'delayed' or 'guarded', or leave these fields out"
+        )
+    return changed

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E4M3, E8M0, Format
 from ottava.rounding import floor_log2, power_of_two, round_to_format
 
@@ -31,6 +31,7 @@ e8m0_floor  the same byte by the OCP MX rule, floor(log2(amax)) - emax: saturate
 e4m3        NVFP4's two levels: an fp32 scale for the tensor times an E4M3 scale for each block.
 """
 
+_MAX_EXTENT = 1 << 16  # a tensor is padded to whole blocks
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -50,8 +51,14 @@ class Granularity(RefusesUnknownFields):
 
     def __post_init__(self) -> None:
         for extent in (self.rows, self.cols):
-            if extent is not None and extent < 1:
-                raise ValueError(f"granularity {self.rows} x {self.cols}: a block has at least 1 row and 1 column")
+            if extent is None:
+                continue
+            need_type("granularity", extent, int)
+            if not 1 <= extent <= _MAX_EXTENT:
+                raise ValueError(
+                    f"granularity {self.rows} x {self.cols}: a block has at least 1 row and 1 column, at most "
+                    f"{_MAX_EXTENT:,} of each, or all (None, * in text)"
+                )
 
     @functools.cached_property
     def transposes(self) -> bool:

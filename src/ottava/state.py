@@ -31,14 +31,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ottava.autocast import Part
+from ottava.advice import Advice
+from ottava.ambient import Part
+from ottava.errors import need
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.recipe import Recipe
 from ottava.scaling import compute_scale
 
-_FORWARDS_BEFORE_WARNING = 256
 _UNREAD_BOUNDARIES = 8
 
 
@@ -83,6 +84,8 @@ class ScalingState:
     """
 
     def __init__(self, model: nn.Module | None, group: dist.ProcessGroup | None = None) -> None:
+        if model is not None:
+            need("ScalingState", model, nn.Module)
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.group = group
         self.boundaries = 0
@@ -92,9 +95,8 @@ class ScalingState:
         """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
         self._wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._listening = self._moves = self._optimizer_seen = False
-        self._forwards = 0
-        self._weight_version: tuple[int, int] | None = None
+        self._listening = self._moves = False
+        self._advice = Advice()
         self._members: list[weakref.ref[Any]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
         self._unread: deque[tuple[int, list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
@@ -104,7 +106,7 @@ class ScalingState:
                 self._found_group = self._found_group or earlier.group or earlier._found_group
                 self.boundaries = max(self.boundaries, earlier.boundaries)
                 layer.scaling_state = self
-            if any(door.spec is not None for door in self.doors()):
+            if self.predicts:
                 self.listen()
 
     def update(self, part: Part = "all") -> None:
@@ -167,6 +169,11 @@ class ScalingState:
             if door.spec is not None
         ]
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a door has a predicted scale."""
+        return any(door.spec is not None for door in self.doors())
+
     def doors(self) -> list[Quantizer]:
         """Every door of the model in the order of its modules, stateless ones included."""
         return _doors(self._layers())
@@ -214,8 +221,8 @@ class ScalingState:
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
         self.find_group(group)
-        if self.boundaries == 0 and not self._optimizer_seen and not weight.is_meta:
-            self._watch(weight)
+        if self.boundaries == 0:
+            self._advice.saw_forward(weight)
 
     def find_group(self, named: dist.ProcessGroup | None = None) -> None:
         """Told by a layer of each forward: takes the group that an autocast names, or that of the wrapper around it."""
@@ -242,27 +249,11 @@ class ScalingState:
             self._listening = True
             _STEPS.tell(self)
 
-    def _watch(self, weight: Tensor) -> None:
-        version = (id(weight), weight._version)
-        if self._weight_version is None:
-            self._weight_version = version
-        if self._weight_version[0] != version[0]:
-            return  # one layer stands for the model: its forwards are the model's
-        self._forwards += 1
-        stepped = self._weight_version[1] != version[1] and not dist.is_initialized()
-        if stepped or self._forwards > _FORWARDS_BEFORE_WARNING:
-            self._weight_version = version
-            # Python shows a warning of one text and place once
-            warnings.warn(
-                "delayed scaling: the weights have changed, or many forwards have passed, and no step boundary was "
-                "seen, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
-                "ottava.ScalingState(model).update() after each weight update",
-                stacklevel=4,
-            )
-
     def before_step(self, optimizer: Optimizer) -> None:
-        """Takes note that a boundary will come: the closure of an LBFGS changes weights before it does."""
-        self._optimizer_seen = self._optimizer_seen or self._holds_ours(optimizer)
+        """A boundary will come; the closure of an LBFGS changes weights before it does."""
+        model = self._model()
+        if not self._advice.began and self._moves and model is not None and self._holds_ours(optimizer):
+            self._advice.first_step(model, self._layers(), boundaries=self.boundaries)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
@@ -279,6 +270,7 @@ class ScalingState:
             return
         self.moved_by_autocast = False
         self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
+        self._advice.after_step(optimizer, stepped, self._layers())
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
         model, stepped = self._model(), _stepped(optimizer)

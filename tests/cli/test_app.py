@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 
 import ottava
-from ottava.cli.app import exit_code, main
+from ottava.cli.app import app, exit_code, main
 from ottava.train.checkpoint import CheckpointError
 from ottava.train.config import ConfigError
 from ottava.train.data import DataError
-from ottava.train.loop import DeviceError
+from ottava.train.requirements import DeviceError
 
 
 def run(arguments: list[str]) -> int:
@@ -64,3 +65,53 @@ def test_every_kind_of_error_has_its_exit_code(error: Exception, code: int) -> N
 def test_module_runs_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ottava", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"ottava {ottava.__version__}, torch {torch.__version__}\n")
+
+
+QUICK = """
+import sys
+from ottava.cli.app import main
+for words in {calls!r}:
+    try:
+        main(words)
+    except SystemExit as done:
+        assert done.code == 0, (words, done.code)
+heavy = ("torch", "numpy", "pyarrow", "jinja2", "rich", "yaml", "safetensors", "ottava.recipe")
+print("loaded:", *(name for name in heavy if sys.modules.get(name)))
+"""
+
+
+def quickly(*calls: list[str], **environment: str) -> str:
+    """What these command lines print, in one fresh Python that imports typer and what typer takes, no more."""
+    code = QUICK.format(calls=calls)
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("_OTTAVA", "_TYPER", "COMP_"))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=known | environment)
+    assert done.returncode == 0, done.stderr
+    printed, _, loaded = done.stdout.rpartition("loaded:")
+    assert loaded.split() == []
+    return printed
+
+
+def test_help_and_version_need_no_torch() -> None:
+    """Of the command and of each subcommand: `--help` is what people type first, and most often."""
+    names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback is not None]
+    shown = quickly(["--help"], ["--version"], ["bench", "--help"], *([name, "--help"] for name in names))
+    assert [name for name in names if f"Usage: ottava {name} " not in shown] == []
+    assert len(names) > 10
+
+
+@pytest.mark.parametrize(
+    "shell, environment",
+    [
+        ("bash", {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "{}"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "{}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_every_shell_completes_without_torch(shell: str, environment: dict[str, str]) -> None:
+    """Subcommands and options, at each press of the tab key; the script a shell keeps asks in these words."""
+    for typed, expected in (("ottava dia", "diagnose"), ("ottava diagnose --fai", "--fail-on")):
+        words = {key: text.format(typed, last=len(typed.split()) - 1) for key, text in environment.items()}
+        assert expected in quickly([], _OTTAVA_COMPLETE=f"complete_{shell}", **words)
+    script = quickly(["--show-completion", shell], _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert f"_OTTAVA_COMPLETE=complete_{shell}" in script
+    assert all(key in script for key in environment)

@@ -43,13 +43,16 @@ def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(tmp_path: Path) 
     assert "100 %" in ran.stderr
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """The signal comes once the first line of progress is there."""
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The signal comes once the first line of progress is there; until then no second demo gets into the folder."""
     options = ("--steps", "5000", "--run-dir", str(tmp_path))
     process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while " step " not in process.stdout.readline():
         assert process.poll() is None
+    with pytest.raises(SystemExit):
+        main(["demo", "--resume", "--run-dir", str(tmp_path)])
+    assert f"is in use by process {process.pid} on " in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -66,14 +69,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
         (("--recipes", "tensorwize"), "did you mean 'tensorwise'"),
         (("--seeds", "99"), "1 to 10"),
         (("--resume",), "no demo to resume"),
+        (("--data", "/nope"), "/nope: does not exist"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_with_2(
+def test_usage_errors_are_one_line_and_leave_nothing_behind(
     tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["demo", *options, "--run-dir", str(tmp_path)])
-    assert ended.value.code == 2
+    assert ended.value.code == (4 if "--data" in options else 2)
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -98,6 +98,10 @@ def test_print_config_shows_what_would_run_and_writes_nothing(ottava: Command, t
         (["none.yaml"], 2, "ottava: none.yaml: cannot be read"),
         (["--resume"], 2, "config.yaml: cannot be read"),
         (["--set=data.path=none.txt"], 4, "none.txt: does not exist"),
+        (["--set=batch_size=1000000000000"], 2, "GB of memory; cpu has"),
+        (["--set=recipe={name: x, fprop: 5}"], 2, "GemmRecipe is 5; needs a mapping"),
+        ([f"--set=watch={'[' * 5000}"], 2, "is nested more than"),
+        (["--init=none"], 4, "none: is cut short, damaged or no safetensors file"),
         (["--stepz"], 2, "No such option"),
     ],
 )
@@ -118,6 +122,29 @@ def test_debug_shows_the_traceback_wherever_it_stands(ottava: Command) -> None:
         assert "Traceback" in done.err
 
 
+def test_run_folder_below_a_file_is_refused(ottava: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for command in ("train", "demo"):
+        done = ottava(command, "--run-dir", "file/run")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("ottava: file/run: cannot be a run folder: file is a file; needed: a folder.")
+
+
+def test_another_recipe_starts_from_the_weights_of_a_run(ottava: Command, tmp_path: Path) -> None:
+    assert ottava("train", *TINY, "--set=recipe=bf16", "--run-dir=a").code == 0
+    refused = ottava("train", "--resume", "--set=recipe=delayed", "--run-dir=a")
+    assert refused.code == 2
+    assert "ottava train --init a --run-dir NEW --set ..." in refused.err
+    done = ottava("train", *TINY, "--set=recipe=delayed", "--init=a", "--run-dir=b", "--json")
+    assert done.code == 0
+    before, after = (json.loads((tmp_path / run / "manifest.json").read_text())["init"] for run in "ab")
+    assert before == {}
+    source = str(tmp_path / "a" / "checkpoints" / "step-000012.safetensors")
+    assert after == {"from": source, "step": 12, "calibration_batches": 16}
+    first, later = (json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0])["loss"] for run in "ab")
+    assert later < first - 0.5  # it goes on where the other ended
+
+
 def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
     settings = ["--set=recipe=bf16", "--set=optimizer={learning_rate: 1e38, weight_decay: 0}"]
     done = ottava("train", *TINY, *settings, "--json")
@@ -127,9 +154,14 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
     assert result["step"] < 12
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to another process")
-def test_interrupt_finishes_the_step_saves_and_says_how_to_go_on(ottava: Command, tmp_path: Path) -> None:
-    settings = [*TINY, "--set=steps=120", "--set=checkpoint.every=0", "--set=recipe=bf16"]
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals to another process")
+@pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")])
+def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
+    number: signal.Signals, code: int, word: str, ottava: Command, tmp_path: Path
+) -> None:
+    """And no second process gets into the folder meanwhile."""
+    steps = 400
+    settings = [*TINY, f"--set=steps={steps}", "--set=checkpoint.every=0", "--set=recipe=bf16"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     arguments = [sys.executable, "-m", "ottava", "train", *settings, "--run-dir", str(run)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as this process has: sums in the same order
@@ -137,12 +169,15 @@ def test_interrupt_finishes_the_step_saves_and_says_how_to_go_on(ottava: Command
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size > 1000) and process.poll() is None:
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    second = ottava("train", "--resume", "--run-dir", run)
+    assert second.code == 2
+    assert f"{run}: is in use by process {process.pid} on " in second.err
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors == f"interrupted and saved; go on with: ottava train --resume --run-dir {run}\n"
+    assert process.returncode == code, errors
+    assert errors == f"{word} and saved; go on with: ottava train --resume --run-dir {run}\n"
     saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    assert saved < 120
+    assert saved < steps
     assert (run / "checkpoints" / f"step-{saved:06d}.safetensors").exists()
     assert ottava("train", "--resume", "--run-dir", run).code == 0
     assert ottava("train", *settings, "--run-dir", whole).code == 0

@@ -31,8 +31,13 @@ def scale_for(amax: np.float32, largest: float, margin: int, pow2: bool) -> np.f
 
 
 def clips(value: np.float32, name: str) -> bool:
-    """Whether it would round to a number above the largest; halved, torch's cast can say, for that number exists."""
-    halves = torch.tensor([torch.finfo(CODES[name]).max / 2, float(value) / 2])
+    """Whether it would round to a number above the largest; halved, torch's cast can say, for that number exists.
+
+    Twice the largest and beyond clip in any case. They must not reach the cast: torch 2.11 makes NaN of what is above
+    the largest even when halved, and a NaN is above nothing.
+    """
+    largest = torch.finfo(CODES[name]).max
+    halves = torch.tensor([largest / 2, min(float(value), 2 * largest) / 2])
     top, rounded = halves.to(CODES[name]).float()
     return bool(rounded > top)
 

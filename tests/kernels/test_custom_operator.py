@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.kernels.custom_operator import custom_operator
+from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 
 OURS = ("quantize", "quantize_both", "gemm", "column_sums")
 
@@ -46,8 +46,24 @@ def test_a_name_is_defined_once() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_ours_have_no_wrapper_around_them(name: str) -> None:
     """`torch.library.custom_op` puts ten Python calls around each; the kernel of autograd is the mark of it."""
-    import ottava  # noqa: F401  # defines them
+    import ottava.nn  # noqa: F401  # defines them
 
     keys = torch._C._dispatch_dump(f"ottava::{name}")
     assert "CompositeExplicitAutograd" in keys
     assert "\nAutograd" not in keys
+
+
+def test_a_constant_bears_torchs_own_mark() -> None:
+    """Set by hand, for torch's decorator imports Dynamo; and Dynamo takes it: it runs once, while it traces."""
+    ran: list[int] = []
+
+    def ours(x: int) -> int:
+        ran.append(x)
+        return x + len(ran)
+
+    def torchs() -> None: ...
+
+    assert vars(constant_in_graph(ours)) == vars(torch.compiler.assume_constant_result(torchs)) != {}
+    compiled = torch.compile(lambda x: x * ours(2), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(1)).item() for _ in range(3)] == [3.0] * 3
+    assert ran == [2]

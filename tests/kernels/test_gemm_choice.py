@@ -198,6 +198,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
+@pytest.mark.scaled_mm_on_cpu
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 def test_what_was_measured_faster_runs(tuned: Store) -> None:
     """Unmeasured torch's comes first; then the fastest; `explain` says why; and the log has no refusals."""
@@ -255,6 +256,7 @@ def test_the_fastest_configuration_runs(tuned: Store, monkeypatch: pytest.Monkey
     assert ran == [usable[0], usable[2]]
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_wrong_results_are_no_way(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that forgets the scales is out, whatever its time."""
     a, b = operands()
@@ -264,6 +266,7 @@ def test_wrong_results_are_no_way(tuned: Store, monkeypatch: pytest.MonkeyPatch)
     assert all(why.startswith("wrong results: relative error") for why in choice.failed.values())
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_a_measured_kernel_that_no_longer_takes_the_call_is_passed_over(
     tuned: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def taken(request: pytest.FixtureRequest) -> Pair:
     return request.param
 
 
+@pytest.mark.scaled_mm_on_cpu
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("k", [1, 15, 16, 100, 256])
 @pytest.mark.parametrize("m, n", [(1, 1), (5, 17), (32, 48)])
@@ -60,6 +61,7 @@ def test_the_same_codes_give_the_reference_to_one_ulp(
     assert ((y.double() - truth.double()).abs() <= ulp + 2 * accumulation).all()
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_nearly_every_output_is_correctly_rounded(taken: Pair, float64_gemm: Float64Gemm) -> None:
     """K = 1024 on a CPU: up to 2 in 10,000 bf16 outputs are an ulp off; the reference leaves half of that."""
     a, b = cast(torch.randn(256, 1024), taken[0]), cast(torch.randn(256, 1024), taken[1])
@@ -68,6 +70,7 @@ def test_nearly_every_output_is_correctly_rounded(taken: Pair, float64_gemm: Flo
     assert wrong.double().mean() <= 5e-4
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_padding_changes_no_sum() -> None:
     """K 100 -> 112 and N 17 -> 32 with zeros, scales of the new rows 1: the bits of a GEMM padded by hand."""
     for spec in (TENSOR, ROW):
@@ -86,6 +89,7 @@ def test_padding_is_said(n: int, k: int, text: str) -> None:
     assert scaled_mm.padding(cast(torch.ones(3, k), TENSOR), cast(torch.ones(n, k), TENSOR)) == text
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_transposed_codes_are_taken() -> None:
     """dw = dy.T @ x with codes that are views: brought into the layouts of sm_90, the same bits as copies."""
     x_q, dy_q = cast(torch.randn(40, 24), TENSOR), cast(torch.randn(40, 56), E5)
@@ -94,11 +98,27 @@ def test_transposed_codes_are_taken() -> None:
     assert torch.equal(dw, scaled_mm.gemm(copies[0], copies[1], torch.bfloat16, None))
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_fast_accumulation_is_passed_on() -> None:
     """torch takes the flag on a CPU as well, where it means nothing."""
     a = cast(torch.randn(16, 64), TENSOR)
     fast, slow = (scaled_mm.gemm(a, a, torch.bfloat16, None, fast_accum=fast) for fast in (True, False))
     assert torch.equal(fast, slow)
+
+
+def test_a_cpu_is_taken_where_torch_has_a_kernel_for_it() -> None:
+    """Asked of torch's dispatcher, and found out by a call: torch 2.11 offers the operator, and has it on CUDA only."""
+    a = cast(torch.eye(16), TENSOR)
+    reason = scaled_mm.supports_gemm(a, a, torch.bfloat16, None)
+    try:
+        y = scaled_mm.gemm(a, a, torch.bfloat16, None)
+    except NotImplementedError:
+        assert reason == f"scaled_mm: torch {torch.__version__} multiplies FP8 on cuda only; got cpu"
+        assert not scaled_mm.runs_on_cpu()
+    else:
+        assert torch.equal(y, torch.eye(16).bfloat16())
+        assert reason is None
+        assert scaled_mm.runs_on_cpu()
 
 
 REFUSALS: dict[str, tuple[QuantizationSpec, QuantizationSpec, torch.dtype, torch.dtype | None, str]] = {

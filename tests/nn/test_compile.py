@@ -246,7 +246,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
     model, eager = network(), network()
     x = data(0)
     with ottava.autocast("delayed"):
-        with pytest.raises(torch._dynamo.exc.Unsupported):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="can neither make buffers for predicted scales"):
             compiled(model)(x)
         expected = eager(x)
         got = compiled(model, fullgraph=False)(x)

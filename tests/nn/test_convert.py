@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ottava
 from ottava.nn.convert import default_filter, keep_first_last_bf16
 from ottava.nn.linear import Linear
+from ottava.nn.plan import plan_model
 from ottava.recipe import Recipe
 
 
@@ -333,6 +334,35 @@ def test_unknown_recipe_changes_nothing() -> None:
     with pytest.raises(ValueError, match="did you mean 'tensorwise'"):
         ottava.convert(net, "tensorwize")
     assert state(net) == before
+
+
+def test_what_is_no_module_is_refused_in_words() -> None:
+    """Wherever a model is asked for: what was got, and what is needed; no AttributeError of somebody's inside."""
+    batch = torch.ones(4, 64)
+    takers: list[tuple[str, Callable[[object], object]]] = [
+        ("convert", lambda m: ottava.convert(m)),  # type: ignore[arg-type]
+        ("keep_first_last_bf16", lambda m: keep_first_last_bf16("tensorwise", m)),  # type: ignore[arg-type]
+        ("receipt", lambda m: ottava.receipt(m)),  # type: ignore[arg-type]
+        ("receipt", lambda m: ottava.assert_fp8(m)),  # type: ignore[arg-type]
+        ("calibrate", lambda m: ottava.calibrate(m, [batch])),  # type: ignore[arg-type]
+        ("tune", lambda m: ottava.nn.tune(m)),  # type: ignore[arg-type]
+        ("plan_model", lambda m: plan_model(m, "tensorwise", tokens=8)),  # type: ignore[arg-type]
+        ("observe", lambda m: ottava.debug.observe(m).__enter__()),  # type: ignore[arg-type]
+        ("Slots", lambda m: ottava.debug.Slots(m)),  # type: ignore[arg-type]
+    ]
+    for name, take in takers:
+        for got, words in (
+            (None, "None"),
+            ([nn.Linear(8, 8)], "a list"),
+            (nn.Linear, "the class Linear, no object of it"),
+        ):
+            with pytest.raises(TypeError) as refused:
+                take(got)
+            assert str(refused.value) == f"{name}: got {words}; needs a torch.nn.Module: the model itself"
+    with pytest.raises(TypeError, match="ScalingState: got a str"):
+        ottava.ScalingState("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="watch: got a str; needs"):
+        ottava.watch("runs/one")  # type: ignore[arg-type]
 
 
 def test_converting_again_gives_the_new_recipe(recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ inputs and writes into the outputs of the capture.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,24 @@ def taped(recipe: str, **options: Any) -> tuple[nn.Module, GraphedStep, Tape]:
     model = network(recipe)
     tape = Tape(model)
     return model, GraphedStep(training(model, sgd(model), **options), (noise(0),), tape, 2), tape
+
+
+def test_an_autocast_around_a_replay_was_heard_in_the_capture() -> None:
+    """A replay runs no layer's Python; the autocast does not say that none of ours ran."""
+
+    class Silent(Tape):
+        def replay(self) -> None:
+            self.did.append("replay")
+
+    model = network("tensorwise")
+    tape = Silent(model)
+    step = GraphedStep(training(model, sgd(model)), (noise(0),), tape, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with ottava.autocast("rowwise"):
+                step(noise(0))
+    assert tape.did == ["warm-up", "capture", "replay", "replay"]
 
 
 # --- what a step is --------------------------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ def forward_backward(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
     layer(x).backward(dy)
 
 
+@pytest.mark.scaled_mm_on_cpu
 @pytest.mark.parametrize("recipe", LAUNCHES)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,7 @@ def test_a_bias_costs_its_sum() -> None:
     assert (db.dtype, db.shape, launches.counts) == (torch.bfloat16, (32,), {"sum": 1})
 
 
+@pytest.mark.scaled_mm_on_cpu
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, when it is known that there are several; also with a history."""
@@ -147,6 +149,7 @@ def test_later_micro_batches_do_not_cast_the_weight(monkeypatch: pytest.MonkeyPa
             assert Counter(LAUNCHES[recipe]) - counts == less
 
 
+@pytest.mark.scaled_mm_on_cpu
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_evaluation_of_a_history_casts_once_and_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """x only, no x.T."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 import weakref
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
+from ottava.functional import linear
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe
 
@@ -257,20 +259,43 @@ def test_mixed_precision_follows_torch(recipe: Recipe, low: torch.dtype) -> None
 
 
 def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
-    """Under torch.autocast the layer does what it does on x.bfloat16(), and no GEMM inside is cast a second time."""
+    """Under torch.autocast the layer does what the formulas do on x.bfloat16(), and no GEMM inside is cast again."""
     layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32)
     by_hand = copy.deepcopy(layer)
     results = []
-    for module, cast, around in ((layer, False, True), (by_hand, True, False)):
+    for module, around in ((layer, True), (by_hand, False)):
         leaf = x.clone().requires_grad_()
         if recipe.name == "bf16" and not around:  # torch's own linear takes one dtype only
             module = copy.deepcopy(module).bfloat16()
-        with torch.autocast("cpu", torch.bfloat16, enabled=around):
-            y = module(leaf.bfloat16() if cast else leaf)
+        if around:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = module(leaf)
+        else:
+            y = linear(leaf.bfloat16(), module.weight, module.bias, module.quantizers, module.resolved)
         torch.manual_seed(5)
         y.backward(torch.ones_like(y) / 3)
         results.append([y.detach(), leaf.grad, module.weight.grad.float(), module.bias.grad.float()])
     assert [torch.equal(a, b) for a, b in zip(*results, strict=True)][:3] == [True] * 3
+
+
+@pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
+def test_dtypes_that_torch_does_not_mix_are_refused() -> None:
+    """Outside torch.autocast, whichever of the three has the other dtype; both dtypes are named."""
+    half, full = torch.bfloat16, torch.float32
+    for input, weight, bias in itertools.product((half, full), repeat=3):
+        layer = make("tensorwise")
+        layer.weight.data, layer.bias.data = layer.weight.data.to(weight), layer.bias.data.to(bias)
+        x = data(8, 64, dtype=input)
+        if input == weight == bias:
+            assert layer(x).dtype == input
+            continue
+        with pytest.raises(TypeError, match=r"got torch.* input for a torch.*torch\.autocast") as refused:
+            layer(x)
+        assert all(str(dtype) in str(refused.value) for dtype in (half, full))
+        with pytest.raises(RuntimeError, match="same dtype"):
+            nn.functional.linear(x, layer.weight, layer.bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
 
 
 def test_backward_inside_torch_autocast_changes_nothing(recipe: Recipe) -> None:

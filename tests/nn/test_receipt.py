@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import dispatch
 from ottava.kernels import scaled_mm
-from ottava.nn.receipt import Receipt
+from ottava.nn.receipt import Receipt, ReceiptRow, grouped
 from ottava.recipe import GEMMS, Recipe
 
 ENGINES = ("native_gemm", "bf16_mm", "reference")
@@ -112,6 +114,41 @@ def test_autocast_is_seen() -> None:
     assert ottava.receipt(model).fp8_fraction == 0
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_an_evaluation_hides_no_training(reentrant: bool | None) -> None:
+    """A BF16 evaluation and a calibration after a step: assert_fp8 still judges the step; the last call is shown where
+    asked. Under activation checkpointing, the forward without grad mode is part of a training call."""
+    model = network("tensorwise")
+
+    def forward(x: Tensor) -> Tensor:
+        return model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        forward(data()).sum().backward()
+    before = ottava.receipt(model)
+    with ottava.autocast(enabled=False), torch.no_grad():
+        model(data())
+        model(data())
+    with ottava.autocast("delayed", calibrating=True):
+        model(data()).sum().backward()
+    ottava.assert_fp8(model)
+    assert ottava.receipt(model) == before
+    assert ottava.receipt(model, training=False).fp8_fraction == 0
+    with ottava.autocast(enabled=False):
+        forward(data()).sum().backward()
+    assert ottava.receipt(model).fp8_fraction == 0  # a step in BF16 is one
+
+
+def test_evaluations_alone_are_shown() -> None:
+    """Where nothing was trained, the last call of all."""
+    model = network("tensorwise")
+    with torch.no_grad():
+        model(data())
+        with ottava.autocast("mxfp8"):
+            model(data())
+    assert rows(model, "operands")["0.fprop"] == "E4M3[1x32, e8m0] x E4M3[1x32, e8m0]"
+
+
 def test_an_override_of_the_model_is_named_as_such() -> None:
     """Why a layer is not FP8: its own override, or the recipe's table for all."""
     model = network(ottava.RECIPES["tensorwise"].override("2", "bf16"))
@@ -141,6 +178,7 @@ def kernels_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """K = 100 is padded to 112, and 3 tokens to 16 where they are contracted; blocks of 32 are refused, aloud."""
     torch.manual_seed(0)
@@ -171,6 +209,7 @@ def test_padding_and_refusals_are_written_down(monkeypatch: pytest.MonkeyPatch) 
         ottava.assert_fp8(model, 1.0)
 
 
+@pytest.mark.scaled_mm_on_cpu
 def test_mixed_precision_reaches_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP32 parameters with biases under torch.autocast: an FP32 bias must not send fprop to the emulation."""
     model = nn.Sequential(nn.Linear(64, 64))
@@ -305,6 +344,46 @@ def test_text_is_an_aligned_table() -> None:
         column = header.index(title)
         assert all(line[column - 1] == " " and line[column] != " " for line in table[1:])
     assert total == "95.0% of the linear work in FP8, 0.0% on FP8 hardware"
+
+
+def test_equal_layers_share_a_row_of_the_text() -> None:
+    """Two blocks of seven layers and a head: 22 rows instead of 43. What differs is told apart; data are complete."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+    def llama(blocks: int, recipe: Recipe) -> nn.Module:
+        layers = nn.ModuleList(nn.ModuleDict({name: nn.Linear(64, 64) for name in names}) for _ in range(blocks))
+        model = nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(64, 32)}).bfloat16()
+        ottava.convert(model, recipe)
+        x = data()
+        for block in layers:
+            for layer in block.values():  # type: ignore[operator]
+                x = layer(x)
+        model["lm_head"](x).sum().backward()
+        return model
+
+    receipt = ottava.receipt(llama(2, ottava.RECIPES["tensorwise"]))
+    assert len(receipt.rows) == len(receipt.to_dict()["rows"]) == 43
+    table = str(receipt).splitlines()[1:-1]
+    assert [line.split()[0] for line in table] == [f"layers.0-1.{name}" for name in names for _ in GEMMS] + ["lm_head"]
+
+    differing = ottava.RECIPES["tensorwise"].override("layers.1.q_proj", wgrad=None)
+    model = llama(4, differing)
+    lines = [line.split()[:2] for line in str(ottava.receipt(model)).splitlines() if "q_proj" in line]
+    assert lines == [
+        ["layers.0,2-3.q_proj", "fprop"],
+        ["layers.0-3.q_proj", "dgrad"],
+        ["layers.0,2-3.q_proj", "wgrad"],
+        ["layers.1.q_proj", "fprop"],  # it keeps its input in BF16
+        ["layers.1.q_proj", "wgrad"],
+    ]
+
+
+def test_numbers_in_two_places_are_ranges_only_where_they_make_all_pairs() -> None:
+    """Experts 0 and 1 of layers 0 and 1 but for one: a name of two ranges would claim it."""
+    row = ReceiptRow("", "all", "", "", "", "", True, True, 0, 0, "", 1)
+    every = [replace(row, layer=f"layers.{i}.experts.{j}.w1") for i in range(2) for j in range(2)]
+    assert [name for name, _ in grouped(every)] == ["layers.0-1.experts.0-1.w1"]
+    assert [name for name, _ in grouped(every[:3])] == [one.layer for one in every[:3]]
 
 
 def test_a_model_without_linear_layers_has_an_empty_receipt() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,17 @@ from torch import nn
 from ottava.nn.convert import convert
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
+    _FORMAT,
     CheckpointError,
+    _digest,
     atomic_write,
+    clear_left_overs,
     collect_state,
+    find_checkpoint,
     newest_checkpoint,
     read_checkpoint,
     restore_state,
+    restore_weights,
     save_checkpoint,
 )
 
@@ -67,14 +73,77 @@ def test_truncated_file_is_refused_by_name(keep_bytes: int, tmp_path: Path) -> N
         read_checkpoint(path)
 
 
-def test_every_flipped_bit_of_the_tensors_is_noticed(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """In the header as well: a step that says 3 for 2 would resume another run."""
+    path = save(tmp_path, 2)
     content = path.read_bytes()
-    data_begins = 8 + int.from_bytes(content[:8], "little")
-    for position in range(data_begins, len(content)):
+    for position in range(len(content)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        with pytest.raises(CheckpointError, match="do not have the hash"):
+        with pytest.raises(CheckpointError):
             read_checkpoint(path)
+    step = content.index(b'"step":"2"') + 8
+    path.write_bytes(content[:step] + b"3" + content[step + 1 :])
+    with pytest.raises(CheckpointError, match="header and tensors do not have the hash"):
+        read_checkpoint(path)
+
+
+def test_step_that_is_no_number_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
+    """Though the hash is right."""
+    save(tmp_path, 1)
+    for step in ("abc", "", "-1", "1.5", None):
+        header = {"format": _FORMAT} | ({} if step is None else {"step": step})
+        save_file(TENSORS, tmp_path / "step-000002.safetensors", {**header, "sha256": _digest(header, TENSORS)})
+        checkpoint, problems = newest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.step == 1
+        assert f"is of step {step!r}; needed: a whole number" in problems[0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of a file as POSIX does")
+def test_full_disk_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path) -> None:
+    import resource
+
+    save(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"step-000002\.safetensors: cannot be written.*Make room, then go on"
+        ):
+            save(tmp_path, 2, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.safetensors"]
+    assert read_checkpoint(tmp_path / "step-000001.safetensors").step == 1
+
+
+def test_weights_alone_are_taken_into_a_model_of_another_recipe(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    train(model, optimizer, range(3))
+    checkpoint = read_checkpoint(save_checkpoint(tmp_path, 3, collect_state(model, optimizer), {}, keep=1))
+    for recipe in ("delayed", "bf16"):
+        other, _ = build(1, recipe)
+        restore_weights(checkpoint, other)
+        assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+        assert not any(value.any() for name, value in other.state_dict().items() if name.endswith("amax_history"))
+    narrow = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
+    for stranger in (narrow, nn.Sequential(nn.Linear(64, 64)), nn.Sequential(*other, nn.Linear(32, 32))):
+        with pytest.raises(CheckpointError, match="does not fit this run's model"):
+            restore_weights(checkpoint, stranger)
+
+
+def test_checkpoint_to_start_from_is_found_in_a_run_or_by_its_name(tmp_path: Path) -> None:
+    """And nothing is cleared away: the run may be going on."""
+    path = save(tmp_path / "checkpoints", 4)
+    (tmp_path / "checkpoints" / ".step-000005.safetensors.part").write_bytes(b"being written")
+    for source in (tmp_path, path):
+        checkpoint, problems = find_checkpoint(source)
+        assert (checkpoint.path, problems) == (path, [])
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+    (tmp_path / "empty").mkdir()
+    for source, said in ((tmp_path / "empty", "holds no checkpoint"), (tmp_path / "none", "none: is cut short")):
+        with pytest.raises(CheckpointError, match=said):
+            find_checkpoint(source)
 
 
 def test_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
@@ -96,6 +165,7 @@ def test_newest_readable_is_used_and_the_others_are_named(tmp_path: Path) -> Non
     assert checkpoint.step == 2
     assert len(problems) == 1
     assert "step-000003" in problems[0]
+    clear_left_overs(tmp_path)
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "notes.txt").exists()
 
@@ -126,10 +196,10 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(seed: int, recipe: str = "delayed") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
-    convert(model, "delayed")
+    convert(model, recipe)
     # groups in another order than named_parameters, so that state found by index alone would be wrong
     groups = [{"params": [p for p in model.parameters() if p.ndim == ndim]} for ndim in (1, 2)]
     return model, torch.optim.AdamW(groups, fused=True)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
+import ottava
 from ottava.recipe import RECIPES
 from ottava.train.config import ConfigError, ScheduleConfig, TrainConfig, load_config
 
@@ -57,16 +64,59 @@ def test_later_override_wins_and_file_yields_to_overrides(tmp_path: Path) -> Non
         ("steps=many", "steps: got 'many'; input should be a valid integer"),
         ("model.heads=3", "model: d_model 128 must be heads 3 times an even number"),
         ("model.kv_heads=3", "model: heads 4 must be a multiple of kv_heads 3"),
+        (
+            "steps=9007199254740993",
+            "steps: got 9007199254740993; input should be less than or equal to 9007199254740992",
+        ),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: got inf; input should be a finite number"),
+        ("recipe={name: x, fprop: 5}", "recipe: GemmRecipe is 5; needs a mapping"),
         ("device=gpu", "device: got 'gpu'; needed: auto, cpu, cuda or cuda:N"),
         ("steps.x=1", "steps: got {'x': 1}; input should be a valid integer"),
         ("steps", "got the setting 'steps'; needed: KEY=VALUE"),
-        ("steps=[1", "steps: the value '[1' is not YAML"),
+        ("steps=[1", "steps: the value '[1' is no YAML"),
     ],
 )
 def test_refusal_names_the_key_and_what_would_do(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert str(caught.value).startswith(said)
+
+
+def mutations(tree: object) -> Iterator[Callable[[object], object]]:
+    """For every place in a tree of plain values, a function that gives the tree with another value there."""
+    yield lambda new: new
+    if isinstance(tree, dict | list):
+        for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
+            for inner in mutations(tree[key]):
+
+                def change(new: object, key: Any = key, inner: Callable[[object], object] = inner) -> object:
+                    changed = copy.copy(tree)
+                    changed[key] = inner(new)
+                    return changed
+
+                yield change
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
+def test_recipe_with_anything_anywhere_is_refused_or_can_be_used(name: str) -> None:
+    """Never an error of another kind, and what is accepted casts a tensor."""
+    recipe = RECIPES[name].override("*.0", "rowwise").override("a", cells={"fprop.lhs": None, "fprop.rhs": None})
+    tree = recipe.to_dict()
+    strange = (None, 5, -1, 1 << 60, 1e300, math.nan, True, "x", "1x5000000000000", [], [5], [[]], {}, {"x": 1}, {1: 2})
+    weight = torch.ones(16, 16)
+    accepted = set()
+    for change in mutations(tree):
+        for value in strange:
+            try:
+                config = load_config(None, []).model_validate({"recipe": change(value)})
+            except ValidationError:
+                continue
+            accepted.add(config.build_recipe())
+    for recipe in accepted:
+        for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+            if gemm.lhs is not None:
+                ottava.quantize(weight, gemm.lhs)
+    assert accepted
 
 
 def test_setting_below_a_value_is_refused(tmp_path: Path) -> None:
@@ -76,7 +126,16 @@ def test_setting_below_a_value_is_refused(tmp_path: Path) -> None:
         load_config(file, ["steps.x=1"])
 
 
-@pytest.mark.parametrize("text, said", [("a: [", "is not YAML"), ("- 1", "got a YAML list"), ("stpes: 1", "stpes")])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a: [", "is no YAML"),
+        ("[" * 5000, "nested"),
+        ("steps: 1" + "0" * 30, "whole number"),
+        ("- 1", "got a YAML list"),
+        ("stpes: 1", "stpes"),
+    ],
+)
 def test_bad_file_is_named(text: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)

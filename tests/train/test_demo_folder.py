@@ -30,8 +30,9 @@ def finished(path: Path) -> DemoFolder:
 
 
 def files(path: Path) -> dict[str, str]:
-    """Every file below a folder, with its text."""
-    return {str(file.relative_to(path)): file.read_text() for file in sorted(path.rglob("*")) if file.is_file()}
+    """Every file below a folder but its lock, with its text."""
+    found = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name != ".lock")
+    return {str(file.relative_to(path)): file.read_text() for file in found}
 
 
 def test_nothing_found_starts(tmp_path: Path) -> None:
@@ -106,7 +107,9 @@ def test_a_finished_demo_cannot_be_resumed(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "{}", "not json", '{"finished": true, "settings": {"speed": 1}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "not json", "[" * 5000, "[]", '{"finished": true, "settings": {"speed": 1}}']
+)
 def test_anything_else_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     (tmp_path / "demo.json").write_text(content)
@@ -132,14 +135,31 @@ def test_resume_and_fresh_exclude_each_other(tmp_path: Path) -> None:
         ({"seeds": 11}, "1 to 10"),
         ({"overrides": ("model.layer=2",)}, "model.layers"),
         ({"overrides": ("seed=2",)}, "option of its own"),
+        ({"overrides": ("init=/runs/a",)}, "runs start from their seeds"),
+        ({"overrides": ("batch_size=1000000000000",)}, "GB of memory"),
+        ({"data": "/nope"}, "/nope: does not exist"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_written(
+def test_bad_settings_are_refused_before_anything_is_written_or_discarded(
     tmp_path: Path, given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        DemoFolder.open(tmp_path, given)
-    assert files(tmp_path) == {}
+        DemoFolder.open(tmp_path / "new", given)
+    assert list(tmp_path.iterdir()) == []
+    for make in (unfinished, finished):
+        before = files(make(tmp_path / make.__name__).path)
+        with pytest.raises(ValueError, match=message):
+            DemoFolder.open(tmp_path / make.__name__, given, fresh=True)
+        assert files(tmp_path / make.__name__) == before
+
+
+def test_demo_of_another_process_is_refused(tmp_path: Path) -> None:
+    folder = unfinished(tmp_path)
+    for options in ({}, {"resume": True}, {"fresh": True}):
+        with pytest.raises(ConfigError, match="is in use by process"):
+            DemoFolder.open(tmp_path, GIVEN, **options)
+    assert list(files(tmp_path)) == ["demo.json", "runs/rowwise-seed0/progress"]
+    del folder
 
 
 def test_settings_survive_json_and_name_the_command_that_repeats_them() -> None:

@@ -20,7 +20,7 @@ from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
 from ottava.train.config import ConfigError
 from ottava.train.data import DataError
-from ottava.train.loop import DeviceError
+from ottava.train.requirements import DeviceError
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",
@@ -198,6 +198,7 @@ def test_folder_in_use_is_refused_unless_resumed(tmp_path: Path) -> None:
     assert resumed.step == 4
     manifest = json.loads((run / "manifest.json").read_text())
     assert [entry["at_step"] for entry in manifest["resumed"]] == [4]
+    resumed.close()
     with pytest.raises(ConfigError, match=r"other settings:\n  optimizer.eps: 1e-08, now 1e-06\n  seed: 0, now 1\n"):
         Trainer(tiny("seed=1", "optimizer.eps=1e-6"), run, resume=True)
 
@@ -258,6 +259,82 @@ def test_nothing_is_written_when_the_text_is_too_short(tmp_path: Path) -> None:
 def test_missing_hardware_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="sees 0 CUDA GPUs; set device=cpu or device=auto"):
         Trainer(tiny("device=cuda"), tmp_path / "run")
+
+
+def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed before its first checkpoint, even in its first moment, the run goes on as if it had not been."""
+    first = Trainer(tiny("recipe=bf16"), tmp_path / "first")
+    first.advance()
+    config = tiny("recipe=delayed", f"init={tmp_path / 'first'}", "checkpoint.every=0")
+    with caplog.at_level("INFO", logger="ottava"):
+        trainer = Trainer(config, tmp_path / "second")
+    assert "starts from the weights of" in caplog.text
+    assert "Not taken over: optimizer state, scaling histories, step count" in caplog.text
+    assert "calibrated the predicted scales on the first 16 batches" in caplog.text
+    weights = zip(trainer.model.parameters(), first.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
+    histories = [value for name, value in trainer.model.state_dict().items() if name.endswith("amax_history")]
+    assert histories
+    assert all(bool((history > 0).all()) for history in histories)
+    trainer.advance(2)
+    trainer.close()
+    again = Trainer(config, tmp_path / "second", resume=True)  # from the checkpoint of step 0
+    assert again.step == 0
+    expected = curve(again.advance())
+    assert saved_curve(tmp_path / "second")[:2] == curve(trainer.history)
+    (record,) = (json.loads(line) for line in (tmp_path / "second" / "amax.jsonl").read_text().splitlines()[1:2])
+    assert record["step"] == 1
+    third = Trainer(config, tmp_path / "third")
+    third.close()
+    next((tmp_path / "third" / "checkpoints").iterdir()).unlink()  # killed a moment before it was written
+    assert curve(Trainer(config, tmp_path / "third", resume=True).advance()) == expected
+
+
+def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
+    Trainer(tiny("recipe=bf16"), tmp_path / "first").advance(4)
+    for settings in (["model.layers=2"], [f"init={tmp_path / 'none'}"]):
+        with pytest.raises(CheckpointError):
+            Trainer(tiny(f"init={tmp_path / 'first'}", *settings), tmp_path / "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_folder_is_held_until_the_run_is_done_or_closed(tmp_path: Path) -> None:
+    trainer = Trainer(tiny(), tmp_path)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()} on"):
+            Trainer(tiny(), tmp_path, resume=resume)
+    trainer.advance(5)
+    trainer.close()
+    resumed = Trainer(tiny(), tmp_path, resume=True)
+    resumed.advance()
+    assert Trainer(tiny(), tmp_path, resume=True).done
+    assert resumed.done
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of a file as POSIX does")
+def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    import resource
+
+    expected = curve(Trainer(tiny(), tmp_path / "whole").advance())
+    trainer = Trainer(tiny(), tmp_path / "run")
+    trainer.advance(5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run" / "metrics.jsonl").stat().st_size + 1000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written") as stopped:
+            trainer.advance()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step-000008.safetensors" in str(stopped.value)
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"step": 9, "l')  # the disk was full in the middle of a line
+    trainer.close()
+    resumed = Trainer(tiny(), tmp_path / "run", resume=True)
+    assert resumed.step == 4
+    resumed.advance()
+    assert saved_curve(tmp_path / "run") == curve(resumed.history) == expected
 
 
 TRAIN = """

@@ -1,8 +1,12 @@
 """The report is one complete HTML file that says everything the result holds."""
 
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -177,6 +181,38 @@ def test_the_picture_is_a_whole_svg_with_the_headline(usual_demo: DemoResult) ->
     text = render_picture(usual_demo)
     assert ElementTree.fromstring(text).get("aria-label") == usual_demo.headline
     assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="looks at the page in Chromium")
+@pytest.mark.parametrize("which", ["usual_demo", "all_recipes"])
+def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """What is wider than its box scrolls, and so is cut in a picture; only the numbers by step of 13 runs may."""
+    script = """<script>addEventListener("load", () => { document.title = "measured " + JSON.stringify({
+      cut: [...document.querySelectorAll(".scroll")].filter((e) => e.checkVisibility()
+        && !e.closest("details:not(.recipe)") && e.scrollWidth > e.clientWidth).map((e) => e.textContent.slice(0, 80)),
+      charts: [...document.querySelectorAll(".chart")].map((e) => e.getBoundingClientRect().width) }); });</script>"""
+    page = tmp_path / "report.html"
+    page.write_text(render_report(request.getfixturevalue(which)).replace("</body>", f"{script}</body>"))
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1000,1400",
+        f"--user-data-dir={tmp_path}/c",
+    ]
+    assert CHROMIUM is not None
+    ran = subprocess.run([CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>measured (.*?)</title>", ran.stdout)
+    assert found, ran.stderr
+    measured = json.loads(found[1])
+    assert measured["cut"] == []
+    assert len(measured["charts"]) == 2
+    assert min(measured["charts"]) >= 560  # the width that their text is sized for
 
 
 def test_split_layer_and_ranges() -> None:

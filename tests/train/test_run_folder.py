@@ -21,6 +21,7 @@ def record(step: int, **changes: float) -> StepRecord:
 
 def filled(path: Path, steps: int) -> RunFolder:
     folder = RunFolder(path, TrainConfig(), resume=False)
+    folder.begin(0, {})
     for step in range(1, steps + 1):
         folder.append(record(step))
     return folder
@@ -57,6 +58,10 @@ def test_missing_or_damaged_lines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has a line that is no step"):
         folder.cut_history(3)
     assert folder.cut_history(1) == [record(1)]
+    for damaged in ("[]", "5", "[" * 5000, lines[1].replace("2048", '"many"'), lines[1].replace("2048", "10" * 50)):
+        metrics.write_text(lines[0] + damaged.rstrip("\n") + "\n" + lines[2])
+        with pytest.raises(CheckpointError, match="has a line that is no step"):
+            folder.cut_history(3)
 
 
 def test_folder_of_a_run_killed_in_its_first_moment_may_be_used(tmp_path: Path) -> None:
@@ -65,39 +70,59 @@ def test_folder_of_a_run_killed_in_its_first_moment_may_be_used(tmp_path: Path) 
     (run / ".config.yaml.part").write_text("half of it")
     for resume in (False, True):
         RunFolder(run, TrainConfig(), resume=resume)
-        (run / "config.yaml").unlink()
 
 
-def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run"
     file.write_text("")
-    with pytest.raises(ConfigError, match="is a file; needed: a folder"):
-        RunFolder(file, TrainConfig(), resume=False)
+    for path in (file, file / "below", file / "far" / "below"):
+        with pytest.raises(ConfigError, match=rf"^{path}: cannot be a run folder: {file} is a file; needed: a folder"):
+            RunFolder(path, TrainConfig(), resume=False)
+    with pytest.raises(ConfigError, match="cannot be a run folder: File name too long"):
+        RunFolder(tmp_path / ("x" * 300), TrainConfig(), resume=False)
 
 
 def test_other_recipe_spelled_out_is_shown_by_its_cells(tmp_path: Path) -> None:
     run = tmp_path / "run"
     spelled_out = TrainConfig(recipe={"name": "mine"})
-    RunFolder(run, spelled_out, resume=False)
+    RunFolder(run, spelled_out, resume=False).begin(0, {})
     RunFolder(run, spelled_out, resume=True)
-    with pytest.raises(ConfigError, match=r"recipe: None, now 'bf16'\n  recipe.name: 'mine', now None"):
+    with pytest.raises(ConfigError, match=r"recipe: None, now 'bf16'\n  recipe.name: 'mine', now None") as refused:
         RunFolder(run, TrainConfig(recipe="bf16"), resume=True)
+    assert f"ottava train --init {run} --run-dir NEW" in str(refused.value)
 
 
 def test_manifest_keeps_the_first_process_and_lists_the_others(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", TrainConfig(), resume=False)
-    folder.write_manifest(0, {"parameters": 5})
-    folder.write_manifest(40, {"parameters": 6})
+    folder.begin(0, {"parameters": 5})
+    folder.begin(40, {"parameters": 6})
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["parameters"] == 5
     assert [entry["at_step"] for entry in manifest["resumed"]] == [40]
     assert manifest["resumed"][0]["versions"] == manifest["versions"]
 
 
+def test_damaged_manifest_is_set_aside_and_a_new_one_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder(tmp_path / "run", TrainConfig(), resume=False)
+    folder.begin(0, {"parameters": 5})
+    manifest = tmp_path / "run" / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    for damaged in ("{", "[]", "null", "[" * 5000, "{}", json.dumps(whole | {"resumed": 3})):
+        manifest.write_text(damaged)
+        caplog.clear()
+        folder.begin(40, {"parameters": 6})
+        assert "manifest.json: is damaged" in caplog.text
+        assert "it is now manifest.json.damaged, and a new one begins" in caplog.text
+        assert (tmp_path / "run" / "manifest.json.damaged").read_text() == damaged
+        again = json.loads(manifest.read_text())
+        assert again.keys() == whole.keys()
+        assert [entry["at_step"] for entry in again["resumed"]] == [40]
+
+
 def test_commit_is_that_of_the_source_or_none(tmp_path: Path) -> None:
     """None unless git itself tracks the file that runs: a repository around a virtual environment does not count."""
     folder = RunFolder(tmp_path / "run", TrainConfig(), resume=False)
-    folder.write_manifest(0, {})
+    folder.begin(0, {})
     commit = json.loads((tmp_path / "run" / "manifest.json").read_text())["commit"]
     source = Path(__file__).parents[2] / "src" / "ottava"
     tracked = subprocess.run(["git", "ls-files", "train/run_folder.py"], cwd=source, capture_output=True, text=True)

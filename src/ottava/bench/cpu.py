@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
-from ottava.bench.rounds import Timing, interleaved
+from ottava.bench.rounds import Timing, interleaved, versions
 from ottava.casts import quantize
 from ottava.debug.measure import Packed, found_by, measure_all, survey
 from ottava.debug.sample import sampled
@@ -140,17 +139,11 @@ def bench(suites: Iterable[str] | None = None, settings: Settings | None = None)
 
 def machine() -> dict[str, Any]:
     """What ratios depend on: CPU, threads, versions."""
-    versions: dict[str, str | None] = {}
-    for name in ("ottava", "torch", "torchao", "mx"):  # the last is microxcaling
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
     return {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "versions": versions,
+        "versions": versions(("ottava", "torch", "torchao", "mx")),  # the last is microxcaling
     }
 
 

@@ -16,7 +16,6 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +26,7 @@ from ottava.bench.gpu_kernels import cast, ceilings, gemms
 from ottava.bench.gpu_models import block, host, linear, seed_layer, train
 from ottava.bench.method import Run
 from ottava.bench.rivals import missing
+from ottava.bench.rounds import versions
 from ottava.errors import unknown_name
 from ottava.nn.plan import Device
 
@@ -75,7 +75,7 @@ def where(run: Run) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if run.cuda else None,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions(_PACKAGES),
         "commit": _said(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
         "smoke": run.smoke,
         "rounds": run.rounds,
@@ -105,13 +105,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         extra += [f"{row['step_bytes'] / 2**30:.2f} GiB"] if row.get("step_bytes") else []
         lines.append(f"  {name:52} {times} {' '.join(extra)}".rstrip())
     return "\n".join(lines)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _said(command: list[str]) -> str:

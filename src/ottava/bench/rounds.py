@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,22 @@ class Timing:
             "ratio": self.ratio,
             "quartiles": list(self.quartiles),
         }
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Of what a figure depends on; None: not installed. torch's own word names its build (2.11.0+cu130), pip's may not.
+
+    Example:
+        >>> versions(["torch", "no such package"]) == {"torch": torch.__version__, "no such package": None}
+        True
+    """
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = str(torch.__version__) if name == "torch" else version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def samples(

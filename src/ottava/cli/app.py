@@ -1,6 +1,6 @@
 """The `ottava` command: the list of its subcommands, and what every one of them does about errors.
 
-    exit code   0    done
+    exit code   0    done, or everything was saved after SIGTERM
                 1    done, and a numerics problem was found (a run diverged, a recipe is clearly worse)
                 2    the command line or a config is wrong
                 3    hardware or an optional dependency is missing
@@ -15,10 +15,14 @@ that help stays quick.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -44,7 +48,6 @@ app = typer.Typer(
     name="ottava",
     help="Train transformers in FP8 and see exactly where FP8 hurts.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -70,8 +73,16 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"ottava {version('ottava')}, torch {version('torch')}")
+        typer.echo(f"ottava {version('ottava')}, torch {_torch_version()}")
         raise typer.Exit()
+
+
+def _torch_version() -> str:
+    """`torch.__version__` without importing torch; a wheel's metadata may leave out the build (2.11.0+cu130)."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ImportError("torch is not installed; install it with: pip install torch")
+    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
 
 
 @app.callback()
@@ -88,6 +99,8 @@ def options(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line (None: the process's own) and exits with its code; errors go to stderr in a few lines."""
+    if "_OTTAVA_COMPLETE" in os.environ:  # to strip its markup, of which our help has none, typer would import rich
+        sys.modules["rich"] = None  # type: ignore[assignment]  # Python's word for: not there
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
     # a stable sort: --debug works anywhere, as people type it, but after -- it is somebody else's

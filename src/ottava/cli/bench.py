@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MISSING = 3
 
-bench = typer.Typer(help="Measure casts, layers and training on this machine, beside BF16 and other packages.")
+bench = typer.Typer(
+    help="Measure casts, layers and training on this machine, beside BF16 and other packages.", rich_markup_mode=None
+)
 
 
 @bench.callback()

@@ -43,7 +43,7 @@ def demo(
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost anything.
 
-    Writes report.html (one file, works offline), loss.svg and summary.json into the run folder. Ctrl-C saves
+    Writes report.html (one file, works offline), loss.svg and summary.json into the run folder. Ctrl-C and SIGTERM save
     everything; the same command then goes on where it stopped.
 
     Exit code 0, or 1 if a recipe diverged or ended clearly above BF16: farther than two BF16 runs that differ by seed
@@ -51,7 +51,7 @@ def demo(
     """
     from rich.console import Console
 
-    from ottava.cli.interrupt import stop_on_interrupt
+    from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.train.demo import Demo
     from ottava.train.demo_folder import DEFAULT_FOLDER, DemoFolder
     from ottava.train.display import open_display
@@ -66,8 +66,7 @@ def demo(
             finished = trained.train(display, stopping)
         if not finished:
             where = "" if run_dir is None else f" --run-dir {shlex.quote(str(run_dir))}"
-            typer.echo(f"Interrupted; everything is saved. Go on with: ottava demo --resume{where}", err=True)
-            return 130
+            return say_saved(stopping(), f"ottava demo --resume{where}")
         console.print("[dim]evaluating every run in BF16 too, and looking at every cast ...[/]", highlight=False)
         result = trained.result()
         trained.write(result)

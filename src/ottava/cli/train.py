@@ -6,7 +6,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +30,10 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/<CONFIG>.")
     ] = None,
+    init: Annotated[
+        Path | None,
+        typer.Option("--init", metavar="RUN", help="Start from the weights of that run, or of one of its checkpoints."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Put statistics of every cast into the run folder; --set watch.every=10")
@@ -41,42 +45,43 @@ def train(
 
     Every setting has a default: see them with --print-config. The run folder gets the settings, a line per step
     (metrics.jsonl), checkpoints, and a receipt of what each GEMM really ran. A killed run goes on with --resume and
-    ends bit for bit where it would have ended. With --watch it can be asked where FP8 hurt: `ottava diagnose RUN`,
-    `ottava report RUN`.
+    ends bit for bit where it would have ended; Ctrl-C and SIGTERM (which exits with 0) save first. --init goes on under
+    another recipe: the weights are taken over, and predicted scales calibrated on them. With --watch it can be asked
+    where FP8 hurt: `ottava diagnose RUN`, `ottava report RUN`.
     """
+    from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.train import Trainer, load_config
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
     # What was saved needs no CONFIG; if nothing was, load_config says so.
-    wanted = [*(["watch={}"] if watch else []), *(settings or ())]
+    wanted = ["watch={}"] if watch else []
+    wanted += [f"init={json.dumps(str(init))}"] if init else []
+    wanted += settings or ()
     resolved = load_config(folder / "config.yaml" if resume and config is None else config, wanted)
     if print_config:
         values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
         typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
         return 0
-    trainer = Trainer(resolved, folder, resume=resume)
-    interrupted = _run(trainer, resolved, progress_on_stderr=as_json)
+    with stop_on_interrupt() as stopping:
+        trainer = Trainer(resolved, folder, resume=resume)
+        finished = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if as_json:
-        typer.echo(json.dumps(_result(trainer, resolved, interrupted=interrupted)))
+        typer.echo(json.dumps(_result(trainer, resolved, interrupted=not finished)))
     else:
         typer.echo(_summary(trainer, resolved))
-    if interrupted:
-        typer.echo(
-            f"interrupted and saved; go on with: ottava train --resume --run-dir {shlex.quote(str(folder))}", err=True
-        )
-        return 130
+    if not finished:
+        return say_saved(stopping(), f"ottava train --resume --run-dir {shlex.quote(str(folder))}")
     return 1 if trainer.diverged else 0
 
 
-def _run(trainer: Trainer, config: TrainConfig, *, progress_on_stderr: bool) -> bool:
-    """Trains to the end, showing how it goes; True if Ctrl-C came first, and then a checkpoint has been saved."""
+def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], *, progress_on_stderr: bool) -> bool:
+    """Trains to the end, showing how it goes; False if `stopping` came first, and then a checkpoint has been saved."""
     from rich.console import Console
 
-    from ottava.cli.interrupt import stop_on_interrupt
     from ottava.train.display import open_display
 
     began, first, shown = time.monotonic(), trainer.step, 0.0
-    with stop_on_interrupt() as stopping, open_display(Console(stderr=progress_on_stderr)) as display:
+    with open_display(Console(stderr=progress_on_stderr)) as display:
         display.say(str(trainer.conversion))
         display.say(f"{trainer.corpus.source}\nrun folder: {trainer.folder.path}")
         while not trainer.done and not stopping():
@@ -91,7 +96,7 @@ def _run(trainer: Trainer, config: TrainConfig, *, progress_on_stderr: bool) -> 
         if not trainer.done:
             trainer.save()
             trainer.close()
-    return not trainer.done
+    return trainer.done
 
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:

@@ -17,9 +17,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ottava.untrusted import regular_size
+
+_MAX_RECORD = 16 << 20
+"""Bytes. Larger records, such as pictures, are passed over: one of scalars has some kilobytes."""
 _POLYNOMIAL = 0x82F63B78
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FLOAT, _DOUBLE, _INT32, _STRING, _INT64 = 1, 2, 3, 7, 9  # tensor.proto's DataType
+_LONGEST_VARINT = 10
+"""Bytes: 64 bits, of which each has 7."""
+_DAMAGED = "damaged protobuf message"
 _SCALARS = ((_FLOAT, "<f", 5), (_DOUBLE, "<d", 6))  # and the field that holds the values
 
 
@@ -116,36 +123,50 @@ def read_scalars(path: Path) -> Iterator[Scalar]:
     """The scalars of an event file, old form (simple_value) and new (a tensor of one number).
 
     Raises:
-        ValueError: the file begins with something else than a record.
-    Edge cases: stops at a record that is torn or damaged, as a killed writer leaves it.
+        ValueError: the file begins with something else than a record, or a record is whole and holds no event.
+        OSError, UntrustedError: as in `untrusted.regular_size`.
+    Edge cases: stops at a record that is torn or damaged, as a killed writer leaves it. Passes over records of more
+        than 16 MiB.
     """
     for payload in _records(path):
-        wall_time, step, values = 0.0, 0, []
-        for field, value in _fields(payload):
-            if field == 1 and isinstance(value, bytes):
-                (wall_time,) = struct.unpack("<d", value)
-            elif field == 2 and isinstance(value, int):
-                step = value - (1 << 64) if value >> 63 else value
-            elif field == 5 and isinstance(value, bytes):
-                values += [entry for number, entry in _fields(value) if number == 1]
-        for entry in values:
-            found = _scalar(entry) if isinstance(entry, bytes) else None
-            if found is not None:
-                yield Scalar(step, wall_time, *found)
+        try:
+            found = list(_scalars(payload))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; what stands before it was read") from error
+        yield from found
+
+
+def _scalars(payload: bytes) -> Iterator[Scalar]:
+    wall_time, step, values = 0.0, 0, []
+    for field, value in _fields(payload):
+        if field == 1:
+            wall_time = _unpacked("<d", value)
+        elif field == 2 and isinstance(value, int):
+            step = value - (1 << 64) if value >> 63 else value
+        elif field == 5 and isinstance(value, bytes):
+            values += [entry for number, entry in _fields(value) if number == 1]
+    for entry in values:
+        found = _scalar(entry) if isinstance(entry, bytes) else None
+        if found is not None:
+            yield Scalar(step, wall_time, *found)
 
 
 def _scalar(entry: bytes) -> tuple[str, float] | None:
     tag, number = "", None
     for field, value in _fields(entry):
-        if not isinstance(value, bytes):
-            continue
-        if field == 1:
+        if field == 2:
+            number = _unpacked("<f", value)
+        elif field == 1 and isinstance(value, bytes):
             tag = value.decode(errors="replace")
-        elif field == 2:
-            (number,) = struct.unpack("<f", value)
-        elif field == 8:
+        elif field == 8 and isinstance(value, bytes):
             number = _of_tensor(value)
     return None if number is None else (tag, number)
+
+
+def _unpacked(form: str, value: int | bytes) -> float:
+    if not isinstance(value, bytes) or len(value) != struct.calcsize(form):
+        raise ValueError(f"{_DAMAGED}: a number of the wrong size")
+    return float(struct.unpack(form, value)[0])
 
 
 def _of_tensor(tensor: bytes) -> float | None:
@@ -155,11 +176,12 @@ def _of_tensor(tensor: bytes) -> float | None:
             continue
         for content in (fields.get(field), fields.get(4)):
             if isinstance(content, bytes) and len(content) == struct.calcsize(form):
-                return float(struct.unpack(form, content)[0])
+                return _unpacked(form, content)
     return None
 
 
 def _records(path: Path) -> Iterator[bytes]:
+    left = regular_size(path)
     with path.open("rb") as stream:
         while len(head := stream.read(12)) == 12:
             length, check = head[:8], struct.unpack("<I", head[8:])[0]
@@ -168,6 +190,12 @@ def _records(path: Path) -> Iterator[bytes]:
                     raise ValueError(f"{path}: is no TensorBoard event file")
                 return
             (size,) = struct.unpack("<Q", length)
+            left -= 16 + size
+            if left < 0:  # torn, or a claim: nothing is reserved for it
+                return
+            if size > _MAX_RECORD:
+                stream.seek(size + 4, os.SEEK_CUR)
+                continue
             payload, tail = stream.read(size), stream.read(4)
             if len(tail) < 4 or masked_crc(payload) != struct.unpack("<I", tail)[0]:
                 return
@@ -189,20 +217,20 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
-            raise ValueError(f"damaged protobuf message: wire type {kind}")
+            raise ValueError(f"{_DAMAGED}: wire type {kind}")
+        if at + size > len(message):
+            raise ValueError(f"{_DAMAGED}: a field of {size:,} bytes in a message of {len(message):,}")
         yield number, message[at : at + size]
         at += size
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while at < len(message):
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+    value = 0
+    for i, byte in enumerate(message[at : at + _LONGEST_VARINT]):
+        value |= (byte & 0x7F) << 7 * i
         if not byte & 0x80:
-            break
-    return value, at
+            return value & (1 << 64) - 1, at + i + 1
+    raise ValueError(f"{_DAMAGED}: a whole number without end")
 
 
 def _varint(value: int) -> bytes:

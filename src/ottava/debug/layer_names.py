@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from types import MappingProxyType
 
 KINDS = MappingProxyType(
@@ -66,3 +67,14 @@ def layer_index(name: str) -> int | None:
         (12, None)
     """
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def end_blocks(names: Iterable[str]) -> tuple[int, int] | None:
+    """The numbers of the first and the last block; None where there are no two.
+
+    Example:
+        >>> end_blocks(["embed", "layers.0.up", "layers.3.up", "lm_head"]), end_blocks(["layers.0.up"])
+        ((0, 3), None)
+    """
+    numbers = {index for index in map(layer_index, names) if index is not None}
+    return (min(numbers), max(numbers)) if len(numbers) > 1 else None

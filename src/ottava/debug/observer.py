@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ottava.debug.measure import measure
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
+from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers
 
@@ -77,6 +78,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
     """Hands every cast at the doors of a model to `take`, until the handles are removed."""
+    need("observe", model, nn.Module)
     handles = []
     for name, module in model.named_modules():
         if not isinstance(module, LinearQuantizers):

@@ -25,6 +25,7 @@ from ottava.errors import RefusesUnknownFields, unknown_name
 from ottava.formats import Format, get_format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.scaling import ScaleFormat
+from ottava.untrusted import parse_json
 
 SCHEMA_VERSION = 1
 FILE_NAME = "amax.jsonl"
@@ -197,7 +198,7 @@ class AmaxLog:
                     "recipe has changed; record it in another folder"
                 )
             self._header, self._doors = tensors, doors
-        with self.path.open("ab", buffering=0) as stream:
+        with self.path.open("ab") as stream:
             stream.write("".join(f"{line}\n" for line in lines).encode())
 
     def _cut_back(self, step: int) -> None:
@@ -255,7 +256,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 def _tensors(path: Path, header: bytes) -> list[RecordedTensor]:
     try:
-        values = json.loads(header)
+        values = parse_json(header)
         version = values["schema_version"]
         tensors = [RecordedTensor.from_dict(entry) for entry in values["tensors"]] if version == SCHEMA_VERSION else []
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -267,7 +268,7 @@ def _tensors(path: Path, header: bytes) -> list[RecordedTensor]:
 
 def _step(path: Path, number: int, line: bytes, tensors: int) -> tuple[int, list[float]]:
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         step, amax = int(values["step"]), [float(value) for value in values["amax"]]
     except (ValueError, TypeError, KeyError) as error:
         raise RecordingError(f"{path}: line {number} is no step of a recording ({error})") from error

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ottava.debug.observer import Key, watch_doors
 from ottava.debug.tally import Detail, Tally
+from ottava.errors import need
 from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.quantized_tensor import QuantizedTensor
 
@@ -43,6 +44,7 @@ class Slots:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 64, detail: Detail = "exponents") -> None:
+        need("Slots", model, nn.Module)
         if every < 1:
             raise ValueError(f"Slots: every is {every}; needs 1 (each tile) or more")
         if detail not in ("numbers", "exponents"):

@@ -26,8 +26,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ottava.debug.safe_pickle import RefusedError, StandIn, load_pickle, load_torch
+from ottava.debug.safe_pickle import RefusedError, StandIn, check_tensors, load_pickle, load_torch
 from ottava.formats import E4M3, E5M2, Format
+from ottava.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, regular_size
 
 _OURS = re.compile(
     r"(?:(?P<layer>.+)\.)?quantizers\.(?P<tensor>input|weight|grad_output)"
@@ -146,13 +147,18 @@ def read_scaling_state(path: Path | str) -> ScalingStateFile:
         StateFileError: no such file, damaged, holds no scaling state, or reading it would run code.
     """
     path = Path(path)
-    if not path.is_file():
-        what = "is a folder; give one of the files in it" if path.is_dir() else "does not exist"
-        raise StateFileError(f"{path}: {what}")
+    try:
+        size = regular_size(path)
+    except FileNotFoundError as error:
+        raise StateFileError(f"{path}: does not exist") from error
+    except UntrustedError as error:
+        what = "is a folder; give one of the files in it" if path.is_dir() else str(error)
+        raise StateFileError(f"{path}: {what}") from error
     with path.open("rb") as stream:
         is_torch = stream.read(4).startswith(_TORCH_MAGIC)
     try:
         entries = dict(_flatten(load_torch(path)) if is_torch else _safetensors_entries(path))
+        check_tensors(entries, size)
     except RefusedError as error:
         raise StateFileError(
             f"{path}: {error}; save the model's state alone: torch.save(model.state_dict(), FILE)"
@@ -185,12 +191,18 @@ def _safetensors_entries(path: Path) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_tensor(name)
 
 
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    elif _wanted(prefix):
-        yield prefix, tree
+def _flatten(tree: Any) -> Iterator[tuple[str, Any]]:
+    waiting, visits = [("", tree, 0)], 0
+    while waiting:
+        name, value, depth = waiting.pop()
+        visits += 1
+        if visits > MAX_PARTS or depth > MAX_DEPTH:  # dicts that hold each other, or share what they hold
+            raise LimitError(f"has more than {MAX_PARTS:,} entries, or more than {MAX_DEPTH} dicts within dicts")
+        if isinstance(value, dict):
+            below = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
+            waiting += reversed(below)
+        elif _wanted(name):
+            yield name, value
 
 
 @dataclass(frozen=True)
@@ -333,9 +345,9 @@ def _extra_state(path: Path, name: str, value: Any) -> Any:
     else:
         raise StateFileError(f"{path}: {name}: is {type(value).__name__}, which is no state of TransformerEngine")
     try:
-        if data.startswith(_TORCH_MAGIC[0]):
-            return load_torch(data)
-        return load_pickle(data) if data else None
+        state = None if not data else load_torch(data) if data.startswith(_TORCH_MAGIC[0]) else load_pickle(data)
+        check_tensors(state, len(data))
+        return state
     except RefusedError as error:
         raise StateFileError(f"{path}: {name}: {error}; it is not read") from error
     except Exception as error:  # as above

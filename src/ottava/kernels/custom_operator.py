@@ -1,7 +1,8 @@
-"""Makes a function an operator that torch.compile sees as one opaque node.
+"""What torch.compile makes of a function: one opaque node of the graph, or a constant.
 
 `torch.library.custom_op` does the same with ten more Python calls around each of ours, three times the price: a layer
-has seven operators a step, and its GEMMs are short where it is small.
+has seven operators a step, and its GEMMs are short where it is small. `torch.compiler.assume_constant_result` imports
+Dynamo, which takes longer than all of torch, and nobody may compile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from typing import Any, TypeVar
 import torch
 
 Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def constant_in_graph(function: Run) -> Run:
+    """Decorates what runs while torch.compile traces, and whose result, a plain constant, stands in the graph.
+
+    As `torch.compiler.assume_constant_result`, which sets the same mark and imports Dynamo for it.
+
+    Example:
+        >>> @constant_in_graph
+        ... def limit():
+        ...     return 448
+        >>> limit()
+        448
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo's own name for the mark
+    return function
 
 
 def custom_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Run], Run]:

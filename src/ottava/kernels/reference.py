@@ -96,26 +96,27 @@ def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
-    y = _accumulate(a, b)
+    k = a.data.shape[1]
+    one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
+    if k == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
+        y = a.scale_inv.new_zeros(a.shape[0], b.shape[0])
+    elif not one_block and a.spec.scale_format != "fp32" and b.spec.scale_format != "fp32":
+        # code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs): scaling
+        # the operands first gives the same products without rounding
+        y = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
+    else:
+        y = _sum_of_codes(a, b, k if one_block else _block_columns(a.spec.granularity, b.spec.granularity, k))
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)
 
 
-def _accumulate(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    """The fp32 sum, scaled."""
-    if a.data.shape[1] == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
-        return a.scale_inv.new_zeros(a.shape[0], b.shape[0])
-    one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
-    if not one_block and a.spec.scale_format != "fp32" and b.spec.scale_format != "fp32":
-        # code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs): scaling
-        # the operands first gives the same products without rounding
-        return a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
+def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
+    """The fp32 sum, scaled after each `step` of K, over which no scale changes."""
     a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
-    if one_block:
+    k = a_codes.shape[1]
+    if step == k:
         return _scale(a_codes @ b_codes.t(), a, b, 0)
-    k = a.shape[1]
-    step = _block_columns(a.spec.granularity, b.spec.granularity, k)
     y = a_codes.new_zeros(a.shape[0], b.shape[0])
     for start in range(0, k, step):
         stop = min(start + step, k)

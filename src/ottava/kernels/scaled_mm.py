@@ -1,4 +1,4 @@
-"""torch's scaled GEMM: FP8 tensor cores on Hopper and later through cuBLASLt; the same call also runs on a CPU.
+"""torch's scaled GEMM: FP8 tensor cores on Hopper and later through cuBLASLt; newer torches run the call on a CPU too.
 
     y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias           per tensor, per row of a and of b, or by blocks of 128
 
@@ -67,7 +67,19 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
         return f"{NAME}: torch multiplies blocks of 128 on cuda only; got {a.device.type}"
     elif a.device.type != "cpu":
         return f"{NAME}: runs on cuda and cpu; got {a.device.type}"
+    elif not runs_on_cpu():
+        return f"{NAME}: torch {torch.__version__} multiplies FP8 on cuda only; got cpu"
     return None
+
+
+def runs_on_cpu() -> bool:
+    """Whether this torch registered a kernel of its scaled GEMM for CPUs: 2.13 has one, 2.11 has not.
+
+    Example:
+        >>> isinstance(runs_on_cpu(), bool)
+        True
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:

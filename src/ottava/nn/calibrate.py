@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
+from ottava.errors import need
 from ottava.nn.linear import Linear
 from ottava.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
@@ -97,6 +98,7 @@ def calibrate(
         >>> [(row.tensor, row.amax, row.scale) for row in found.rows if row.tensor != "weight"]
         [('input', 1.0, 448.0), ('grad_output', 1.0, 57344.0)]
     """
+    need("calibrate", model, nn.Module)
     wanted = get_recipe(recipe) if recipe is not None else None
     _check(model, wanted)
     steps = 0

@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ottava.errors import unknown_name
+from ottava.errors import need, unknown_name
 from ottava.nn.linear import Linear
+from ottava.nn.outside import weights_outside
 from ottava.nn.plan import TOKENS, Device, plan_layer
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
@@ -42,6 +43,8 @@ class ConversionReport:
     """Full names."""
     skipped: Mapping[str, str]
     """Full name -> why not."""
+    outside: Mapping[str, str]
+    """Weights that are multiplied, but not by an nn.Linear: full name of the parameter -> why no recipe reaches it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -49,12 +52,16 @@ class ConversionReport:
             "recipe": self.recipe.to_dict(),
             "converted": list(self.converted),
             "skipped": dict(self.skipped),
+            "outside": dict(self.outside),
         }
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.skipped)
         lines = [f"{len(self.converted)} of {total} linear layers under recipe {self.recipe.name!r}"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
+        if self.outside:
+            lines.append("multiplied outside linear layers, in high precision:")
+            lines += [f"  {name}: {reason}" for name, reason in self.outside.items()]
         return "\n".join(lines)
 
 
@@ -82,8 +89,9 @@ def convert(
         ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
         TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
     Warns: when no layer at all was converted under a recipe that quantizes.
-    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported. A second call
-        leaves layers that it skips under the recipe they have, so that two calls may share a model out.
+    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported, and so are
+        weights that no nn.Linear multiplies (nn.MultiheadAttention's in_proj, GPT-2's Conv1D, stacks of experts). A
+        second call leaves layers that it skips under the recipe they have, so that two calls may share a model out.
 
     Example:
         >>> import torch, ottava
@@ -94,6 +102,7 @@ def convert(
         >>> print(ottava.convert(model, "tensorwise", filter=lambda name, layer: True))
         2 of 2 linear layers under recipe 'tensorwise'
     """
+    need("convert", model, nn.Module)
     recipe = get_recipe(recipe)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_patterns(recipe, layers)
@@ -111,7 +120,8 @@ def convert(
         layer.adopt(recipe, name)
     if converted:
         ScalingState(model)
-    report = ConversionReport(model, recipe, converted, skipped)
+    outside = {weight.name: weight.reason for weight in weights_outside(model)}
+    report = ConversionReport(model, recipe, converted, skipped, outside)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)
     return report
@@ -156,6 +166,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
         >>> [o.pattern for o in keep_first_last_bf16("tensorwise", Net(), first=1, last=2).overrides]
         ['layers.0.*', 'layers.2.*', 'layers.3.*']
     """
+    need("keep_first_last_bf16", model, nn.Module)
     recipe = get_recipe(recipe)
     lists = [
         (name, module)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from ottava.ambient import ambient
 from ottava.quantizer import Quantizer
 from ottava.state import Boundaries, ScalingState, living_states, roll_windows
 
@@ -101,6 +102,7 @@ class GraphedStep:
                 "converted again or loaded with assign=True), and the graph writes to the old ones; make another "
                 "graphed_step"
             )
+        ambient()  # for an autocast around it: its layers did hear one, in the capture
         self._capture.replay()
         for state, moved in self._moved:
             state.repeat(moved)

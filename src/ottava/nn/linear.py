@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import AMBIENT, NOTHING_SAID, Ambient, ambient
+from ottava.ambient import AMBIENT, Ambient, ambient, traced_ambient
 from ottava.functional import Call, build_ahead, linear, observe_grad_output
+from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmPlan
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
@@ -31,6 +32,7 @@ class Linear(nn.Linear):
         inside. dtypes: float32, bfloat16, float16; under torch.autocast the input is cast first, as torch does.
     Raises:
         ValueError: unknown recipe.
+        TypeError: outside torch.autocast, an input whose dtype is not the weight's; where torch raises, too.
     Edge cases: a recipe (or an override) that is high precision runs torch's own linear, bit for bit. Recomputation by
         torch.utils.checkpoint uses the recipe of the layer's last forward.
 
@@ -84,43 +86,50 @@ class Linear(nn.Linear):
             said = ambient()
             call = Call(self.quantizers, said.recipe_for(self.name, self.resolved))
             if said.session is not None or self._unprepared(call.recipe):
-                return self._uncompiled(input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
+
+                return uncompiled(self, input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             said = AMBIENT.get()
+            said.ear.heard = True
             call = self._begin_call(input, said)
             if said.calibrating:
                 return self._calibrate(input, said)
             if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
                 call.after_backward = self._announce(call.recipe, input, said)
+        weight, bias = self.weight, self.bias
         if not call.recipe.casts:
-            return nn.functional.linear(input, self.weight, self.bias)
+            return nn.functional.linear(input, weight, bias)
         if (dtype := _autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        elif input.dtype == torch.float32 and not torch.compiler.is_compiling():
-            _warn_fp32(call.recipe.name)
-        return linear(input, self.weight, self.bias, call)
+        else:
+            if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+                _refuse_mixed(self.name, input, weight, bias)
+            if input.dtype == torch.float32 and not torch.compiler.is_compiling():
+                _warn_fp32(call.recipe.name)
+        return linear(input, weight, bias, call)
 
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
 
-    @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
-    def _uncompiled(self, input: Tensor) -> Tensor:
-        return self.forward(input)
-
     def _begin_call(self, input: Tensor, said: Ambient) -> Call:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
-        if torch._C._current_graph_task_id() != -1 and self.last_call is not None:
-            return self.last_call
-        recipe = self.resolved if said is NOTHING_SAID else said.recipe_for(self.name, self.resolved)
-        call = Call(self.quantizers, recipe, self.plans, tuple(input.shape))
+        training, before = torch.is_grad_enabled() and not said.calibrating, self.last_call
+        if before is not None and torch._C._current_graph_task_id() != -1:
+            before.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
+            return before
+        recipe = self.resolved if said.recipe is None and said.enabled else said.recipe_for(self.name, self.resolved)
+        call = Call(self.quantizers, recipe, self.plans, tuple(input.shape), training=training, before=before)
         vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
         return call
 
-    @torch.compiler.assume_constant_result  # runs while tracing: a side effect in the graph would forbid checkpointing
+    @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
     def _note_compiled(self) -> None:
-        self.last_call = Call(self.quantizers, ambient().recipe_for(self.name, self.resolved))
+        recipe = traced_ambient().recipe_for(self.name, self.resolved)
+        call = Call(self.quantizers, recipe, training=torch.is_grad_enabled(), before=self.last_call)
+        self.last_call = call
 
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
@@ -185,6 +194,15 @@ def _autocast_dtype(input: Tensor) -> torch.dtype | None:
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for what, own in (("weight", weight), ("bias", bias)):
+        if own is not None and own.dtype != input.dtype:
+            raise TypeError(
+                f"{name or 'Linear'}: got {input.dtype} input for a {own.dtype} {what}; needs one dtype. Cast the "
+                f"input (x.to({own.dtype})) or the layer, or run the forward under torch.autocast, which casts both"
+            )
 
 
 def _recomputing() -> bool:

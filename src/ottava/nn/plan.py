@@ -10,7 +10,6 @@ published measurements, until `ottava bench ceilings` has measured yours (`Devic
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,9 +18,11 @@ from typing import Any
 
 from torch import nn
 
+from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 TOKENS = 16384
 """Of one forward, batch x sequence on one GPU, unless told otherwise."""
@@ -68,7 +69,10 @@ class Device:
         Raises:
             ValueError: no such measurement in the file, or a constant with a name that is not known.
         """
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        try:
+            found = parse_json(read_text(Path(path)))
+        except UntrustedError as error:
+            raise ValueError(f"{path}: {error}; write one with `ottava bench ceilings`") from error
         constants = found.get("constants") if isinstance(found, dict) else None
         known = {field.name for field in fields(cls)}
         if not isinstance(constants, dict) or not constants or not set(constants) <= known:
@@ -76,6 +80,8 @@ class Device:
                 f"{path}: needs an object 'constants' with some of {', '.join(sorted(known))}; write one with "
                 "`ottava bench ceilings`"
             )
+        if wrong := misfit(constants, {"name": str, "capability": [int], "*": float}, "constants"):
+            raise ValueError(f"{path}: {wrong}")
         if "capability" in constants:
             constants["capability"] = tuple(constants["capability"])
         return cls(**constants)
@@ -243,6 +249,7 @@ def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: D
         >>> [layer.taken for layer in plan.layers]
         [True, False]
     """
+    need("plan_model", model, nn.Module)
     recipe, device = get_recipe(recipe), device or Device()
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     shapes = {name: (tokens, layer.in_features, layer.out_features) for name, layer in linears.items()}

@@ -7,12 +7,15 @@ The engine writes down what each GEMM ran as it runs it; here that becomes a tab
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from ottava.errors import need
 from ottava.nn.linear import Linear
+from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
 from ottava.recipe import GEMMS, GemmRecipe
 
@@ -49,7 +52,7 @@ class ReceiptRow:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Rows, and the share of the linear work that ran with quantized operands."""
+    """Rows, and the share of the linear work that ran with quantized operands; as text, equal layers share a row."""
 
     rows: tuple[ReceiptRow, ...]
     """In the order of the model."""
@@ -78,7 +81,10 @@ class Receipt:
 
     def __str__(self) -> str:
         header = ("layer", "gemm", "operands", "kernel", "M x N x K", "padding", "saved", "note")
-        cells = [(r.layer, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note) for r in self.rows]
+        cells = [
+            (name, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note)
+            for name, r in grouped(self.rows)
+        ]
         widths = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
         lines = [
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -88,10 +94,48 @@ class Receipt:
         return "\n".join(lines)
 
 
-def receipt(model: nn.Module) -> Receipt:
-    """What each GEMM of each linear layer ran in its last forward and backward.
+def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
+    """Rows that differ in nothing but numbers in the layer's name as one, under a name that has all of the numbers.
 
-    Layers that are not ottava's get one row that says so. Inside torch.compile kernels are chosen when the compiled
+    Example:
+        >>> row = ReceiptRow("layers.0.up", "fprop", "", "", "", "", True, True, 0, 0, "", 1)
+        >>> rows = [replace(row, layer=f"layers.{i}.up", note="BF16" if i == 3 else "") for i in range(6)]
+        >>> [(name, one.note) for name, one in grouped(rows)]
+        [('layers.0-2,4-5.up', ''), ('layers.3.up', 'BF16')]
+    """
+    alike: dict[tuple[str, ReceiptRow], list[tuple[int, ...]]] = {}
+    first: dict[tuple[str, ReceiptRow], ReceiptRow] = {}
+    for row in rows:
+        parts = row.layer.split(".")
+        key = ".".join("{}" if part.isdecimal() else part for part in parts), replace(row, layer="")
+        alike.setdefault(key, []).append(tuple(int(part) for part in parts if part.isdecimal()))
+        first.setdefault(key, row)
+    found: list[tuple[str, ReceiptRow]] = []
+    for key, numbers in alike.items():
+        sides = [sorted(set(side)) for side in zip(*numbers, strict=True)]
+        if len(numbers) == math.prod(len(side) for side in sides):  # the name says all of them and no other
+            found.append((key[0].format(*(_ranges(side) for side in sides)), first[key]))
+        else:
+            found += [(key[0].format(*one), first[key]) for one in numbers]
+    return found
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending whole numbers: 0-2,5."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
+    """What each GEMM of each linear layer ran in its last forward and backward of training.
+
+    Args:
+        training: the last call in grad mode that was no calibration, where there was one, so that an evaluation hides
+            nothing. False: the last call, whatever it was.
+
+    Layers that are not ottava's get one row that says so, and so do weights that are multiplied outside every nn.Linear
+    (`nn.outside`), under the name of the parameter. Inside torch.compile kernels are chosen when the compiled
     code runs and are not written down; such rows say "compiled" and show what the recipe asked for when it was traced.
 
     Example:
@@ -103,21 +147,28 @@ def receipt(model: nn.Module) -> Receipt:
         >>> [(row.gemm, row.kernel, row.note) for row in ottava.receipt(model).rows][2]
         ('wgrad', 'torch.mm bfloat16', "recipe 'rowwise_with_gw_hp' keeps it in high precision")
     """
+    need("receipt", model, nn.Module)
     rows: list[ReceiptRow] = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            rows += [_row(name, module, gemm) for gemm in GEMMS]
+            rows += [_row(name, module, gemm, training) for gemm in GEMMS]
         elif isinstance(module, nn.Linear):
             shape = f"? x {module.out_features} x {module.in_features}"
-            note = "not converted: runs torch's own linear"
-            # all three GEMMs, which is what training runs
-            weight = 3 * module.weight.numel()
-            rows.append(ReceiptRow(name, "all", "high precision", "torch", shape, "", False, False, 0, 0, note, weight))
+            rows.append(_torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel()))
+    for weight in weights_outside(model):
+        rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
     return Receipt(tuple(rows))
+
+
+def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
+    """What runs without ottava: all three GEMMs, which is what training runs."""
+    return ReceiptRow(name, "all", "high precision", "torch", shape, "", False, False, 0, 0, note, 3 * elements)
 
 
 def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = False) -> None:
     """Raises AssertionError unless that share of the model's linear work ran with quantized operands.
+
+    The last training call counts (see `receipt`), whatever was evaluated since.
 
     Args:
         min_fraction: 0 to 1, see `Receipt.fp8_fraction`.
@@ -127,7 +178,8 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
     fraction = got.native_fraction if native else got.fp8_fraction
     if fraction < min_fraction:
         field = "native" if native else "fp8"
-        offenders = [f"  {r.layer}.{r.gemm}: {r.note or r.kernel}" for r in got.rows if not getattr(r, field)]
+        rows = grouped([row for row in got.rows if not getattr(row, field)])
+        offenders = [f"  {name}.{row.gemm}: {row.note or row.kernel}" for name, row in rows]
         what = "on FP8 hardware" if native else "in FP8"
         raise AssertionError(
             f"{fraction:.1%} of the linear work ran {what}; at least {min_fraction:.1%} is required. Not {what}:\n"
@@ -135,8 +187,10 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
         )
 
 
-def _row(name: str, layer: Linear, gemm: str) -> ReceiptRow:
+def _row(name: str, layer: Linear, gemm: str, training: bool) -> ReceiptRow:
     call = layer.last_call
+    if call is not None and training:
+        call = call.last_training or call
     if call is None:
         return _empty_row(name, gemm, str(getattr(layer.resolved, gemm)), "has not run")
     cells: GemmRecipe = getattr(call.recipe, gemm)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.casts import quantize
+from ottava.errors import need
 from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
 from ottava.nn.linear import Linear
 from ottava.ops import tune_gemm
@@ -36,12 +37,14 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
         Traceback (most recent call last):
         ValueError: tune_gemm: got operands on cpu; times are taken on cuda: move them there
     """
+    need("tune", model, nn.Module)
     found: dict[str, Choice] = {}
     for layer in (module for module in model.modules() if isinstance(module, Linear)):
         if layer.last_call is None:
             continue
-        for gemm, record in layer.last_call.records.items():
-            cells = getattr(layer.last_call.recipe, gemm)
+        call = layer.last_call.last_training or layer.last_call
+        for gemm, record in call.records.items():
+            cells = getattr(call.recipe, gemm)
             if not cells.quantized or cells.compute != "native":
                 continue
             dtype, numbers = getattr(torch, record.out_dtype), _numbers(layer.weight.device)

@@ -3,7 +3,7 @@
     model.<name>               the model's state_dict: FP32 parameters and whatever the FP8 recipe keeps in buffers
     optimizer.<name>.<entry>   AdamW's moments and step count of the parameter of that name
     random.<device>            states of torch's generators
-    header                     step, hashes of config, text and tensors, versions, as JSON strings
+    header                     step, hashes of config and text, versions: texts; the hash of all that and the tensors
 
 The learning rate and the data order are functions of the step, so they need no state. A file is either the whole
 checkpoint or not there: it is written under another name, flushed to the disk and then renamed.
@@ -12,6 +12,7 @@ checkpoint or not there: it is written under another name, flushed to the disk a
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -24,9 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-_FORMAT = "ottava.train.checkpoint/1"
+_FORMAT = "ottava.train.checkpoint/2"
 _NAME = re.compile(r"step-(\d+)\.safetensors")
 _TEMPORARY = ".part"
+_HASH = "sha256"
 
 
 class CheckpointError(ValueError):
@@ -47,13 +49,34 @@ class Checkpoint:
 
 
 @contextmanager
+def naming_full_disks(path: Path) -> Iterator[None]:
+    """Raises what goes wrong in writing to `path` as a CheckpointError that says what is left."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); what was saved before is whole. "
+            "Make room, then go on from the last checkpoint with --resume"
+        ) from error
+
+
+@contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields the path to write to; when the block ends well, `path` is that file, on the disk, and never half of it."""
+    """Yields the path to write to; when the block ends well, `path` is that file, on the disk, and never half of it.
+
+    Raises:
+        CheckpointError: it cannot be written. `path` is then what it was, and no part of the new file takes up room.
+    """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    yield temporary
-    with temporary.open("r+b") as stream:
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    with naming_full_disks(path):
+        try:
+            yield temporary
+            with temporary.open("r+b") as stream:
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     if os.name == "posix":  # elsewhere a folder cannot be opened, and need not be
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -68,7 +91,8 @@ def save_checkpoint(
     """Writes `step-000200.safetensors` into the folder and removes all but the `keep` newest up to that step."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {**metadata, "format": _FORMAT, "step": str(step), "tensors": _digest(contents)}
+    header = {**metadata, "format": _FORMAT, "step": str(step)}
+    header[_HASH] = _digest(header, contents)
     path = folder / f"step-{step:06d}.safetensors"
     with atomic_write(path) as temporary:
         save_file(contents, temporary, metadata=header)
@@ -91,22 +115,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: is cut short, damaged or no safetensors file ({error})") from error
     if metadata.get("format") != _FORMAT:
-        raise CheckpointError(f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r})")
-    if metadata.get("tensors") != _digest(tensors):
-        raise CheckpointError(f"{path}: is damaged: its tensors do not have the hash that its header says")
+        raise CheckpointError(
+            f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r}; needed: {_FORMAT!r})"
+        )
+    if metadata.get(_HASH) != _digest(metadata, tensors):
+        raise CheckpointError(f"{path}: is damaged: its header and tensors do not have the hash that it says")
+    if not metadata.get("step", "").isdecimal():
+        raise CheckpointError(f"{path}: is of step {metadata.get('step')!r}; needed: a whole number")
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest readable checkpoint (None in a folder without any), and why newer ones were passed over.
 
-    Also clears away what a killed writer left behind.
-
     Raises:
         CheckpointError: there are checkpoints, and none of them can be read.
     """
-    for left_over in folder.glob(f".*{_TEMPORARY}"):
-        left_over.unlink()
     problems: list[str] = []
     for _, path in _checkpoints(folder):
         try:
@@ -116,6 +140,43 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if problems:
         raise CheckpointError("\n".join([*problems, "no older checkpoint is left; start again in another run folder"]))
     return None, []
+
+
+def clear_left_overs(folder: Path) -> None:
+    """Removes what a killed writer left behind; only for the one process that writes there."""
+    for left_over in folder.glob(f".*{_TEMPORARY}"):
+        left_over.unlink()
+
+
+def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint file `source`, or the newest readable one of the run folder `source`, as `newest_checkpoint`.
+
+    Raises:
+        CheckpointError: there is none, or none can be read.
+    """
+    checkpoint, problems = (
+        newest_checkpoint(source / "checkpoints") if source.is_dir() else (read_checkpoint(source), [])
+    )
+    if checkpoint is None:
+        raise CheckpointError(f"{source}: holds no checkpoint; needed: a run folder of `ottava train`, or a checkpoint")
+    return checkpoint, problems
+
+
+def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Gives the model the checkpoint's parameters, and nothing else: no scaling histories, no optimizer state.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    states = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
+    weights = {name: checkpoint.tensors[f"model.{name}"] for name in states if ".quantizers." not in name}
+    try:
+        missing = model.load_state_dict(weights, strict=False)
+        absent = [name for name in missing.missing_keys if ".quantizers." not in name]
+        if absent or missing.unexpected_keys:
+            raise ValueError(f"it lacks {absent} and has {missing.unexpected_keys} besides")
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -157,9 +218,10 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hash of names, types, shapes and bytes."""
-    total = hashlib.sha256()
+def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Hash of the header, itself left out, and of the tensors' names, types, shapes and bytes."""
+    known = {name: value for name, value in header.items() if name != _HASH}
+    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

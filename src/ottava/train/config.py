@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ottava.debug.watch import WatchConfig
 from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
+from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]  # what a float counts exactly, as schedules do
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -33,7 +34,12 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """A part of the tree: immutable, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def absolute(path: Path | None) -> Path | None:
+    """The path as the saved config must have it, for the run may be resumed from another folder."""
+    return None if path is None else path.expanduser().absolute()
 
 
 class ModelConfig(Section):
@@ -59,6 +65,18 @@ class ModelConfig(Section):
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         return self
 
+    @property
+    def parameters(self) -> int:
+        """How many the model has, without building it.
+
+        Example:
+            >>> ModelConfig().parameters
+            1049984
+        """
+        attention = (2 * self.heads + 2 * self.kv_heads) * (self.d_model // self.heads) * self.d_model
+        block = attention + 3 * self.ffn * self.d_model + 2 * self.d_model
+        return self.layers * block + self.d_model + 2 * 256 * self.d_model
+
 
 class DataConfig(Section):
     """The text: its bytes are the tokens."""
@@ -73,8 +91,7 @@ class DataConfig(Section):
     @field_validator("path")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        # The saved config must find the same text when the run is resumed from another folder.
-        return None if path is None else path.expanduser().absolute()
+        return absolute(path)
 
 
 class OptimizerConfig(Section):
@@ -155,6 +172,9 @@ class TrainConfig(Section):
     """Bytes that a sequence predicts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and the order of the data."""
+    init: Path | None = None
+    """A run folder, or a checkpoint of one, with the weights to start from; null draws them. Predicted scales are
+    calibrated on them. The optimizer starts anew."""
     device: str = "auto"
     """auto (a CUDA GPU where there is one), cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -197,6 +217,11 @@ class TrainConfig(Section):
             raise ValueError(f"got {recipe!r}; needed: a recipe's name, or a mapping as Recipe.to_dict() writes it")
         _as_recipe(recipe)
         return recipe
+
+    @field_validator("init")
+    @classmethod
+    def _absolute(cls, init: Path | None) -> Path | None:
+        return absolute(init)
 
     @field_validator("device")
     @classmethod
@@ -255,11 +280,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(read_text(path, most=MAX_YAML_BYTES))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    except UntrustedError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -274,9 +299,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(names):
         raise ConfigError(f"got the setting {override!r}; needed: KEY=VALUE such as optimizer.learning_rate=1e-3")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: the value {text!r} is not YAML: {error}") from error
+        value = parse_yaml(text)
+    except UntrustedError as error:
+        raise ConfigError(f"{key}: the value {_short(text)} {error}") from error
     for depth, name in enumerate(names[:-1], start=1):
         below = tree.setdefault(name, {})
         if not isinstance(below, dict):
@@ -291,10 +316,15 @@ def _explain(kind: str, location: tuple[int | str, ...], message: str, got: obje
     if kind == "value_error":  # one of ours, which says it all
         return f"{path}: {message.removeprefix('Value error, ')}"
     if kind != "extra_forbidden":
-        return f"{path}: got {got!r}; {message[:1].lower()}{message[1:]}"
+        return f"{path}: got {_short(got)}; {message[:1].lower()}{message[1:]}"
     section: type[BaseModel] = TrainConfig
     for part in location[:-1]:
         section = section.model_fields[str(part)].annotation  # type: ignore[assignment]  # a Section: it forbade a key
     prefix = ".".join(str(part) for part in location[:-1])
     known = [f"{prefix}.{name}" if prefix else name for name in section.model_fields]
     return unknown_name("setting", path, known)
+
+
+def _short(got: object) -> str:
+    shown = repr(got)
+    return shown if len(shown) <= 200 else f"{shown[:200]} ..."

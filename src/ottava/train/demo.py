@@ -133,7 +133,7 @@ class Demo:
         """Of the model, the same for every run."""
         return sum(parameter.numel() for parameter in self.runs[0].trainer.model.parameters())
 
-    def train(self, display: Display, stopping: Callable[[], bool]) -> bool:
+    def train(self, display: Display, stopping: Callable[[], object]) -> bool:
         """Advances the runs in turn until all are done or `stopping()`; then saves those that are not.
 
         Returns:
@@ -149,6 +149,7 @@ class Demo:
         for run in self.runs:
             if not run.trainer.done:
                 run.trainer.save()
+                run.trainer.close()
         return self.done
 
     def result(self) -> DemoResult:

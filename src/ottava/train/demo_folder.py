@@ -29,7 +29,10 @@ from typing import Any, Self
 from ottava.recipe import get_recipe
 from ottava.train.checkpoint import atomic_write
 from ottava.train.config import ConfigError, TrainConfig, load_config
+from ottava.train.folder_lock import FolderLock
+from ottava.train.requirements import gather
 from ottava.train.verdict import MAX_SEEDS
+from ottava.untrusted import parse_json, read_text
 
 DEMO_VERSION = 1
 RESULTS = ("report.html", "loss.svg", "summary.json")
@@ -74,8 +77,9 @@ class DemoSettings:
         if self.steps < _EVALUATIONS:
             raise ConfigError(f"steps: got {self.steps}; needed: at least {_EVALUATIONS}, one for each evaluation")
         for override in self.overrides:
-            if override.partition("=")[0].strip() in ("recipe", "seed", "steps", "data.path"):
-                raise ConfigError(f"--set {override}: the demo has an option of its own for that")
+            if (name := override.partition("=")[0].strip()) in ("recipe", "seed", "steps", "data.path", "init"):
+                why = "its runs start from their seeds" if name == "init" else "it has an option of its own for that"
+                raise ConfigError(f"--set {override}: is not for the demo: {why}")
         self.config("bf16", 0)  # refuses unknown settings before anything is written
 
     def runs(self) -> list[tuple[str, int]]:
@@ -109,8 +113,17 @@ class DemoSettings:
 class DemoFolder:
     """An opened folder: `settings` says what will run, `resumed` whether some of it is done, `news` what to tell."""
 
-    def __init__(self, path: Path, settings: DemoSettings, *, resumed: bool, news: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: DemoSettings,
+        *,
+        resumed: bool,
+        news: tuple[str, ...],
+        lock: FolderLock | None = None,
+    ) -> None:
         self.path = path
+        self.lock = lock  # held as long as this object lives
         self.settings = settings
         self.resumed = resumed
         self.news = news
@@ -124,36 +137,34 @@ class DemoFolder:
             given: the fields of `DemoSettings` that the user chose; the others are the defaults, or those of the demo
                 that is resumed.
         Raises:
-            ConfigError: the folder holds something else, or there is nothing to resume, or an unfinished demo has
-                other settings. The message says what to do. Nothing has been changed then.
+            DataError, DeviceError: as `gather`.
+            ConfigError: another process has the folder, or it holds something else, or there is nothing to resume, or
+                an unfinished demo has other settings. The message says what to do. Nothing has been changed then.
         """
         if resume and fresh:
             raise ConfigError("--resume continues the demo in the folder and --fresh discards it; give one of them")
-        found = _read(path)
         settings = replace(DemoSettings(), **given)
-        if found is None:
-            if resume:
+        lock = FolderLock(path)
+        with lock.kept_if_all_is_well():
+            found = _read(path)
+            saved, finished = found or (settings, False)
+            if resume and found is None:
                 raise ConfigError(f"{path}: holds no demo to resume; leave --resume out to start one")
-            return cls._start(path, settings, news=())
-        saved, finished = found
-        if finished:
-            if resume:
+            if resume and finished:
                 report = path / "report.html"
                 raise ConfigError(f"{path}: its demo is finished ({report}); leave --resume out to run it again")
-            return cls._start(path, settings, news=(_set_aside(path),))
-        if fresh:
-            return cls._start(path, settings, news=(f"discarded the unfinished demo in {path}",))
-        expected = replace(saved, **given) if resume else settings
-        if expected != saved:
-            raise ConfigError(_other_settings(path, saved, expected))
-        return cls(path, saved, resumed=True, news=(f"continuing the unfinished demo in {path} (--fresh starts over)",))
-
-    @classmethod
-    def _start(cls, path: Path, settings: DemoSettings, *, news: tuple[str, ...]) -> DemoFolder:
-        shutil.rmtree(path / "runs", ignore_errors=True)
-        folder = cls(path, settings, resumed=False, news=news)
-        folder.mark(finished=False)
-        return folder
+            if found is not None and not finished and not fresh:
+                expected = replace(saved, **given) if resume else settings
+                if expected != saved:
+                    raise ConfigError(_other_settings(path, saved, expected))
+                news = f"continuing the unfinished demo in {path} (--fresh starts over)"
+                return cls(path, saved, resumed=True, news=(news,), lock=lock)
+            gather(settings.config("bf16", 0))  # text, device and memory, before anything of an earlier demo goes
+            news = _set_aside(path) if finished else f"discarded the unfinished demo in {path}" if found else ""
+            shutil.rmtree(path / "runs", ignore_errors=True)
+            folder = cls(path, settings, resumed=False, news=(news,) if news else (), lock=lock)
+            folder.mark(finished=False)
+            return folder
 
     def run(self, recipe: str, seed: int) -> Path:
         """Where one training run is kept."""
@@ -174,10 +185,10 @@ class DemoFolder:
 
 def _read(path: Path) -> tuple[DemoSettings, bool] | None:
     """Settings and whether finished; None where the folder is absent or empty."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if not any(entry for entry in path.iterdir() if not entry.name.startswith(".")):
         return None
     try:
-        values = json.loads((path / "demo.json").read_text(encoding="utf-8"))
+        values = parse_json(read_text(path / "demo.json"))
         return DemoSettings.from_dict(values["settings"]), bool(values["finished"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(

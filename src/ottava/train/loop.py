@@ -19,39 +19,40 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.debug.recording import AmaxLog
 from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.watch import Watch, watch
+from ottava.nn.calibrate import calibrate
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,
+    clear_left_overs,
     collect_state,
+    find_checkpoint,
+    naming_full_disks,
     newest_checkpoint,
     restore_state,
+    restore_weights,
     save_checkpoint,
 )
 from ottava.train.config import OptimizerConfig, TrainConfig
-from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss
+from ottava.train.requirements import gather
 from ottava.train.run_folder import RunFolder, StepRecord, flatten
 
 RECEIPT_VERSION = 1
+_CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
-
-
-class DeviceError(RuntimeError):
-    """The config asks for hardware that is not here."""
-
-    exit_code = 3
 
 
 class Trainer:
@@ -67,9 +68,11 @@ class Trainer:
             its first checkpoint, the run starts from its first step; the log says which.
 
     Raises:
-        ConfigError: the folder is in use, or its run had other settings.
+        ConfigError: the folder is in use, its run had other settings, or the run cannot fit into memory. Nothing has
+            been written then, and nothing either after the other errors.
         DataError: no text, or too little.
-        CheckpointError: no checkpoint can be read, or it belongs to another run or text.
+        CheckpointError: no checkpoint can be read, it belongs to another run or text, or `config.init` is none that
+            fits the model.
         DeviceError: no such device.
 
     Example:
@@ -95,11 +98,14 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, run_dir: Path, *, resume: bool = False) -> None:
         self.config = config
-        self.device = _device(config.device)
-        self.corpus = ByteCorpus.load(config.data)
-        self.corpus.require(config.sequence_length)
+        self.device, self.corpus = gather(config)
         self._text = self.corpus.digest()
         self.folder = RunFolder(run_dir, config, resume=resume)
+        with self.folder.lock.kept_if_all_is_well():
+            self._begin(resume=resume)
+
+    def _begin(self, *, resume: bool) -> None:
+        config = self.config
         with self._random_generators():
             torch.manual_seed(config.seed)
             self.model = ByteTransformer(config.model, config.sequence_length).to(self.device)
@@ -110,16 +116,19 @@ class Trainer:
         self._optimizer = _adamw(self.model, config.optimizer)
         checkpoint = self._restore() if resume else None
         self.step = checkpoint.step if checkpoint else 0
-        self.history = self.folder.cut_history(self.step)
-        self._amaxes = AmaxLog(self.folder.path, step=self.step)
-        self.diverged = False
         facts = {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "text": {"source": self.corpus.source, "sha256": self._text},
             "device": _device_name(self.device),
             "conversion": self.conversion.to_dict(),
+            "init": self._start_from(config.init) if config.init and not checkpoint else {},
         }
-        self.folder.write_manifest(self.step, facts)
+        self.history = self.folder.cut_history(self.step)
+        self._amaxes = AmaxLog(self.folder.path, step=self.step)
+        self.diverged = False
+        self.folder.begin(self.step, facts)
+        if facts["init"]:
+            self.save()  # so that a resumption before the first checkpoint needs the other run no more
         self._watch = self._watched()
         self._fallback = self._falls_back()
         self._guard = self._guarded()
@@ -150,6 +159,8 @@ class Trainer:
                     self._random = _random_states(self.device)
                     self.save()
             self._random = _random_states(self.device)
+        if self.done:
+            self.folder.lock.release()
         return records
 
     def evaluate(self, *, high_precision: bool = False) -> float:
@@ -185,7 +196,11 @@ class Trainer:
         return path
 
     def close(self) -> None:
-        """Ends the watching, if there is any; done at the last step, and needed only where a run is left before."""
+        """Ends the watching and gives the folder back; done at the last step, needed where a run is left before."""
+        self._end_watch()
+        self.folder.lock.release()
+
+    def _end_watch(self) -> None:
         if self._watch is not None:
             self._watch.close()
 
@@ -215,16 +230,18 @@ class Trainer:
 
     def _verify(self, model: nn.Module, proposal: Proposal) -> Verdict:
         """Whether the gradient of that step's batch comes nearer to that of high precision."""
+        return by_gradient(self._batch(proposal.step), self._loss_of)(model, proposal)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The training batch of a step, on the CPU."""
         settings = self.config
-        batch = self.corpus.batch(
-            seed=settings.seed, step=proposal.step, batch_size=settings.batch_size, length=settings.sequence_length
+        return self.corpus.batch(
+            seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
         )
 
-        def loss_of(replayed: nn.Module, tensors: tuple[Tensor, Tensor]) -> Tensor:
-            with self._compute():
-                return loss(replayed, tensors[0].to(self.device), tensors[1].to(self.device))
-
-        return by_gradient(batch, loss_of)(model, proposal)
+    def _loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with self._compute():
+            return loss(model, batch[0].to(self.device), batch[1].to(self.device))
 
     def _watched(self) -> Watch | None:
         if self.config.watch is None:
@@ -250,14 +267,11 @@ class Trainer:
         """
         settings = self.config
         started = time.perf_counter()
-        inputs, targets = self.corpus.batch(
-            seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
-        )
+        inputs, targets = self._batch(step)
         learning_rate = settings.optimizer.learning_rate * settings.schedule.factor(step, settings.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        with self._compute():
-            value = loss(self.model, inputs.to(self.device), targets.to(self.device))
+        value = self._loss_of(self.model, (inputs, targets))
         value.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optimizer.grad_clip)
         loss_value, grad_norm = _finite(value), _finite(norm)
@@ -267,14 +281,15 @@ class Trainer:
         if not self.diverged:
             self._optimizer.step()  # also the boundary at which predicted scales move
             self.step = step
-            self._amaxes.append(step, self._scaling.take_amax())
+            with naming_full_disks(self._amaxes.path):
+                self._amaxes.append(step, self._scaling.take_amax())
         elif self._watch is not None:
             self._watch.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
         if self.done:  # before the evaluation, whose forwards would be what a later receipt shows
             self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
-            self.close()
+            self._end_watch()
         evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
         self._fill_records(step - 1)
         record = StepRecord(
@@ -329,6 +344,7 @@ class Trainer:
 
     def _restore(self) -> Checkpoint | None:
         """Takes over the newest readable checkpoint, if there is one."""
+        clear_left_overs(self.folder.checkpoints)
         checkpoint, problems = newest_checkpoint(self.folder.checkpoints)
         for problem in problems:
             _log.warning("passed over a checkpoint: %s", problem)
@@ -359,6 +375,24 @@ class Trainer:
         _log.info("resumed from %s", checkpoint.path)
         return checkpoint
 
+    def _start_from(self, source: Path) -> dict[str, Any]:
+        """Takes over the weights of another run and calibrates what predicts scales; returns it for the manifest."""
+        checkpoint, problems = find_checkpoint(source)
+        for problem in problems:
+            _log.warning("passed over a checkpoint: %s", problem)
+        restore_weights(checkpoint, self.model)
+        _log.info(
+            "starts from the weights of %s (step %d). Not taken over: optimizer state, scaling histories, step count",
+            checkpoint.path,
+            checkpoint.step,
+        )
+        batches = _CALIBRATION_BATCHES if any(self._scaling.doors()) else 0
+        if batches:
+            calibrate(self.model, map(self._batch, range(1, batches + 1)), loss=self._loss_of)
+            self._scaling.take_amax()  # those of no step of this run
+            _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
+        return {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
+
 
 def _due(every: int, step: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
@@ -376,18 +410,6 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"device {wanted!r} is not here: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA GPUs; "
-            "set device=cpu or device=auto"
-        )
-    return device
 
 
 def _device_name(device: torch.device) -> str:

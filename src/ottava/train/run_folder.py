@@ -5,11 +5,13 @@ manifest.json     command, versions, machine, size of the model, what was conver
 metrics.jsonl     a `StepRecord` per line, written as the step ends
 checkpoints/      see checkpoint.py
 receipt.json      what each GEMM really ran, written at the end
+.lock             which process has the run, while one has (see folder_lock.py)
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
@@ -25,10 +27,13 @@ from typing import Any
 
 import torch
 
-from ottava.train.checkpoint import CheckpointError, atomic_write
+from ottava.train.checkpoint import CheckpointError, atomic_write, naming_full_disks
 from ottava.train.config import ConfigError, TrainConfig, load_config
+from ottava.train.folder_lock import FolderLock
+from ottava.untrusted import parse_json, read_text
 
 MANIFEST_VERSION = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,35 +65,42 @@ class StepRecord:
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
         """The inverse of `to_json`."""
-        values: dict[str, Any] = json.loads(line)
+        values: dict[str, Any] = parse_json(line)
+        if not all(isinstance(value, int | float | None) for value in values.values()):
+            raise TypeError("a value is no number")
         missing = {name: math.nan for name in ("loss", "grad_norm") if values[name] is None}
         return cls(**(values | missing))
 
 
 class RunFolder:
-    """The files of one run. Opening it decides whether it may be used at all; nothing is written before that.
+    """The files of one run. Opening it takes its lock and decides whether it may be used at all; `begin` writes first.
 
     Raises:
-        ConfigError: the folder is in use and `resume` is False; it is no run's folder; or its run had other settings.
+        ConfigError: another process has the folder; it holds a run and `resume` is False; it is no run's folder; or
+            its run had other settings.
     """
 
     def __init__(self, path: Path, config: TrainConfig, *, resume: bool) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
-        settings = path / "config.yaml"
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path}: is a file; needed: a folder for the run")
+        self._config = config
+        self.lock = FolderLock(path)
+        with self.lock.kept_if_all_is_well():
+            self._refuse_misuse(resume=resume)
+
+    def _refuse_misuse(self, *, resume: bool) -> None:
+        settings = self.path / "config.yaml"
         # A run killed in its first moment leaves a folder with nothing but hidden files.
-        used = path.is_dir() and any(not entry.name.startswith(".") for entry in path.iterdir())
+        used = any(not entry.name.startswith(".") for entry in self.path.iterdir())
         if used and not resume:
-            raise ConfigError(f"{path}: is not empty; give another run folder, or continue its run with --resume")
+            raise ConfigError(f"{self.path}: is not empty; give another run folder, or continue its run with --resume")
         if used and not settings.exists():
-            raise ConfigError(f"{path}: holds no run (no config.yaml in it); give the folder of a run, or an empty one")
+            raise ConfigError(
+                f"{self.path}: holds no run (no config.yaml in it); give the folder of a run, or an empty one"
+            )
         if used:
-            _refuse_other_settings(settings, config)
-        path.mkdir(parents=True, exist_ok=True)
-        self.write("config.yaml", config.to_yaml())
+            _refuse_other_settings(settings, self._config)
 
     def write(self, name: str, text: str) -> None:
         """Writes a small file atomically."""
@@ -99,28 +111,37 @@ class RunFolder:
         """Writes a small JSON file atomically."""
         self.write(name, json.dumps(values, indent=2) + "\n")
 
-    def write_manifest(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Writes manifest.json; where there is one, adds to it that another process took the run over at `step`.
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Writes config.yaml and manifest.json, or adds to it that another process took the run over at `step`.
 
         Args:
             facts: what only the trainer knows; those of the first process stay.
+        Edge cases: a manifest that cannot be read is kept as manifest.json.damaged, a new one begins, and the log says
+            so: the run does not depend on it.
         """
+        self.write("config.yaml", self._config.to_yaml())
         path = self.path / "manifest.json"
+        this = _this_process()
+        manifest: dict[str, Any] = {"schema_version": MANIFEST_VERSION, **this, **facts, "resumed": []}
         if path.exists():
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            manifest["resumed"].append({"at_step": step, **_this_process()})
-        else:
-            manifest = {"schema_version": MANIFEST_VERSION, **_this_process(), **facts, "resumed": []}
+            try:
+                manifest = _like(manifest, parse_json(read_text(path)))
+            except (ValueError, TypeError) as error:
+                aside = path.with_name("manifest.json.damaged")
+                path.replace(aside)
+                _log.warning("%s: is damaged (%s); it is now %s, and a new one begins", path, error, aside.name)
+            manifest["resumed"].append({"at_step": step, **this})
         self.write_json("manifest.json", manifest)
 
     def append(self, record: StepRecord) -> None:
         """Adds a step to metrics.jsonl, in one write, so that a killed process leaves at most one torn line."""
-        with self._metrics.open("ab", buffering=0) as stream:
+        # Buffered: without it, a disk that fills up in the middle of a line raises nothing before the next one.
+        with naming_full_disks(self._metrics), self._metrics.open("ab") as stream:
             stream.write(f"{record.to_json()}\n".encode())
 
     def sync(self) -> None:
         """Flushes metrics.jsonl to the disk; done before a checkpoint, which must never know more than it."""
-        with self._metrics.open("ab") as stream:
+        with naming_full_disks(self._metrics), self._metrics.open("ab") as stream:
             os.fsync(stream.fileno())
 
     def cut_history(self, step: int) -> list[StepRecord]:
@@ -133,7 +154,7 @@ class RunFolder:
         lines = lines[:step]
         try:
             records = [StepRecord.from_json(line.decode()) for line in lines]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self._metrics}: has a line that is no step ({error})") from error
         if [record.step for record in records] != list(range(1, step + 1)):
             raise CheckpointError(
@@ -159,8 +180,19 @@ def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
         "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may "
-        "change; take the old settings, or start a new run folder"
+        "change; take the old settings, or start a new run from the weights of this one: "
+        f"ottava train --init {shlex.quote(str(settings.parent))} --run-dir NEW --set ..."
     )
+
+
+def _like(fresh: Mapping[str, Any], saved: Any) -> dict[str, Any]:
+    """`saved`, if it has the entries of `fresh`, each of its type. Raises TypeError if not."""
+    if not isinstance(saved, dict):
+        raise TypeError(f"it holds a {type(saved).__name__}, not an object")
+    for name, value in fresh.items():
+        if name != "commit" and not isinstance(saved.get(name), type(value)):  # a commit may be null
+            raise TypeError(f"its {name} is {saved.get(name)!r}")
+    return saved
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

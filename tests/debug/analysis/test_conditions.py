@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from ottava.debug.analysis.conditions import Condition, ConditionError, Missing, Node, Values
+from ottava.debug.analysis.conditions import Condition, ConditionError, Missing, Node, Values, evaluate
 
 
 class Sample:
@@ -23,7 +23,7 @@ class Sample:
         return np.array(values, dtype=object if name == "word" else float)
 
     def call(self, name: str, argument: Node) -> Values:
-        values = argument.values(self, set())
+        values = evaluate(argument, self, set())
         if values is None:
             raise Missing("what f needs")
         return np.asarray(2 * values)
@@ -54,6 +54,9 @@ def ask(text: str) -> list[float]:
         ("a > 1e0", [0, 1, 1]),
         ("b > 0", [1, 0, 1]),  # NaN compares false
         ("b != 7", [1, 0, 1]),  # also here
+        ("a in (3)", [0, 0, 1]),  # one choice is no tuple
+        ("word > 1 or word + 1 < 9", [0, 0, 0]),  # a word is no number
+        ("a > 1\n  and a < 3", [0, 1, 0]),
     ],
 )
 def test_answers(text: str, expected: list[int]) -> None:
@@ -81,16 +84,29 @@ def test_what_is_missing_is_unknown_unless_the_rest_decides(text: str, expected:
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("a >", "found the end; needs a name"),
-        ("a > 1 b", "found 'b' at character 6; needs an operator"),
-        ("(a > 1", "found the end; needs ')'"),
-        ("a > and", "found 'and' at character 4"),
-        ("a ? 1", "cannot read '? 1' at character 1"),
+        ("a >", "invalid syntax at the end; needs a condition such as"),
+        ("a > 1 b", "invalid syntax at character 7"),
+        ("(a > 1", "'(' was never closed at character 1"),
+        ("a > 1) or (a < 2", "unmatched ')' at character 6"),
+        ("a > and", "at character 5"),
+        ("a ? 1", "at character 3"),
         ("a", "compares nothing"),
-        ("a in 3", "needs '('"),
-        ("import os; a > 1", "cannot read '; a > 1' at character 9"),
-        ("__import__('os').system('x') > 1", "at character 16"),
-        ("", "found the end"),
+        ("a in [3]", "found '[3]' at character 6; a condition is made of names"),
+        ("(1, 2) in a", "found '(1, 2)' at character 1"),
+        ("1 < a < 3", "one comparison at a time"),
+        ("a is b", "found 'a is b'"),
+        ("lambda: a > 1", "found 'lambda: a > 1'"),
+        ("import os; a > 1", "at character 1"),
+        ("__import__('os').system('x') > 1", "found \"__import__('os').system('x')\" at character 1"),
+        ("f(a).b > 1", "found 'f(a).b'"),
+        ("a > True", "found 'True'"),
+        ("a > 1e400", "at character 5"),
+        ("a > 1" + "0" * 400, "at character 5"),
+        ("a > '\0'", "null bytes"),
+        ("a" * 5000, "at most 4000"),
+        ("-" * 3000 + "a > 1", "cannot be read"),
+        ("not " * 150 + "a > 1", "nested more than 100 deep"),
+        ("", "at the end"),
     ],
 )
 def test_mistakes_say_where(text: str, says: str) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +22,8 @@ from ottava.debug.measure import measure
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import GEMMS, GemmRecipe
 
 BOOK = load_rules()
 LAYERS = [f"layers.{i}.mlp.{name}" for i in range(5) for name in ("up_proj", "down_proj")]
@@ -24,16 +31,13 @@ LAYERS = [f"layers.{i}.mlp.{name}" for i in range(5) for name in ("up_proj", "do
 
 def model() -> torch.nn.Module:
     """With exactly LAYERS."""
-    root = torch.nn.Module()
-    for layer in LAYERS:
-        owner: torch.nn.Module = root
-        *path, last = layer.split(".")
-        for part in path:
-            if not hasattr(owner, part):
-                setattr(owner, part, torch.nn.Module())
-            owner = getattr(owner, part)
-        setattr(owner, last, torch.nn.Linear(64, 64))
-    return root
+    blocks = (
+        torch.nn.ModuleDict(
+            {"mlp": torch.nn.ModuleDict({n: torch.nn.Linear(64, 64) for n in ("up_proj", "down_proj")})}
+        )
+        for _ in range(5)
+    )
+    return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(blocks)})
 
 
 @pytest.fixture
@@ -48,25 +52,185 @@ def run(tmp_path: Path) -> Run:
     return Run.open(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", [n for n, r in BOOK.remedies.items() if "recipe = " in r.patch.get("ottava", "")])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
-def test_recipes_of_ottava_can_be_pasted(run: Run, name: str, recipe: str) -> None:
-    """The printed lines make a Recipe that a model takes."""
-    found = render(BOOK.remedies[name], context_of(run), id="N1", layers=LAYERS[:1], tensor="input", recipe=recipe)
-    scope: dict[str, object] = {"ottava": ottava}
-    exec(found["patch"]["ottava"], scope)
-    ottava.convert(model(), scope["recipe"])  # type: ignore[arg-type]
+# --- every patch of ottava, executed --------------------------------------------------------------------------------
+
+GEMMS_OF = {"input": {"fprop", "wgrad"}, "weight": {"fprop", "dgrad"}, "grad_output": {"dgrad", "wgrad"}}
+ENDS = [layer for layer in LAYERS if layer.split(".")[1] in "04"]
 
 
-def test_an_operand_in_bf16_turns_off_the_gemms_that_read_it(run: Run) -> None:
-    remedy, context = BOOK.remedies["bf16_operand"], context_of(run)
-    found = render(remedy, context, id="N1", layers=LAYERS[1:2], tensor="input", recipe="tensorwise")
-    scope: dict[str, object] = {"ottava": ottava}
-    exec(found["patch"]["ottava"], scope)
-    resolved = scope["recipe"].for_layer("layers.0.mlp.down_proj")  # type: ignore[attr-defined]
-    assert [resolved.fprop.quantized, resolved.dgrad.quantized, resolved.wgrad.quantized] == [False, True, False]
-    assert scope["recipe"].for_layer("layers.1.mlp.down_proj").fprop.quantized  # type: ignore[attr-defined]
-    assert found["text"] == "X of these layers in BF16."
+class Pasted:
+    """What a patch did: the names of its scope, the model that it was pasted beside, and the recipe it began with."""
+
+    def __init__(self, patch: str, recipe: str, layers: list[str], tensor: str) -> None:
+        self.model, self.layers, self.tensor = model(), layers or LAYERS, tensor
+        self.began = ottava.get_recipe(recipe)
+        ottava.convert(self.model, "delayed", filter=lambda name, layer: True)
+        self.evaluated: list[str] = []
+        batch = torch.randn(4, 64)
+        self.scope: dict[str, Any] = {
+            "ottava": ottava, "torch": torch, "model": self.model, "recipe": self.began, "x": batch, "batch": batch,
+            "batches": [batch], "loss": self._loss, "evaluate": self._evaluate, "group_of_all_ranks": None, "lr": 0.1,
+            "spec": ottava.QuantizationSpec(ottava.E4M3),
+        }  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a body of "..." runs no layer, and batches are FP32
+            with torch.no_grad():
+                self._loss(self.model, batch)
+                assert all(layer.quantizers.weight.cached is not None for layer in self._linears())
+            exec(patch, self.scope)
+        self.recipe = self.scope["recipe"]
+
+    def _linears(self) -> list[Any]:
+        return [self.model.get_submodule(layer) for layer in LAYERS]
+
+    def _loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        for layer in LAYERS:
+            batch = model.get_submodule(layer)(batch)
+        return batch.sum()
+
+    def _evaluate(self, model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            self._loss(model, self.scope["batch"])
+        self.evaluated += [model.get_submodule(layer).last_call.recipe.name for layer in LAYERS]  # type: ignore[union-attr]
+
+    def off(self, layers: list[str], gemms: set[str]) -> None:
+        """These GEMMs of these layers are in high precision, and all else is as it was."""
+        for layer in LAYERS:
+            got, before = self.recipe.for_layer(layer), self.began.for_layer(layer)
+            for gemm in GEMMS:
+                expected = GemmRecipe() if layer in layers and gemm in gemms else getattr(before, gemm)
+                assert getattr(got, gemm) == expected, (layer, gemm)
+        ottava.convert(model(), self.recipe)
+
+    def cells(self) -> Iterator[tuple[QuantizationSpec, QuantizationSpec]]:
+        """Each quantized cell as it is now, and as the recipe has it that the patch began with."""
+        began = self.began if self.began.predicted else ottava.get_recipe("delayed")
+        for layer, gemm, side in itertools.product(LAYERS, GEMMS, ("lhs", "rhs")):
+            yield tuple(getattr(getattr(r.for_layer(layer), gemm), side) for r in (self.recipe, began))  # type: ignore[misc]
+
+
+def taken(pasted: Pasted, name: str, layers: list[str]) -> None:
+    """These layers run that registered recipe, the others what they ran before."""
+    for layer in LAYERS:
+        got, own = pasted.recipe.for_layer(layer), ottava.get_recipe(name) if layer in layers else pasted.began
+        assert all(getattr(got, gemm) == getattr(own, gemm) for gemm in GEMMS)
+
+
+def e5m2(pasted: Pasted) -> None:
+    """dY's cells have E5M2 and nothing else changed; a cell in high precision stays so."""
+    for layer, gemm, side in itertools.product(LAYERS, GEMMS, ("lhs", "rhs")):
+        got, own = (getattr(getattr(r.for_layer(layer), gemm), side) for r in (pasted.recipe, pasted.began))
+        if own is not None and side == "lhs" and gemm != "fprop" and layer in pasted.layers:
+            own = replace(own, format=ottava.E5M2)
+        assert got == own, (layer, gemm, side)
+
+
+def wider(pasted: Pasted) -> None:
+    assert all(new == replace(old, margin=old.margin + 1, amax_history_len=64) for new, old in pasted.cells())
+
+
+def shorter(pasted: Pasted) -> None:
+    assert all(new == replace(old, amax_history_len=16) for new, old in pasted.cells())
+
+
+def split(pasted: Pasted) -> None:
+    for layer in LAYERS:
+        got = pasted.recipe.for_layer(layer)
+        assert got.fprop == replace(pasted.began.fprop, fast_accum=False)
+        assert (got.dgrad, got.wgrad) == (pasted.began.dgrad, pasted.began.wgrad)
+
+
+def calibrated(pasted: Pasted) -> None:
+    history = [pasted.model.get_submodule(layer).quantizers.input.amax_history for layer in LAYERS]  # type: ignore[union-attr]
+    assert all(int((window > 0).sum()) == 1 for window in history)
+
+
+def forgotten(pasted: Pasted) -> None:
+    assert all(pasted.model.get_submodule(layer).quantizers.weight.cached is None for layer in LAYERS)  # type: ignore[union-attr]
+
+
+def unchanged(pasted: Pasted) -> None:
+    assert pasted.recipe == pasted.began
+
+
+def in_bf16(pasted: Pasted) -> None:
+    assert {pasted.model.get_submodule(layer).recipe.name for layer in LAYERS} == {"bf16"}  # type: ignore[union-attr]
+
+
+EFFECTS: dict[str, Callable[[Pasted], object]] = {
+    "no_weight_cache": forgotten,
+    "high_precision_operand_check": lambda p: p.scope["x_q"].spec == p.scope["spec"] or pytest.fail("no cast"),
+    "reduce_amax": unchanged,
+    "one_update_a_step": unchanged,
+    "restore_state": calibrated,
+    "own_context": unchanged,
+    "bf16_inputs": lambda p: {q.dtype for q in p.model.parameters()} == {torch.bfloat16} or pytest.fail("no cast"),
+    "multiples_of_16": unchanged,
+    "margin": wider,
+    "shorter_history": shorter,
+    "warm_phase": lambda p: calibrated(p) if p.began.predicted else unchanged(p),
+    "e5m2_gradients": e5m2,
+    "current_scaling": lambda p: taken(p, "tensorwise", LAYERS),
+    "bf16_operand": lambda p: p.off(p.layers, GEMMS_OF.get(p.tensor, set(GEMMS))),
+    "boundary_bf16": lambda p: p.off(ENDS, set(GEMMS)),
+    "fine_scaling": lambda p: taken(p, "blockwise", p.layers),
+    "fine_gradients": lambda p: taken(p, "blockwise", LAYERS),
+    "round_up_scales": lambda p: taken(p, "mxfp8", LAYERS),
+    "norms_bf16": lambda p: p.off(p.layers, {"dgrad", "wgrad"}),
+    "wgrad_bf16": lambda p: p.off(p.layers, {"wgrad"}),
+    "dgrad_bf16": lambda p: p.off(p.layers, {"dgrad"}),
+    "adam_beta2": lambda p: p.scope["optimizer"].defaults["betas"] == (0.9, 0.95) or pytest.fail("other betas"),
+    "split_accumulation": split,
+    "amax_floor": unchanged,
+    "inference_fp8": lambda p: p.evaluated == [p.began.name] * len(LAYERS) or pytest.fail("not in the training's"),
+    "bf16_run": in_bf16,
+}
+"""Remedy -> the assertion of what its patch does. `upgrade` is a command of the shell."""
+QUANTIZED = [name for name, recipe in ottava.RECIPES.items() if recipe.quantized]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_every_patch_of_every_rule_does_what_it_says(run: Run, recipe: str) -> None:
+    """For findings of no layer, of one, of all of a kind and of all; a patch without an assertion is none."""
+    context = context_of(run)
+    with_patch = {name for name, remedy in BOOK.remedies.items() if "ottava" in remedy.patch}
+    assert with_patch == {*EFFECTS, "upgrade"}
+    assert {name for rule in BOOK.rules.values() for name in rule.remedies} >= with_patch
+    for name, effect in EFFECTS.items():
+        if name == "e5m2_gradients" and recipe == "nvfp4":
+            assert all('format != "E2M1"' in str(r.when) for r in BOOK.rules.values() if name in r.remedies)
+            continue  # so that no rule proposes it there
+        patches: dict[str, tuple[list[str], str]] = {}
+        for layers, tensor in (([], ""), (LAYERS[:1], "input"), (LAYERS[1::2], "grad_output"), (LAYERS, "weight")):
+            found = render(BOOK.remedies[name], context, id="N1", layers=layers, tensor=tensor, recipe=recipe)
+            patches[found["patch"]["ottava"]] = layers, tensor
+        for patch, (layers, tensor) in patches.items():
+            try:
+                effect(Pasted(patch, recipe, layers, tensor))
+            except Exception as error:
+                error.add_note(f"{name} under {recipe} for {layers} {tensor}:\n{patch}")
+                raise
+
+
+def test_the_first_and_last_block_are_those_of_the_run_in_every_framework(run: Run, tmp_path: Path) -> None:
+    """Whichever layers the finding has; where a run names no blocks, nothing that lists layers is printed."""
+    remedy, context = BOOK.remedies["boundary_bf16"], context_of(run)
+    for layers in ([], LAYERS[3:4]):
+        patch = render(remedy, context, id="T4", layers=layers, tensor="", recipe="tensorwise")["patch"]
+        pattern = yaml.safe_load(patch["te"])["ottava_t4"]["layers"]["layer_name_regex_pattern"]
+        assert [layer for layer in LAYERS if re.match(pattern, layer)] == ENDS
+        scope: dict[str, Any] = {}
+        exec(patch["torchao"].splitlines()[0], scope)
+        assert scope["skipped"] == set(ENDS)
+        assert '"*"' not in patch["ottava"]
+    with RunWriter(tmp_path / "empty") as writer:
+        writer.describe(config={})
+    empty = context_of(Run.open(tmp_path / "empty"))
+    patch = render(remedy, empty, id="T4", layers=[], tensor="", recipe="tensorwise")["patch"]
+    assert set(patch) == {"ottava", "megatron"}
+
+
+# --- other frameworks -----------------------------------------------------------------------------------------------
 
 
 def test_transformer_engine_gets_yaml_that_matches_the_layers(run: Run) -> None:
@@ -80,6 +244,7 @@ def test_transformer_engine_gets_yaml_that_matches_the_layers(run: Run) -> None:
     )
     section = yaml.safe_load(found["patch"]["te"])["ottava_n1"]
     pattern = section["layers"]["layer_name_regex_pattern"]
+    assert found["text"] == "X of these layers in BF16."
     assert [layer for layer in LAYERS if re.match(pattern, layer)] == LAYERS[1::2]
     assert section["transformer_engine"]["DisableQuantizationGEMM"]["gemms"] == ["fprop", "wgrad"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ottava.debug.analysis.conditions import Condition, Missing
+from ottava.debug.analysis.conditions import Condition, Missing, evaluate
 from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.rows import CastRows, StepRows
 from ottava.debug.run.reader import Run
@@ -61,7 +61,7 @@ def test_the_twin_is_asked_at_its_nearest_look(tmp_path: Path) -> None:
     twin = record(tmp_path / "twin", NAMES[:1], {NAMES[0]: 1}, steps=(2, 10), shift=0.5)
     context = context_of(run, twin)
     left = Condition.parse("baseline(underflow_pct) > 0").comparisons[0].left
-    values = left.values(CastRows(context), set())
+    values = evaluate(left, CastRows(context), set())
     assert values is not None
     assert values.tolist() == [2.0, 2.0, 10.0]
     losses = Condition.parse("loss - baseline(loss) == -0.5").ask(StepRows(context))[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from ottava.debug.analysis.rules import FRAMEWORKS, RulesError, load_rules
 
+ROOT = Path(__file__).resolve().parents[3]
 BOOK = load_rules()
 REMEDY = "remedies:\n  nothing: {rung: 1, cost: none, text: nothing}\n"
 RULE = """
@@ -41,6 +43,26 @@ def test_every_rule_says_cause_refutation_remedy_and_source(rule: object) -> Non
     assert 0 < rule.confidence < 1  # type: ignore[attr-defined]
 
 
+PUBLIC = re.compile(
+    r"(TransformerEngine|Megatron-LM|torchao|torchtitan|transformers|Ling-V2) (PR )?#\d+"  # an issue or a pull request
+    r"|arXiv \d{4}\.\d{5}"
+    r"|(Megatron-LM low_precision_training\.md|BioNeMo FP8 analysis|DeepSeek-V3|Nemotron-H|Kimi K2|trainscope)"
+    r"|DataFunSummit: Challenges and Debugging Strategies for FP8 Training of Large Models"
+)
+"""What anybody can look up; a remark may follow. A page of ours is named with its heading."""
+
+
+def test_every_source_can_be_looked_up() -> None:
+    """A reader of a diagnosis has our pages and the public's, and nothing else."""
+    for source in (source for rule in BOOK.rules.values() for source in rule.source):
+        page, _, heading = source.removeprefix("measured: ").partition(", ")
+        if page.endswith(".md") and page.startswith("docs/"):
+            assert f"## {heading}\n" in (ROOT / page).read_text(encoding="utf-8"), source
+        else:
+            assert re.fullmatch(rf"({PUBLIC.pattern})(:? .+)?", source), source
+    assert not re.search(r"\bseed 0\d\d\b", (ROOT / "src/ottava/debug/analysis/rules.yaml").read_text("utf-8"), re.I)
+
+
 def test_every_patch_is_for_a_known_framework_and_rungs_are_those_of_the_ladder() -> None:
     for remedy in BOOK.remedies.values():
         assert set(remedy.patch) <= set(FRAMEWORKS)
@@ -70,7 +92,7 @@ def test_a_file_of_your_own_adds_and_replaces(tmp_path: Path) -> None:
     [
         (RULE.replace("underflow_pct", "underflw_pct"), "rule MINE: .*did you mean 'underflow_pct'"),
         (RULE.replace("underflow_pct > 50", "erly(kurtosis) > 1"), "rule MINE: .*did you mean 'early'"),
-        (RULE.replace("underflow_pct > 50", "underflow_pct >"), "rule MINE: .*found the end"),
+        (RULE.replace("underflow_pct > 50", "underflow_pct >"), "rule MINE: .*invalid syntax at the end"),
         (RULE.replace("stage: numeric", "stage: numerc"), "rule MINE: .*did you mean 'numeric'"),
         (RULE.replace("    cause: c\n", ""), "rule MINE: misses .*cause"),
         (RULE + "    confidense: 1\n", "rule MINE: .*did you mean 'confidence'"),

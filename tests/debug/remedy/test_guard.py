@@ -123,6 +123,15 @@ def test_held_in_high_precision_the_histories_go_on() -> None:
     assert door.amax_history.max() < 10
 
 
+@pytest.mark.filterwarnings("error:ottava.autocast")
+def test_without_predicted_scales_high_precision_is_no_calibration() -> None:
+    """There is nothing to calibrate, and nobody is told that it was not done."""
+    data = batches(40)
+    data[30] = poisoned(data[30])
+    guard, _ = run(data, Training("tensorwise"))
+    assert [spike.cause for spike in guard.spikes] == ["data"]  # found out by a replay in high precision
+
+
 def test_not_finite_is_a_spike_from_the_start() -> None:
     """A NaN in a batch, before there is anything to compare with; and one in a gradient norm that a loss hides."""
     data = batches(12)

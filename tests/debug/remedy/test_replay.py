@@ -58,7 +58,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             if door.spec is not None:
                 state[f"{name}.{tensor}.staged"] = door.staged.clone()
         state[f"{name}.boundaries"] = layer.scaling_state.boundaries
-        state[f"{name}.forwards"] = layer.scaling_state._forwards
+        state[f"{name}.forwards"] = layer.scaling_state._advice._forwards
         state[f"{name}.call"] = layer.last_call
     state["random"] = torch.get_rng_state()
     state |= {f"optimizer.{i}.{k}": v.clone() for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}

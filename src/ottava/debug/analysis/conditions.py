@@ -1,4 +1,4 @@
-"""The language in which rules ask: a small expression over rows, parsed here and never handed to Python.
+"""The language in which rules ask: expressions over rows, in Python's grammar, of which a few words are allowed.
 
     underflow_pct > 1 and (kind == "fc2" or row_sqnr_p50_db < warn_db) and not format in ("E5M2")
 
@@ -7,15 +7,15 @@
     operators   or, and, not, in (...), == != < <= > >=, + - * / %, parentheses
     functions   early(x), before(x), peers(x), baseline(x), ...: what the rows offer
 
-A value is one per row. A number that is not known (NaN) makes its comparison false. A name for which the run has
+`ast` reads a condition, every part of it is checked, and nothing of it is ever run. A value is one per row. A number
+that is not known (NaN), or a word where a number is needed, makes its comparison false. A name for which the run has
 nothing at all makes it unknown: "unknown or true" is true, "unknown or false" is unknown, and the rule says what it
 needs.
 """
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
+import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,25 +28,27 @@ from ottava.errors import unknown_name
 
 Values = npt.NDArray[Any]
 """One per row: float64 numbers, or words as objects. Of a condition: 1 true, 0 false, NaN unknown."""
+Node = ast.expr
+"""A part of a condition."""
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)|(?P<name>[A-Za-z_][\w.]*)|(?P<word>\"[^\"]*\"|'[^']*')"
-    r"|(?P<sign><=|>=|==|!=|[-+*/%<>(),]))"
-)
-_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
+_ORDER: Mapping[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = MappingProxyType(
     {
-        "<": np.less,
-        "<=": np.less_equal,
-        ">": np.greater,
-        ">=": np.greater_equal,
-        "==": lambda a, b: a == b,
-        "!=": lambda a, b: a != b,
+        ast.Lt: ("<", np.less),
+        ast.LtE: ("<=", np.less_equal),
+        ast.Gt: (">", np.greater),
+        ast.GtE: (">=", np.greater_equal),
     }
 )
-_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
-    {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide, "%": np.mod}
+_EQUALITY: Mapping[type[ast.AST], tuple[str, Callable[[Any, Any], Any]]] = MappingProxyType(
+    {ast.Eq: ("==", lambda a, b: a == b), ast.NotEq: ("!=", lambda a, b: a != b)}
 )
-_KEYWORDS = frozenset({"and", "or", "not", "in"})
+_COMPARE = MappingProxyType({**_ORDER, **_EQUALITY})
+_ARITHMETIC: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = MappingProxyType(
+    {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply, ast.Div: np.divide, ast.Mod: np.mod}
+)
+_LONGEST, _DEEPEST, _LARGEST = 4000, 100, 1e300
+"""Characters of a condition, parts within parts, a number: far above what anybody writes, below what Python bears."""
+_NEEDED = "needs a condition such as 'underflow_pct > 1'"
 
 
 class ConditionError(ValueError):
@@ -81,183 +83,105 @@ class Rows(Protocol):
         """
 
 
-class Node(ABC):
-    """A part of a condition."""
+def evaluate(node: Node, rows: Rows, missing: set[str]) -> Values | None:
+    """A part of a condition for every row, shape (rows,); None where a name in it is missing, which is then noted.
 
-    @abstractmethod
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """One per row; None where a name in it is missing, which is then noted."""
-
-    def parts(self) -> Sequence[Node]:
-        """Those it is made of."""
-        return ()
-
-    def walk(self) -> Iterator[Node]:
-        """Itself and all parts."""
-        yield self
-        for part in self.parts():
-            yield from part.walk()
-
-
-@dataclass(frozen=True)
-class Literal(Node):
-    """A number or a word."""
-
-    value: float | str
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        return np.full(rows.count, self.value, dtype=np.float64 if isinstance(self.value, float) else object)
-
-    def __str__(self) -> str:
-        return f"{self.value:g}" if isinstance(self.value, float) else repr(self.value)
-
-
-@dataclass(frozen=True)
-class Name(Node):
-    """A fact of a row."""
-
-    name: str
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        try:
-            return rows.value(self.name)
-        except Missing as what:
-            missing.add(str(what))
-            return None
-
-    def __str__(self) -> str:
-        return self.name
+    Example: see `Condition.ask`.
+    """
+    match node:
+        case ast.Constant(value=value):
+            return np.full(rows.count, value, dtype=object if isinstance(value, str) else np.float64)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return np.asarray(1.0 - _answer(operand, rows, missing))
+        case ast.UnaryOp(operand=operand):
+            values = evaluate(operand, rows, missing)
+            return None if values is None else np.asarray(0.0 - numbers(values))
+        case ast.BoolOp(op=op, values=parts):
+            return _joined(0.0 if isinstance(op, ast.And) else 1.0, [_answer(part, rows, missing) for part in parts])
+        case ast.BinOp(left=left, op=op, right=right):
+            low, high = evaluate(left, rows, missing), evaluate(right, rows, missing)
+            if low is None or high is None:
+                return None
+            with np.errstate(all="ignore"):
+                return np.asarray(_ARITHMETIC[type(op)](numbers(low), numbers(high)), dtype=np.float64)
+        case ast.Compare(left=left, ops=[ast.In()], comparators=[choices]):
+            return _among(evaluate(left, rows, missing), choices, rows, missing)
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _compared(type(op), evaluate(left, rows, missing), evaluate(right, rows, missing), rows)
+    try:
+        if isinstance(node, ast.Call):
+            return rows.call(ast.unparse(node.func), node.args[0])
+        return rows.value(ast.unparse(node))
+    except Missing as what:
+        missing.add(str(what))
+        return None
 
 
-@dataclass(frozen=True)
-class Call(Node):
-    """A function of an expression."""
+def numbers(values: Values | Sequence[Any]) -> Values:
+    """Values as numbers; NaN for what is none.
 
-    name: str
-    argument: Node
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        try:
-            return rows.call(self.name, self.argument)
-        except Missing as what:
-            missing.add(str(what))
-            return None
-
-    def parts(self) -> Sequence[Node]:
-        """See `Node.parts`."""
-        return (self.argument,)
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.argument})"
+    Example:
+        >>> numbers(["8", "fc2", None, 1]).tolist()
+        [8.0, nan, nan, 1.0]
+    """
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return values.astype(np.float64)
+    return np.array([_number(value) for value in values], dtype=np.float64)
 
 
-@dataclass(frozen=True)
-class Arithmetic(Node):
-    """left + - * / % right."""
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.nan
 
-    sign: str
-    left: Node
-    right: Node
 
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        left, right = self.left.values(rows, missing), self.right.values(rows, missing)
-        if left is None or right is None:
-            return None
-        with np.errstate(all="ignore"):
-            return np.asarray(_ARITHMETIC[self.sign](left, right), dtype=np.float64)
+def _answer(node: Node, rows: Rows, missing: set[str]) -> Values:
+    answer = evaluate(node, rows, missing)
+    return np.full(rows.count, np.nan) if answer is None else answer
 
-    def parts(self) -> Sequence[Node]:
-        """See `Node.parts`."""
-        return self.left, self.right
 
-    def __str__(self) -> str:
-        return f"{self.left} {self.sign} {self.right}"
+def _joined(absorbing: float, answers: Sequence[Values]) -> Values:
+    """and (absorbing 0), or (absorbing 1), with "unknown" as a third answer."""
+    result = answers[0]
+    for answer in answers[1:]:
+        either = (result == absorbing) | (answer == absorbing)
+        result = np.where(either, absorbing, np.where(np.isnan(result) | np.isnan(answer), np.nan, 1.0 - absorbing))
+    return np.asarray(result)
+
+
+def _compared(sign: type[ast.AST], left: Values | None, right: Values | None, rows: Rows) -> Values:
+    if left is None or right is None:
+        return np.full(rows.count, np.nan)
+    if sign in _ORDER:
+        left, right = numbers(left), numbers(right)
+    with np.errstate(invalid="ignore"):
+        found = np.asarray(_COMPARE[sign][1](left, right), dtype=np.float64)
+    if left.dtype != object and right.dtype != object:
+        found[np.isnan(left) | np.isnan(right)] = 0.0  # also !=
+    return found
+
+
+def _among(left: Values | None, choices: Node, rows: Rows, missing: set[str]) -> Values:
+    if left is None:
+        return np.full(rows.count, np.nan)
+    found = np.zeros(rows.count)
+    for choice in choices.elts if isinstance(choices, ast.Tuple) else [choices]:
+        found = np.maximum(found, np.asarray(left == evaluate(choice, rows, missing), dtype=np.float64))
+    return found
 
 
 @dataclass(frozen=True)
-class Comparison(Node):
+class Comparison:
     """left < right, and the like; what a finding shows as evidence."""
 
     sign: str
     left: Node
     right: Node
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        left, right = self.left.values(rows, missing), self.right.values(rows, missing)
-        if left is None or right is None:
-            return np.full(rows.count, np.nan)
-        with np.errstate(invalid="ignore"):
-            found = np.asarray(_COMPARE[self.sign](left, right), dtype=np.float64)
-        if left.dtype != object and right.dtype != object:
-            found[np.isnan(left) | np.isnan(right)] = 0.0  # also !=
-        return found
-
-    def parts(self) -> Sequence[Node]:
-        """See `Node.parts`."""
-        return self.left, self.right
+    node: Node
 
     def __str__(self) -> str:
-        return f"{self.left} {self.sign} {self.right}"
-
-
-@dataclass(frozen=True)
-class Among(Node):
-    """left in (a, b, ...)."""
-
-    left: Node
-    choices: tuple[Node, ...]
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        left = self.left.values(rows, missing)
-        if left is None:
-            return np.full(rows.count, np.nan)
-        found = np.zeros(rows.count)
-        for choice in self.choices:
-            found = np.maximum(found, np.asarray(left == choice.values(rows, missing), dtype=np.float64))
-        return found
-
-    def parts(self) -> Sequence[Node]:
-        """See `Node.parts`."""
-        return (self.left, *self.choices)
-
-    def __str__(self) -> str:
-        return f"{self.left} in ({', '.join(map(str, self.choices))})"
-
-
-@dataclass(frozen=True)
-class Logical(Node):
-    """and, or, not over conditions, with "unknown" as a third answer."""
-
-    word: str
-    operands: tuple[Node, ...]
-
-    def values(self, rows: Rows, missing: set[str]) -> Values | None:
-        """See `Node.values`."""
-        answers = [part.values(rows, missing) for part in self.operands]
-        known = [np.full(rows.count, np.nan) if answer is None else answer for answer in answers]
-        if self.word == "not":
-            return np.asarray(1.0 - known[0])
-        absorbing = 0.0 if self.word == "and" else 1.0
-        result = known[0]
-        for answer in known[1:]:
-            either = (result == absorbing) | (answer == absorbing)
-            result = np.where(either, absorbing, np.where(np.isnan(result) | np.isnan(answer), np.nan, 1.0 - absorbing))
-        return np.asarray(result)
-
-    def parts(self) -> Sequence[Node]:
-        """See `Node.parts`."""
-        return self.operands
-
-    def __str__(self) -> str:
-        if self.word == "not":
-            return f"not ({self.operands[0]})"
-        return f" {self.word} ".join(f"({p})" if isinstance(p, Logical) else str(p) for p in self.operands)
+        return ast.unparse(self.node)
 
 
 @dataclass(frozen=True)
@@ -280,22 +204,36 @@ class Condition:
         Raises:
             ConditionError: it is no condition.
         """
-        return cls(text, _Parser(text).whole())
+        line = " ".join(text.strip().splitlines())
+        if len(line) > _LONGEST:
+            raise ConditionError(f"{line[:40]!r}...: has {len(line)} characters; a condition has at most {_LONGEST}")
+        try:
+            root = ast.parse(line, mode="eval").body
+        except SyntaxError as error:
+            where = f"character {error.offset}" if 0 < (error.offset or 0) <= len(line) else "the end"
+            raise ConditionError(f"{text!r}: {error.msg} at {where}; {_NEEDED}") from error
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte; parentheses without end
+            raise ConditionError(f"{line[:40]!r}: cannot be read ({error})") from error
+        _check(root, line)
+        if not any(isinstance(part, ast.Compare) for part in _walk(root)):
+            raise ConditionError(f"{text!r}: compares nothing; {_NEEDED}")
+        return cls(text, root)
 
     @property
     def names(self) -> frozenset[str]:
         """Facts it asks for."""
-        return frozenset(node.name for node in self.root.walk() if isinstance(node, Name))
+        return frozenset(ast.unparse(node) for node in _walk(self.root) if isinstance(node, (ast.Name, ast.Attribute)))
 
     @property
     def functions(self) -> frozenset[str]:
         """Functions it calls."""
-        return frozenset(node.name for node in self.root.walk() if isinstance(node, Call))
+        return frozenset(ast.unparse(node.func) for node in _walk(self.root) if isinstance(node, ast.Call))
 
     @property
     def comparisons(self) -> list[Comparison]:
         """Those it is made of, from left to right."""
-        return [node for node in self.root.walk() if isinstance(node, Comparison)]
+        found = [node for node in _walk(self.root) if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARE]
+        return [Comparison(_COMPARE[type(n.ops[0])][0], n.left, n.comparators[0], n) for n in found]
 
     def check(self, names: Sequence[str], functions: Sequence[str]) -> None:
         """Refuses what no row will ever have.
@@ -311,109 +249,50 @@ class Condition:
     def ask(self, rows: Rows) -> tuple[Values, set[str]]:
         """The answer of every row (1, 0, NaN for unknown), and what was missing."""
         missing: set[str] = set()
-        answer = self.root.values(rows, missing)
-        unknown = np.full(rows.count, np.nan)
-        return (unknown if answer is None else answer), missing
+        return _answer(self.root, rows, missing), missing
 
 
-class _Parser:
-    """Recursive descent, one function a level of precedence."""
+def _parts(node: Node) -> list[Node]:
+    """What a part is made of, from left to right; a dotted name is one part."""
+    if isinstance(node, ast.Attribute):
+        return []
+    if isinstance(node, ast.Call):
+        return node.args
+    return [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-        self.tokens: list[tuple[str, str, int]] = []
-        place = 0
-        while place < len(text.rstrip()):
-            match = _TOKEN.match(text, place)
-            if match is None:
-                raise ConditionError(f"{text!r}: cannot read {text[place:].strip()[:12]!r} at character {place}")
-            kind = str(match.lastgroup)
-            self.tokens.append((kind, match.group(kind), match.start(kind)))
-            place = match.end()
 
-    def whole(self) -> Node:
-        node = self.either()
-        if self.at < len(self.tokens):
-            self.refuse("an operator, 'and' or 'or'")
-        if not any(isinstance(part, (Comparison, Among)) for part in node.walk()):
-            raise ConditionError(f"{self.text!r}: compares nothing; needs a condition such as 'underflow_pct > 1'")
-        return node
+def _walk(node: Node) -> Iterator[Node]:
+    yield node
+    for part in _parts(node):
+        yield from _walk(part)
 
-    def either(self) -> Node:
-        return self.joined("or", self.both)
 
-    def both(self) -> Node:
-        return self.joined("and", self.negated)
-
-    def joined(self, word: str, below: Callable[[], Node]) -> Node:
-        parts = [below()]
-        while self.took(word):
-            parts.append(below())
-        return parts[0] if len(parts) == 1 else Logical(word, tuple(parts))
-
-    def negated(self) -> Node:
-        return Logical("not", (self.negated(),)) if self.took("not") else self.compared()
-
-    def compared(self) -> Node:
-        left = self.sum()
-        if self.took("in"):
-            self.expect("(")
-            choices = [self.sum()]
-            while self.took(","):
-                choices.append(self.sum())
-            self.expect(")")
-            return Among(left, tuple(choices))
-        for sign in _COMPARE:
-            if self.took(sign):
-                return Comparison(sign, left, self.sum())
-        return left
-
-    def sum(self) -> Node:
-        return self.chained(("+", "-"), self.product)
-
-    def product(self) -> Node:
-        return self.chained(("*", "/", "%"), self.atom)
-
-    def chained(self, signs: tuple[str, ...], below: Callable[[], Node]) -> Node:
-        node = below()
-        while (sign := next((s for s in signs if self.took(s)), None)) is not None:
-            node = Arithmetic(sign, node, below())
-        return node
-
-    def atom(self) -> Node:
-        if self.took("("):
-            node = self.either()
-            self.expect(")")
-            return node
-        if self.took("-"):
-            return Arithmetic("-", Literal(0.0), self.atom())
-        if self.at >= len(self.tokens):
-            self.refuse("a name, a number or a word in quotes")
-        kind, text, _ = self.tokens[self.at]
-        if kind == "sign" or text in _KEYWORDS:
-            self.refuse("a name, a number or a word in quotes")
-        self.at += 1
-        if kind == "number":
-            return Literal(float(text))
-        if kind == "word":
-            return Literal(text[1:-1])
-        if self.took("("):
-            argument = self.either()
-            self.expect(")")
-            return Call(text, argument)
-        return Name(text)
-
-    def took(self, text: str) -> bool:
-        if self.at < len(self.tokens) and self.tokens[self.at][0] != "word" and self.tokens[self.at][1] == text:
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.took(text):
-            self.refuse(repr(text))
-
-    def refuse(self, wanted: str) -> None:
-        ends = self.at >= len(self.tokens)
-        found = "the end" if ends else f"{self.tokens[self.at][1]!r} at character {self.tokens[self.at][2]}"
-        raise ConditionError(f"{self.text!r}: found {found}; needs {wanted}")
+def _check(node: Node, text: str, depth: int = 0, of_in: bool = False) -> None:
+    """Refuses all of Python that is not in the table above."""
+    if depth > _DEEPEST:
+        raise ConditionError(f"{text[:40]!r}...: is nested more than {_DEEPEST} deep")
+    match node:
+        case ast.Name() | ast.UnaryOp(op=ast.Not() | ast.USub()) | ast.BoolOp():
+            known = True
+        case ast.Constant(value=value):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+            known = isinstance(value, str) or number
+        case ast.Attribute():
+            known = ast.unparse(node).replace(".", "").isidentifier()
+        case ast.BinOp(op=op):
+            known = type(op) in _ARITHMETIC
+        case ast.Compare(ops=ops):
+            known = len(ops) == 1 and (type(ops[0]) in _COMPARE or isinstance(ops[0], ast.In))
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            known = isinstance(function, ast.Name) and len(arguments) == 1 and not keywords
+        case _:
+            known = of_in and isinstance(node, ast.Tuple)
+    if not known:
+        raise ConditionError(
+            f"{text[:200]!r}: found {ast.unparse(node)[:60]!r} at character {node.col_offset + 1}; a condition "
+            "is made of names, numbers, words in quotes, one comparison at a time, in (...), and, or, not, "
+            "+ - * / % and f(x)"
+        )
+    for part in _parts(node):
+        chosen = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and part is not node.left
+        _check(part, text, depth + 1, chosen)

@@ -7,6 +7,7 @@ with the share of layers that was seen; it is never "healthy".
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ottava.debug.analysis.conditions import Call, Comparison, Condition, Missing, Name, Values
+from ottava.debug.analysis.conditions import Comparison, Condition, Missing, Values, evaluate
 from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.patches import render
 from ottava.debug.analysis.rows import CastRows, Context, EventRows, RunRows, StepRows
@@ -324,8 +325,8 @@ def _main_recipe(context: Context) -> str:
 
 def _evidence(found: _Fired) -> list[Evidence]:
     """The worst row of every place, the worst place first, with each comparison that held there."""
-    comparisons = [c for c in found.rule.when.comparisons if isinstance(c.left, (Name, Call))]
-    comparisons = [c for c in comparisons if str(c.left) not in _BOOKKEEPING] or comparisons
+    comparisons = [c for c in found.rule.when.comparisons if isinstance(c.left, (ast.Name, ast.Attribute, ast.Call))]
+    comparisons = [c for c in comparisons if ast.unparse(c.left) not in _BOOKKEEPING] or comparisons
     answers = {c: _numbers(c, found) for c in comparisons}
     excess = np.full(found.rows.count, -math.inf)
     for comparison, (holds, left, right) in answers.items():
@@ -341,7 +342,7 @@ def _evidence(found: _Fired) -> list[Evidence]:
         row, named = found.index[at], set()
         for comparison, (holds, left, right) in answers.items():
             if holds is not None and holds[row] == 1:
-                metric = str(comparison.left)
+                metric = ast.unparse(comparison.left)
                 if metric in named:
                     continue
                 named.add(metric)
@@ -353,10 +354,10 @@ def _evidence(found: _Fired) -> list[Evidence]:
 
 def _numbers(comparison: Comparison, found: _Fired) -> tuple[Values | None, Values, Values]:
     missing: set[str] = set()
-    left, right = comparison.left.values(found.rows, missing), comparison.right.values(found.rows, missing)
+    left, right = evaluate(comparison.left, found.rows, missing), evaluate(comparison.right, found.rows, missing)
     if left is None or right is None:
         return None, np.array([]), np.array([])
-    return comparison.values(found.rows, missing), left, right
+    return evaluate(comparison.node, found.rows, missing), left, right
 
 
 def _excess(sign: str, left: Values, right: Values) -> Values:

@@ -2,6 +2,8 @@
 
 A template's ${name} is replaced; a line with ${pattern} is repeated for each pattern of layer names. Where more layers
 than a person wants to read share their last words, one pattern stands for all of them, if it matches no other layer.
+A remedy for the first and the last block takes their layers, whichever the finding has; where the run names no blocks,
+templates that list layers are left out.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from typing import Any
 from ottava.debug.analysis.conditions import Missing
 from ottava.debug.analysis.rows import Context, RunRows
 from ottava.debug.analysis.rules import Remedy
+from ottava.debug.layer_names import end_blocks, layer_index
 from ottava.debug.run.schema import SYMBOLS
 from ottava.recipe import RECIPES
 
 _GEMMS_OF = (("input", ("fprop", "wgrad")), ("weight", ("fprop", "dgrad")), ("grad_output", ("dgrad", "wgrad")))
+_LISTS_LAYERS = re.compile(r"\$\{(pattern|quoted|regex|names)\}")
 _SPELLED_OUT = 3  # layers; above it, patterns are looked for
 
 
@@ -46,6 +50,13 @@ def patterns(layers: Sequence[str], others: Iterable[str]) -> list[str]:
     return found
 
 
+def _blocks(layers: Iterable[str]) -> list[str]:
+    """Patterns of the blocks that these layers are in."""
+    heads = [re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer) for layer in layers]
+    found = [(head[0], layer) for head, layer in zip(heads, layers, strict=True) if head]
+    return list(dict.fromkeys(_escaped(head) + ("" if head == layer else ".*") for head, layer in found))
+
+
 def _without_number(layer: str) -> str:
     """What follows the last whole number of a dotted name, with its dot."""
     parts = layer.split(".")
@@ -64,16 +75,24 @@ def render(
     """A remedy as plain values: {text, cost, rung, patch: {framework: text}, notes}.
 
     Args:
-        id, layers, tensor, recipe: of the finding; without layers the patch is for all of them.
+        id, layers, tensor, recipe: of the finding; without layers the patch is for all of them, or those of the remedy.
     """
     known = list(dict.fromkeys(context.table["layer"]))
-    found = patterns(layers, known) if layers else ["*"]
+    if remedy.layers == "ends":
+        ends = end_blocks(known) or ()
+        layers = [layer for layer in known if layer_index(layer) in ends]
+        found = _blocks(layers)
+    else:
+        found = patterns(layers, known) if layers else ["*"]
     gemms = dict(_GEMMS_OF).get(tensor, ("fprop", "dgrad", "wgrad"))
     names = list(layers) or ["every layer"]
+    predicted = recipe if recipe in RECIPES and RECIPES[recipe].predicted else "delayed"
     values = {
         "id": re.sub(r"\W", "_", id.lower()),
         "symbol": SYMBOLS.get(tensor, "all operands"),
         "recipe": _registered(recipe),
+        "predicted": predicted,
+        "margin": str(getattr(RECIPES[predicted].fprop.lhs, "margin", 0) + 1),
         "gemms": ", ".join(gemms),
         "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
         "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
@@ -85,6 +104,10 @@ def render(
     }
     text = Template(remedy.text).safe_substitute(values)
     patch = {framework: _fill(template, values, found) for framework, template in remedy.patch.items()}
+    if not found:
+        patch = {
+            framework: text for framework, text in patch.items() if not _LISTS_LAYERS.search(remedy.patch[framework])
+        }
     return {"text": text, "cost": remedy.cost, "rung": remedy.rung, "patch": patch, "notes": _notes(remedy, context)}
 
 

@@ -5,6 +5,7 @@ What may be asked of them is in `facts`; here is how their values are found.
 
 from __future__ import annotations
 
+import ast
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ottava.debug.analysis.conditions import Missing, Node, Values
+from ottava.debug.analysis.conditions import Missing, Node, Values, evaluate, numbers
 from ottava.debug.analysis.loss import LossCurve
-from ottava.debug.layer_names import layer_index, only_simulated
+from ottava.debug.layer_names import end_blocks, layer_index, only_simulated
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.formats import FORMATS
@@ -125,7 +126,7 @@ class AnyRows(ABC):
 
     def call(self, name: str, argument: Node) -> Values:
         """See `conditions.Rows`."""
-        key = f"{name}({argument})"
+        key = f"{name}({ast.unparse(argument)})"
         if key not in self._known:
             self._known[key] = np.asarray(self.functions[name].of((self, argument)))
         return self._known[key]
@@ -133,7 +134,7 @@ class AnyRows(ABC):
     def argument(self, node: Node) -> Values:
         """Its values; NaN where a condition is unknown."""
         missing: set[str] = set()
-        values = node.values(self, missing)
+        values = evaluate(node, self, missing)
         if values is None:
             raise Missing(", ".join(sorted(missing)))
         return values
@@ -144,7 +145,7 @@ class AnyRows(ABC):
 
     def over_series(self, node: Node, compute: Callable[[Any], Any]) -> Values:
         """compute(values of one series) -> one number, or one per row of it."""
-        values = self.argument(node).astype(np.float64)
+        values = numbers(self.argument(node))
         result = np.full(self.count, np.nan)
         for index in self.series():
             result[index] = compute(values[index])
@@ -186,14 +187,12 @@ class CastRows(AnyRows):
         """first, inner or last, by block number; the LM head is last."""
         layers = self.table["layer"]
         blocks = {layer: layer_index(layer) for layer in dict.fromkeys(layers)}
-        numbers = [b for b in blocks.values() if b is not None]
-        low, high = (min(numbers), max(numbers)) if numbers else (0, 0)
+        low, high = end_blocks(blocks) or (math.nan, math.nan)
 
         def place(layer: str, kind: str) -> str:
-            block = blocks[layer]
-            if kind == "lm_head" or (block is not None and block == high and high > low):
+            if kind == "lm_head" or blocks[layer] == high:
                 return "last"
-            return "first" if block is not None and block == low and high > low else "inner"
+            return "first" if blocks[layer] == low else "inner"
 
         return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
 
@@ -204,7 +203,7 @@ class CastRows(AnyRows):
 
     def peers(self, node: Node) -> Values:
         """The median over the inner layers, for the same tensor and step; NaN where there are fewer than two."""
-        values, inner = self.argument(node).astype(np.float64), self.value("position") == "inner"
+        values, inner = numbers(self.argument(node)), self.value("position") == "inner"
         groups: dict[tuple[Any, ...], list[int]] = {}
         keys = list(zip(self.table["step"], *(self.table[n] for n in ("tensor", "direction", "recipe")), strict=True))
         for i, key in enumerate(keys):
@@ -218,7 +217,7 @@ class CastRows(AnyRows):
         if self.context.baseline is None:
             raise Missing("a twin to compare with (--baseline RUN)")
         other = CastRows(replace(self.context, run=self.context.baseline, baseline=None))
-        values = other.argument(node).astype(np.float64)
+        values = numbers(other.argument(node))
         places: dict[tuple[str, str, str], list[int]] = {}
         for i, slot in enumerate(other.slots):
             places.setdefault(slot[:3], []).append(i)
@@ -280,7 +279,7 @@ class StepRows(AnyRows):
         if self.context.baseline is None:
             raise Missing("a BF16 twin (--baseline RUN)")
         other = StepRows(replace(self.context, run=self.context.baseline, baseline=None))
-        values, steps = other.argument(node).astype(np.float64), other.columns["step"]
+        values, steps = numbers(other.argument(node)), other.columns["step"]
         if not len(steps):
             raise Missing("steps of the BF16 twin")
         nearest = np.abs(steps[None, :] - self.columns["step"][:, None]).argmin(1)
@@ -306,7 +305,7 @@ class EventRows(AnyRows):
 
     def numbers(self, name: str) -> Values:
         """A field as numbers, NaN where it is missing."""
-        return np.array([_number(event.get(name)) for event in self.events], dtype=np.float64)
+        return numbers([event.get(name) for event in self.events])
 
 
 class RunRows(AnyRows):
@@ -317,10 +316,3 @@ class RunRows(AnyRows):
     @property
     def count(self) -> int:
         return 1
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
-import yaml
-
 from ottava.debug.analysis.conditions import Condition, ConditionError
 from ottava.debug.analysis.facts import RUN_FACTS, VOCABULARY
 from ottava.errors import unknown_name
+from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, misfit, parse_yaml, read_text
 
 Stage = Literal["bug", "config", "numeric"]
 Severity = Literal["critical", "warning"]
@@ -26,6 +25,27 @@ Reach = Literal["slot", "tensor", "layer", "run", "everywhere"]
 FRAMEWORKS = ("ottava", "megatron", "te", "torchao")
 _SECTIONS = ("version", "config", "questions", "remedies", "triage", "rules")
 _VERSION = 1
+_BRANCH = MappingProxyType({"say": str, "next": str})
+_BOOK_SHAPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "config": {"*": [str]},
+        "questions": {"*": {"ask": str, "choices": list}},
+        "remedies": {
+            "*": {"rung": int, "cost": str, "text": str, "patch": {"*": str}, "notes": [{"when": str, "say": str}]}
+        },
+        "triage": [
+            {"id": str, "question": str, "known": str, "answer": str}
+            | dict.fromkeys(("yes", "no", True, False), _BRANCH)
+        ],
+        "rules": list,
+    }
+)
+_RULE_SHAPE: Mapping[str, Any] = MappingProxyType(
+    dict.fromkeys(("id", "title", "stage", "when", "cause", "refute_by", "over", "severity", "critical"), str)
+    | {"refuted_when": str, "reach": str, "where": dict, "least": int, "confidence": float}
+    | {name: [str] for name in ("support", "explains", "remedies", "source")}
+)
+"""What the file may hold, see `untrusted.misfit`."""
 
 
 class RulesError(ValueError):
@@ -62,6 +82,8 @@ class Remedy:
     text: str
     patch: Mapping[str, str]
     notes: tuple[Note, ...] = ()
+    layers: Literal["finding", "ends"] = "finding"
+    """Whose: the finding's, or those of the first and the last block."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +185,10 @@ def load_rules(extra: Path | str | None = None) -> Rulebook:
     sections.add("rules.yaml", shipped.read_text(encoding="utf-8"))
     if extra is not None:
         try:
-            text = Path(extra).read_text(encoding="utf-8")
-        except OSError as error:
-            raise RulesError(f"{extra}: cannot be read ({error.strerror}); give a YAML file of rules") from error
+            text = read_text(Path(extra), most=MAX_YAML_BYTES)
+        except (OSError, UntrustedError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise RulesError(f"{extra}: cannot be read ({why}); give a YAML file of rules") from error
         sections.add(str(extra), text)
     return sections.book()
 
@@ -186,14 +209,15 @@ class _Sections:
 
     def add(self, file: str, text: str) -> None:
         try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise RulesError(f"{file}: is no YAML ({error})") from error
+            content = parse_yaml(text)
+        except UntrustedError as error:
+            raise RulesError(f"{file}: {error}") from error
         if not isinstance(content, Mapping):
             raise RulesError(f"{file}: holds {type(content).__name__}; needs sections such as 'rules'")
         for section in content:
             if section not in _SECTIONS:
                 raise RulesError(f"{file}: {unknown_name('section', section, _SECTIONS)}")
+        _refuse_misfit(file, content, _BOOK_SHAPE)
         if content.get("version", _VERSION) != _VERSION:
             raise RulesError(f"{file}: version {content['version']}; this ottava reads {_VERSION}")
         for name, keys in (content.get("config") or {}).items():
@@ -242,6 +266,11 @@ class _Sections:
         return Rulebook(*(MappingProxyType(table) for table in tables))  # type: ignore[arg-type]  # one type each
 
 
+def _refuse_misfit(place: str, value: Any, shape: Any) -> None:
+    if wrong := misfit(value, shape, "it"):
+        raise RulesError(f"{place}: {wrong.removeprefix('it.')}")
+
+
 def _known(place: str, kind: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise RulesError(f"{place}: {unknown_name(kind, name, known)}")
@@ -281,6 +310,7 @@ def _condition(place: str, text: Any) -> Condition:
 def _rule(place: str, entry: Any) -> Rule:
     if not isinstance(entry, Mapping):
         raise RulesError(f"{place}: needs fields such as id, title, when")
+    _refuse_misfit(place, entry, _RULE_SHAPE)
     values: dict[str, Any] = dict(entry)
     for name in ("when", "critical", "refuted_when"):
         if name in values:
@@ -308,7 +338,12 @@ def _remedy(place: str, name: str, entry: Mapping[str, Any]) -> Remedy:
     patch = entry.get("patch") or {}
     for framework in patch:
         _known(place, "framework", framework, FRAMEWORKS)
-    notes = tuple(Note(_condition(place, note["when"]), note["say"]) for note in entry.get("notes", ()))
+    notes = tuple(
+        _make(Note, place, {**note, "when": _condition(place, note.get("when", ""))})
+        for note in entry.get("notes") or ()
+    )
+    if (layers := entry.get("layers", "finding")) not in ("finding", "ends"):
+        raise RulesError(f"{place}: {unknown_name('layers', layers, ('finding', 'ends'))}")
     return _make(Remedy, place, {**entry, "name": name, "patch": MappingProxyType(dict(patch)), "notes": notes})
 
 

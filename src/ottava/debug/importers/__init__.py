@@ -18,6 +18,7 @@ from ottava.debug.importers import te_dump, te_log, tensorboard
 from ottava.debug.importers.collected import Collected, ImportRunError
 from ottava.debug.run.reader import Run
 from ottava.errors import unknown_name
+from ottava.untrusted import UntrustedError, regular_size
 
 
 class Importer(NamedTuple):
@@ -81,15 +82,29 @@ def import_run(
         raise ImportRunError(f"{source} is not there; needs a folder or a file that another tool wrote")
     collected = Collected(recipe=recipe, tags=tags or {})
     for name, importer in IMPORTERS.items():
-        if kind in (None, name) and (files := importer.find(source)):
+        if kind in (None, name) and (files := _regular(importer.find(source), collected)):
             collected.kinds[name] = len(files)
             importer.read(files, collected)
     if not collected.kinds:
+        if collected.notes:
+            raise ImportRunError(f"{source}: nothing in it can be read. {'; '.join(collected.notes[:4])}")
         wanted = IMPORTERS if kind is None else {kind: IMPORTERS[kind]}
         looked = "; ".join(f"{name}: {importer.looks_for}" for name, importer in wanted.items())
         raise ImportRunError(f"{source}: nothing to import is in it; looked for {looked}")
     collected.write(source, target)
     return Run.open(target)
+
+
+def _regular(files: list[Path], collected: Collected) -> list[Path]:
+    """Those that can be read to their end; of the others it is noted what they are."""
+    kept = []
+    for path in files:
+        try:
+            regular_size(path)
+            kept.append(path)
+        except (OSError, UntrustedError) as error:
+            collected.note(f"{path.name}: {error}")
+    return kept
 
 
 __all__ = ["IMPORTERS", "Collected", "ImportRunError", "Importer", "import_run"]

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
@@ -17,8 +15,11 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES
+from ottava.untrusted import MAX_STEP, MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
 UNKNOWN = "unknown"
+_MAX_RANK = 999_999_999
+"""What the name of a part has room for."""
 NO_SQNR = "mse too coarse for sqnr_db"
 """Key beside statistics: a ratio with this mean squared error would be mostly rounding."""
 
@@ -27,6 +28,16 @@ class ImportRunError(ValueError):
     """Nothing can be imported from there; the message says what was looked for."""
 
     exit_code = 4
+
+
+def whole(digits: str) -> int:
+    """The whole number that a file writes; of one with more digits than any that is kept, the first of them.
+
+    Example:
+        >>> whole("000100"), whole("9" * 5000) > MAX_STEP
+        (100, True)
+    """
+    return int(digits[:20])
 
 
 class Place(NamedTuple):
@@ -75,17 +86,27 @@ class Collected:
 
     def of_tensor(self, place: Place, values: Mapping[str, float]) -> None:
         """Adds statistics that do not depend on a cast: amax, std, ..."""
-        self._seen(place)
-        self._tensors[place] |= values
+        if self._seen(place):
+            self._tensors[place] |= values
 
     def of_cast(self, place: Place, cast: Cast, values: Mapping[str, float]) -> None:
         """Adds statistics of one cast: underflow, mse, ..."""
-        self._seen(place)
-        self._casts[place].setdefault(cast, {}).update(values)
+        if self._seen(place):
+            self._casts[place].setdefault(cast, {}).update(values)
 
-    def _seen(self, place: Place) -> None:
+    def _seen(self, place: Place) -> bool:
+        if not self._counts(place.step, place.rank):
+            return False
         self.layers[place.layer] = None
         self._sources.setdefault(place, self.source)
+        return True
+
+    def _counts(self, step: int, rank: int = 0) -> bool:
+        """Whether a step and a rank are numbers that a run folder has room for; notes it where they are not."""
+        if abs(step) <= MAX_STEP and rank <= _MAX_RANK:
+            return True
+        self.note(f"what stands at step {step} of rank {rank} is left out; needs a step up to {MAX_STEP:,}")
+        return False
 
     def tensors(self) -> Iterator[tuple[Place, dict[str, float]]]:
         """What is known of each tensor, to be changed in place; also of one of which only casts are known."""
@@ -99,12 +120,14 @@ class Collected:
 
     def tally(self, step: int, rank: int, key: SlotKey, tally: Tally) -> None:
         """Adds sums that were measured here, from the tensor itself."""
-        self.layers[key.layer] = None
-        self._tallies.append((step, rank, key, tally))
+        if self._counts(step, rank):
+            self.layers[key.layer] = None
+            self._tallies.append((step, rank, key, tally))
 
     def number(self, step: int, name: str, value: float) -> None:
         """Adds a number of a step: loss, grad_norm, lr, tokens."""
-        self.steps[step][name] = value
+        if self._counts(step):
+            self.steps[step][name] = value
 
     def write(self, source: Path, target: Path) -> None:
         """Makes the run folder.
@@ -146,8 +169,22 @@ class Collected:
             return SlotKey(*how, *(UNKNOWN,) * 4, source=source)
         return slot(place.layer, place.tensor, cast.direction, recipe or UNKNOWN, spec, source)
 
+    def _config(self, source: Path) -> dict[str, Any]:
+        """Settings in YAML files beside the logs, flat: {"a.b": 1}. Damaged ones are noted and left out."""
+        folder = source if source.is_dir() else source.parent
+        flat: dict[str, Any] = {}
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:20]:
+            try:
+                values = parse_yaml(read_text(path, most=MAX_YAML_BYTES))
+            except (OSError, UntrustedError) as error:
+                self.note(f"{path.name}: is left out ({str(error).splitlines()[0]})")
+                continue
+            if isinstance(values, Mapping):
+                _flatten(values, "", flat)
+        return flat
+
     def _manifest(self, source: Path, steps: list[int]) -> dict[str, Any]:
-        names = list(self.layers)
+        names, config = list(self.layers), self._config(source)
         return {
             "imported": {
                 "source": source.name,
@@ -158,7 +195,7 @@ class Collected:
             },
             "layers": [{"name": n, "kind": layer_kind(n), "type": UNKNOWN, "source": "import"} for n in names],
             "coverage": {"linear": len(names), "seen": len(names), "skipped": []},
-            "config": _config(source),
+            "config": config,
         }
 
 
@@ -191,20 +228,6 @@ def _with_derived(values: dict[str, float]) -> dict[str, float]:
     if "underflow_pct_numel" in known:
         known.setdefault("underflow_pct", known["underflow_pct_numel"])
     return {name: value for name, value in known.items() if name in STATISTICS}
-
-
-def _config(source: Path) -> dict[str, Any]:
-    """Settings in YAML files beside the logs, flat: {"a.b": 1}. Damaged ones are left out."""
-    folder = source if source.is_dir() else source.parent
-    flat: dict[str, Any] = {}
-    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:20]:
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError):
-            continue
-        if isinstance(values, Mapping):
-            _flatten(values, "", flat)
-    return flat
 
 
 def _flatten(values: Mapping[Any, Any], prefix: str, flat: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ Source: TransformerEngine debug/features/dump_tensors.py; __reduce_ex__ of its t
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,16 @@ import torch
 from torch import Tensor
 
 from ottava.casts import quantize
-from ottava.debug.importers.collected import Collected, slot, spec_of
+from ottava.debug.importers.collected import Collected, slot, spec_of, whole
 from ottava.debug.importers.te_log import TENSORS
 from ottava.debug.layer_names import KINDS
 from ottava.debug.measure import measure
-from ottava.debug.safe_pickle import RefusedError, StandIn, load_torch
+from ottava.debug.safe_pickle import StandIn, check_tensors, load_torch
 from ottava.formats import E4M3, E5M2, E8M0, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, Granularity
+from ottava.untrusted import regular_size
 
 _FILE = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_iter_(?P<step>\d+)\.pt")
 _RANK = re.compile(r"rank_(\d+)")
@@ -52,7 +52,7 @@ class UnreadableError(ValueError):
 
 def find(source: Path) -> list[Path]:
     """The dumps, at any depth."""
-    paths = [source] if source.is_file() else sorted(source.rglob("*.pt"))
+    paths = [source] if not source.is_dir() else sorted(source.rglob("*.pt"))
     return [path for path in paths if _FILE.fullmatch(path.name)]
 
 
@@ -63,17 +63,17 @@ def read(paths: list[Path], collected: Collected) -> None:
         match = _FILE.fullmatch(path.name)
         assert match is not None
         layer = known.get(match["layer"]) or restored(match["layer"])
-        rank = int(found[1]) if (found := _RANK.search(path.parent.name)) else 0
+        rank = whole(found[1]) if (found := _RANK.search(path.parent.name)) else 0
         tensor = TENSORS[match["tensor"]]
         try:
             x, casts = _casts(path, tensor, collected.recipe)
-        except (UnreadableError, RefusedError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            collected.note(f"{path.name}: {str(error).partition(chr(10))[0]}")
+            tallies = [measure(x, x_q) for *_, x_q in casts]
+        except Exception as error:  # what stands in for TransformerEngine's objects may hold anything
+            collected.note(f"{path.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
-        for direction, recipe, source, x_q in casts:
+        for (direction, recipe, source, x_q), tally in zip(casts, tallies, strict=True):
             key = slot(layer, tensor, direction, recipe, x_q.spec, f"import:{source}")
-            tally = measure(x, x_q)
-            collected.tally(int(match["step"]), rank, key, tally)
+            collected.tally(whole(match["step"]), rank, key, tally)
             if tally.see > tally.sxx * 10 ** (-_IMPLAUSIBLE_DB / 10) and tally.n_underflow < tally.n_nonzero / 2:
                 collected.note(f"{path.name}: codes and tensor have little in common; their scales may lie otherwise")
 
@@ -101,6 +101,7 @@ def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tu
     if not isinstance(content, dict):
         raise UnreadableError(f"holds {type(content).__name__}; needs the dict that DumpTensors writes")
     x, quantized = content.get("high_precision"), content.get("quantized")
+    check_tensors([x, quantized], regular_size(path))
     if not isinstance(x, Tensor):
         raise UnreadableError("has no high precision tensor: without it the error of the codes is not known")
     x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ottava.debug.importers.collected import NO_SQNR, Cast, Collected, Place
+from ottava.debug.importers.collected import NO_SQNR, Cast, Collected, Place, whole
+from ottava.untrusted import read_lines
 
 TENSORS = MappingProxyType(
     {
@@ -71,7 +72,8 @@ _COARSE = 20 * _RESOLUTION
 """Under it four digits leave an error above 5%: too few for a ratio."""
 
 _NAME = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_(?P<statistic>.+)")
-_LINE = re.compile(r"(?P<name>\S+)\s+iteration=(?P<step>\d+)\s+value=(?P<value>\S+)\s*$")
+_LONGEST_LINE = 4096
+"""Bytes; longer lines are text of something else."""
 _RANK = re.compile(r"globalrank-(\d+)")
 _LAYER = re.compile(r"Assigned layer name: (\S+)\s*$")
 
@@ -87,7 +89,7 @@ class Named(NamedTuple):
 
 def find(source: Path) -> list[Path]:
     """The logs: *globalrank-N.log, at any depth."""
-    paths = [source] if source.is_file() else sorted(source.rglob("*.log"))
+    paths = [source] if not source.is_dir() else sorted(source.rglob("*.log"))
     return [path for path in paths if _RANK.search(path.name) or (source.is_file() and path.suffix in (".log", ".txt"))]
 
 
@@ -98,10 +100,12 @@ def read(paths: list[Path], collected: Collected) -> None:
         "underflow_pct is TransformerEngine's, which divides by all elements, zeros too: a lower bound of ours"
     )
     for path in paths:
-        rank = int(found[1]) if (found := _RANK.search(path.name)) else 0
-        for line in _lines(path):
-            if "iteration=" in line and (match := _LINE.search(line)):
-                _take(match["name"], int(match["step"]), rank, match["value"], collected)
+        rank = whole(found[1]) if (found := _RANK.search(path.name)) else 0
+        for raw in read_lines(path, longest=_LONGEST_LINE):
+            words = (line := raw.decode(errors="replace")).split()[-3:]
+            step, value = (words[1].removeprefix("iteration="), words[2]) if len(words) == 3 else ("", "")
+            if step.isdecimal() and words[1] != step and value.startswith("value="):
+                _take(words[0], whole(step), rank, value.removeprefix("value="), collected)
             elif match := _LAYER.search(line):
                 collected.spellings[match[1]] = None
     finish(collected, coarse=_COARSE)
@@ -172,8 +176,3 @@ def finish(collected: Collected, *, coarse: float = 0.0) -> None:
         for cast in collected.casts(place):
             if cast.get("mse", 1.0) < coarse:
                 cast[NO_SQNR] = 1.0
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        yield from stream

@@ -57,7 +57,7 @@ _OVER_LAYERS = ("worst/", "median/")
 
 def find(source: Path) -> list[Path]:
     """Event files, at any depth."""
-    paths = [source] if source.is_file() else sorted(source.rglob("*tfevents*"))
+    paths = [source] if not source.is_dir() else sorted(source.rglob("*tfevents*"))
     return [path for path in paths if "tfevents" in path.name]
 
 
@@ -68,15 +68,15 @@ def read(paths: list[Path], collected: Collected) -> None:
     by_tag |= collected.tags
     for path in paths:
         try:
-            scalars = list(read_scalars(path))
+            for scalar in read_scalars(path):
+                if scalar.tag in by_tag:
+                    collected.number(scalar.step, by_tag[scalar.tag], scalar.value)
+                elif not te_log.take(scalar.tag, scalar.step, 0, scalar.value, collected) and not _take(
+                    scalar, collected
+                ):
+                    collected.unmapped[scalar.tag] += 1
         except ValueError as error:
             collected.note(str(error))
-            continue
-        for scalar in scalars:
-            if scalar.tag in by_tag:
-                collected.number(scalar.step, by_tag[scalar.tag], scalar.value)
-            elif not te_log.take(scalar.tag, scalar.step, 0, scalar.value, collected) and not _take(scalar, collected):
-                collected.unmapped[scalar.tag] += 1
     te_log.finish(collected)
 
 

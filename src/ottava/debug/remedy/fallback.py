@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.debug.analysis.what_if import CELLS, Prediction, cell_cost, predict
 from ottava.debug.remedy.guard import EventLog, Spike
 from ottava.debug.remedy.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out

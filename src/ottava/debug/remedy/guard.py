@@ -22,9 +22,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.autocast import autocast
+from ottava.ambient import autocast
 from ottava.debug.remedy.snapshot import Snapshot, Stateful
 from ottava.debug.watch.schedule import robust_z
+from ottava.quantizer import Quantizer
 
 TrainStep = Callable[[Any], Any]
 """(batch) -> loss, or (loss, grad_norm): forward, backward and the optimizer's step."""
@@ -165,7 +166,10 @@ class SpikeGuard:
 
     def _run(self, step: int, *, high_precision: bool) -> tuple[float, float]:
         """One step: its loss, and how far above the ones before."""
-        context: AbstractContextManager[None] = autocast(calibrating=True) if high_precision else nullcontext()
+        context: AbstractContextManager[None] = nullcontext()
+        if high_precision:
+            predicts = any(isinstance(m, Quantizer) and m.spec is not None for m in self.model.modules())
+            context = autocast(enabled=False, calibrating=predicts)
         with context:
             answer = self.train_step(self._batches[step])
         numbers = [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in _several(answer) if v is not None]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.autocast import autocast
+from ottava.advice import Advice
+from ottava.ambient import autocast
 from ottava.debug.random_state import random_states, random_states_kept
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
@@ -228,7 +229,8 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, (set, dict, list)) else value for name, value in attributes.items()}
+    own = (set, dict, list, Advice)
+    return {name: value.copy() if isinstance(value, own) else value for name, value in attributes.items()}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -15,15 +16,74 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from ottava.debug.run.schema import _HISTOGRAM_START
+from ottava.debug.run.schema import _HISTOGRAM_START, IDENTITY, REPORTED, RunError, stats_schema
 from ottava.debug.tally import Tally, tally_fields
+from ottava.untrusted import MAX_STEP, UntrustedError, regular_size
 
 Array = npt.NDArray[Any]
 Index = npt.NDArray[np.int64]
 
 _FIELDS = MappingProxyType({f.name: f for f in tally_fields()})
+_BINS = MappingProxyType({f.name: f.metadata["bins"] for f in tally_fields("histogram")})
 _MERGE = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum})
+
+
+_MOST_ROWS, _MOST_VALUES = 1 << 22, 1 << 27
+"""Of one part. A writer stores 4,096 rows at a time, and merges 64 parts; Parquet packs a million zeros into bytes."""
+
+
+def read_part(path: Path) -> pa.Table:
+    """One part of a run's statistics, its columns checked: those of `IDENTITY` as numbers and plain words.
+
+    Raises:
+        pa.ArrowInvalid, OSError: it is torn.
+        RunError: it is too large, or a column is missing or of another type; the message names it.
+    """
+    try:
+        regular_size(path)
+        with pq.ParquetFile(path) as file:
+            about = file.metadata
+            groups = [about.row_group(i) for i in range(about.num_row_groups)]
+            values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+            if about.num_rows > _MOST_ROWS or values > _MOST_VALUES:
+                raise RunError(f"{path}: has {about.num_rows:,} rows with {values:,} values; too many for one part")
+            return _checked(path, file.read())
+    except (pa.ArrowInvalid, OSError, RunError):
+        raise
+    except (pa.ArrowException, UntrustedError, ValueError, TypeError, KeyError, IndexError, MemoryError) as error:
+        why = str(error).partition("\n")[0]
+        raise RunError(f"{path}: is damaged ({why}); move it away to read the rest of the run") from error
+
+
+def _checked(path: Path, stored: pa.Table) -> pa.Table:
+    stored.validate(full=True)
+    columns = {}
+    for field in stats_schema():
+        name, wanted = field.name, field.type
+        if stored.column_names.count(name) != 1:
+            if name in (*IDENTITY, REPORTED, _HISTOGRAM_START) or name in stored.column_names:
+                raise RunError(f"{path}: has {stored.column_names.count(name)} columns {name!r}; needs one")
+            continue
+        column = stored[name]
+        if pa.types.is_dictionary(wanted):
+            wanted = pa.string()
+        try:
+            columns[name] = column.cast(wanted)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise RunError(f"{path}: column {name!r} holds {column.type}; needs {wanted}") from error
+        if name in IDENTITY and column.null_count:
+            raise RunError(f"{path}: column {name!r} has rows without a value")
+    steps = pc.min_max(columns["step"]).as_py()
+    if stored.num_rows and max(abs(steps["min"]), abs(steps["max"])) > MAX_STEP:
+        raise RunError(f"{path}: has the step number {max(steps.values(), key=abs)}; needs at most {MAX_STEP}")
+    firsts = columns[_HISTOGRAM_START].fill_null(0).to_numpy()
+    for name in _BINS.keys() & columns.keys():
+        ends = _sizes(columns[name]) + (firsts if name == "exponents" else 0)
+        if ends.max(initial=0) > _BINS[name] or firsts.min(initial=0) < 0:
+            raise RunError(f"{path}: column {name!r} has bins beyond its {_BINS[name]}")
+    return pa.table(columns)
 
 
 class Columns(Protocol):

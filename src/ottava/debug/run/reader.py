@@ -6,9 +6,9 @@ passed over.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,29 +17,31 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ottava.debug.layer_names import layer_kind
-from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged
+from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged, read_part
 from ottava.debug.run.schema import (
     EVENTS,
     IDENTITY,
     MANIFEST,
     REPORTED,
-    SCHEMA_VERSION,
     STATS,
     STEPS,
     RunError,
     SlotKey,
+    read_manifest,
 )
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally, tally_fields
 from ottava.errors import unknown_name
+from ottava.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 
 _LOG = logging.getLogger(__name__)
 _TRAINER_STEPS = "metrics.jsonl"  # what `ottava train` writes; the same words
 _KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
 """Statistics that light rows have, too."""
+_PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
+_MOST_NUMBERS = 1000
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
 
 
@@ -200,17 +202,7 @@ class Run:
                 else "is not there"
             )
             raise RunError(f"{path} {why}; needs a folder that `ottava watch` or `ottava train --watch` wrote")
-        try:
-            facts = json.loads(manifest.read_text(encoding="utf-8"))
-            if not isinstance(facts, dict):
-                raise ValueError(f"{type(facts).__name__} instead of an object")
-        except ValueError as error:
-            raise RunError(f"{manifest}: is damaged ({error})") from error
-        if facts.get("schema_version") != SCHEMA_VERSION:
-            raise RunError(
-                f"{manifest}: schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}"
-            )
-        return cls(path, facts)
+        return cls(path, read_manifest(manifest))
 
     @cached_property
     def steps(self) -> dict[str, Any]:
@@ -220,6 +212,10 @@ class Run:
         lines = {line["step"]: line for line in _lines(self.path / name)}
         ordered = [lines[step] for step in sorted(lines)]
         names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
+        if len(names) > _MOST_NUMBERS:
+            raise RunError(
+                f"{self.path / name}: has {len(names):,} different names of numbers; at most {_MOST_NUMBERS}"
+            )
         columns = {key: np.array([_number(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
 
@@ -231,7 +227,7 @@ class Run:
     @cached_property
     def ranks(self) -> list[int]:
         """Ranks that wrote statistics."""
-        return sorted({int(path.name.split("-")[1]) for path in (self.path / STATS).glob("part-*.parquet")})
+        return sorted({rank for _, rank, _ in self._parts})
 
     def table(self, *, phase: str | None = "full", merge_ranks: bool = True) -> Table:
         """The statistics, in the order of writing.
@@ -248,29 +244,42 @@ class Run:
     @cached_property
     def _raw(self) -> Table:
         parts = []
-        for path in sorted((self.path / STATS).glob("part-*.parquet"), key=_part_order):
+        for _, _, path in self._parts:
             try:
-                parts.append(pq.read_table(path))
+                parts.append(read_part(path))
             except (pa.ArrowInvalid, OSError) as error:
                 _LOG.warning("%s is torn and passed over (%s)", path, str(error).partition("\n")[0])
         return _latest(_table(pa.concat_tables(parts, promote_options="permissive") if parts else None))
 
-
-def _part_order(path: Path) -> tuple[int, int]:
-    _, rank, number = path.stem.split("-")
-    return int(number), int(rank)
+    @property
+    def _parts(self) -> list[tuple[int, int, Path]]:
+        """(number, rank, file) of every part, in the order of writing."""
+        found = []
+        for path in (self.path / STATS).glob("part-*.parquet"):
+            if (match := _PART.fullmatch(path.name)) is None:
+                raise RunError(f"{path}: is no part that a watch wrote (part-RANK-NUMBER.parquet); move it away")
+            found.append((int(match["number"]), int(match["rank"]), path))
+        return sorted(found)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue  # torn
-        if isinstance(values, dict) and "step" in values:
-            yield values
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                values = parse_json(line)
+            except LimitError as error:
+                raise RunError(f"{path}: line {number} {error}") from error
+            except UntrustedError:
+                continue  # torn
+            if isinstance(values, dict) and "step" in values:
+                step = values["step"]
+                if type(step) is not int or abs(step) > MAX_STEP:
+                    raise RunError(f"{path}: line {number} has step {str(step)[:40]!r}; needs a whole number")
+                yield values
+    except UntrustedError as error:
+        raise RunError(f"{path}: {error}") from error
 
 
 def _number(value: Any) -> float:
@@ -289,10 +298,7 @@ def _table(stored: pa.Table | None) -> Table:
     columns: dict[str, Any] = {}
     for name in IDENTITY:
         kind: Any = np.int64 if name in ("step", "rank") else object
-        column: Any = [] if stored is None else stored[name]
-        if stored is not None and kind is object:
-            column = column.cast(pa.string())
-        columns[name] = np.array(column, dtype=kind)
+        columns[name] = np.array([] if stored is None else stored[name], dtype=kind)
     reported = [] if stored is None else [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
     return Table(columns, LazyTally(StoredColumns(stored), np.arange(count)), reported)
 

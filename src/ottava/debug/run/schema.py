@@ -14,15 +14,31 @@ Statistics are stored as sums that merge exactly, never as finished numbers. Any
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
 from ottava.debug.tally import tally_fields
+from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
+
+MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
+    {
+        "versions": dict,
+        "host": dict,
+        "config": dict,
+        "settings": {"recipes": [str]},
+        "layers": [{"shape": [int], "recipe": str}],
+        "coverage": {"linear": int, "seen": int, "skipped": [dict]},
+        "overhead": {"share": float},
+    }
+)
+"""What readers of watch.json rely on, see `untrusted.misfit`: all of it may be missing, and there may be more."""
 
 TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
 SYMBOLS = MappingProxyType(
@@ -89,3 +105,22 @@ class RunError(ValueError):
     """A run folder cannot be read or written; the message names the file, why, and what to do."""
 
     exit_code = 4
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run, from its watch.json.
+
+    Raises:
+        RunError: it is damaged, of another schema version, or holds something else than readers rely on.
+    """
+    try:
+        facts = parse_json(read_text(path))
+    except UntrustedError as error:
+        raise RunError(f"{path}: is damaged: {error}") from error
+    if not isinstance(facts, dict):
+        raise RunError(f"{path}: is damaged: {type(facts).__name__} instead of an object")
+    if facts.get("schema_version") != SCHEMA_VERSION:
+        raise RunError(f"{path}: schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}")
+    if wrong := misfit(facts, MANIFEST_SHAPE, MANIFEST):
+        raise RunError(f"{path}: {wrong}; the file was changed, or written by something else")
+    return facts

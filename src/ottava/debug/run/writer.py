@@ -32,9 +32,11 @@ from ottava.debug.run.schema import (
     STEPS,
     RunError,
     SlotKey,
+    read_manifest,
     stats_schema,
 )
 from ottava.debug.tally import Tallies, Tally, tally_fields
+from ottava.untrusted import parse_json
 
 _PARTS_MERGED = 64
 """A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
@@ -78,9 +80,7 @@ class RunWriter:
         if manifest.exists() and rank == 0:
             if not append:
                 raise RunError(f"{self.path} holds a watched run already; choose another, or append=True to go on")
-            self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
-            if self.manifest.get("schema_version") != SCHEMA_VERSION:
-                raise RunError(f"{manifest}: was written by another version; start again in another folder")
+            self.manifest = read_manifest(manifest)
         (self.path / STATS).mkdir(parents=True, exist_ok=True)
         if append and step is not None:
             self._cut_back(step)
@@ -280,7 +280,7 @@ def _table_of(looks: Sequence[tuple[int, Tallies[SlotKey]]], rank: int) -> pa.Ta
 def _step_of(line: bytes) -> float:
     """Infinity for a torn line."""
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 

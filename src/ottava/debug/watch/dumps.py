@@ -30,6 +30,7 @@ from ottava.debug.run.writer import RunWriter
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
+from ottava.untrusted import UntrustedError, parse_json, regular_size
 
 _FORMAT = "ottava.debug.dump/1"
 _HEADER_BYTES = 4096
@@ -215,10 +216,11 @@ def read_dump(path: Path | str) -> Dump:
     """
     path = Path(path)
     try:
+        regular_size(path)
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UntrustedError) as error:
         raise DumpError(f"{path}: is missing, cut short, damaged or no safetensors file ({error})") from error
     if header.get("format") != _FORMAT:
         raise DumpError(f"{path}: is no dump of ottava's (format {header.get('format')!r}, needs {_FORMAT!r})")
@@ -228,8 +230,10 @@ def read_dump(path: Path | str) -> Dump:
         kind = header["kind"]
         if kind not in readers:
             raise DumpError(f"{path}: {unknown_name('kind', kind, readers)}")
-        return readers[kind](path, int(header["step"]), json.loads(header["facts"]), tensors, random)
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        return readers[kind](path, int(header["step"]), parse_json(header["facts"]), tensors, random)
+    except DumpError:
+        raise
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise DumpError(f"{path}: its header does not fit its tensors ({error!r}); the file is damaged") from error
 
 

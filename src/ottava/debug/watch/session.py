@@ -44,6 +44,7 @@ from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.readback import Read, Reading, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
+from ottava.errors import need
 
 _FLUSH_SECONDS = 5.0
 """Looks of so long may wait in memory: writing a file takes as long as a look at a small model."""
@@ -88,6 +89,8 @@ def watch(
         (10, {1, 2})
     """
     path = Path(folder) if folder is not None else Path("runs") / f"watch-{datetime.now():%Y%m%d-%H%M%S}"
+    if model is not None:
+        need("watch", model, nn.Module, "a torch.nn.Module, or None for every layer of the process")
     return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.autocast import _COMPILED_VIEW, ambient
+from ottava.ambient import _COMPILED_VIEW, ambient
 from ottava.recipe import GEMMS, Recipe
 
 
@@ -319,3 +321,86 @@ def test_layers_that_are_not_ottavas_do_not_listen() -> None:
     with ottava.autocast("rowwise"):
         hidden = model[0](x)
         assert torch.equal(model[1](hidden), nn.functional.linear(hidden, model[1].weight, model[1].bias))
+
+
+# --- what would otherwise be silent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_autocast_that_did_nothing_says_so_when_it_ends(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was not converted hears nothing; the line to add is named. Where layers of ours were compiled in
+    this process, calibration is still told."""
+    monkeypatch.setattr(_COMPILED_VIEW, "traced", compiled)
+    plain = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+    for options, effect, line in (
+        ({"recipe": "delayed", "calibrating": True, "enabled": False}, "no history was filled", '(model, "delayed")'),
+        ({"calibrating": True}, "no history was filled", '(model, "delayed")'),
+        ({"recipe": "mxfp8"}, "nothing ran in FP8", '(model, "mxfp8")'),
+        ({}, "nothing ran in FP8", '(model, "tensorwise")'),
+    )[: 2 if compiled else 4]:
+        with pytest.warns(UserWarning, match="no ottava layer ran in it") as said, ottava.autocast(**options):  # type: ignore[arg-type]
+            plain(data()).sum().backward()
+        (one,) = said
+        assert effect in str(one.message)
+        assert str(one.message).endswith(f"ottava.convert{line}")
+        assert one.filename == __file__
+    unpredicted = pytest.warns(UserWarning, match="filled no history: no layer that ran has predicted scales")
+    with unpredicted, ottava.autocast(calibrating=True):
+        network("tensorwise")(data()).sum().backward()
+
+
+def test_an_autocast_that_was_heard_or_asks_for_nothing_is_silent() -> None:
+    """High precision is what a plain model runs; an inner autocast counts for the outer; an error speaks for itself."""
+    plain, model = nn.Sequential(nn.Linear(64, 64)).bfloat16(), network("tensorwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"enabled": False}, {"recipe": "bf16"}, {"recipe": "rowwise", "enabled": False}):
+            with ottava.autocast(**options):  # type: ignore[arg-type]
+                plain(data())
+        with ottava.autocast("rowwise"), ottava.autocast(enabled=False):
+            model(data())
+        with ottava.autocast("delayed", calibrating=True):
+            model(data()).sum().backward()
+        with pytest.raises(KeyError), ottava.autocast("rowwise"):
+            raise KeyError
+
+
+def test_compiled_layers_ask_nobody_when_they_run() -> None:
+    """The second run of a compiled graph is not taken for silence."""
+    model = torch.compile(network("tensorwise"), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(2):
+            with ottava.autocast("rowwise"):
+                model(data())
+
+
+def test_functions_whose_body_runs_later_are_not_decorated() -> None:
+    """A call of a generator or coroutine function runs nothing of it: the autocast would have ended."""
+
+    def generator() -> Iterator[str]:
+        yield names()
+
+    async def coroutine() -> str:
+        return names()
+
+    async def both() -> AsyncIterator[str]:
+        yield names()
+
+    class Owner:
+        def method(self) -> Iterator[str]:
+            yield names()
+
+    for function in (generator, coroutine, both, Owner().method, functools.partial(generator)):
+        with pytest.raises(TypeError, match=r"generator or coroutine function.*inside its body"):
+            ottava.autocast("rowwise")(function)
+    assert ottava.autocast("rowwise")(lambda: names())() == "rowwise"
+
+
+def test_a_context_may_be_entered_again_and_inside_itself() -> None:
+    context = ottava.autocast("rowwise")
+    with context, context:
+        assert names() == "rowwise"
+    with context:
+        assert names() == "rowwise"
+    assert names() == ""

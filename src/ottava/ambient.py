@@ -14,17 +14,23 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ottava.errors import unknown_name
+from ottava.kernels.custom_operator import constant_in_graph
 from ottava.recipe import Recipe, get_recipe
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Update = Literal["step", "autocast"]
 Part = Literal["all", "forward", "backward"]
 """Whose boundary it is: the doors of input and weight, of grad_output, or all."""
@@ -35,6 +41,10 @@ class Rolls(Protocol):
 
     def update(self, part: Part = "all") -> None:
         """A boundary of all its doors, or of those of the forward or the backward."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a door of it has a predicted scale, so that there is something to calibrate."""
 
 
 class Session:
@@ -61,6 +71,20 @@ class Session:
         for state in self._states.values():
             state.update(part)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether a model that ran has predicted scales."""
+        return any(state.predicts for state in self._states.values())
+
+
+class Ear:
+    """Whether a layer has asked what an autocast says."""
+
+    __slots__ = ("heard",)
+
+    def __init__(self) -> None:
+        self.heard = False
+
 
 @dataclass(frozen=True)
 class Ambient:
@@ -76,6 +100,8 @@ class Ambient:
     """Over which amaxes are reduced."""
     session: Session | None = None
     """There when this autocast, or one around it, is a boundary of its own."""
+    ear: Ear = field(default_factory=Ear, repr=False, compare=False)
+    """Notes the layers that ask."""
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:
         """The recipe to run in the layer of that full name, whose own resolved recipe is `own`; no overrides left."""
@@ -88,28 +114,36 @@ class Ambient:
         if not self.recipe.overrides:
             return self.recipe
         if torch.compiler.is_compiling():
-            return getattr(_COMPILED_VIEW, _view_name(self.recipe, layer))  # type: ignore[no-any-return]
+            return getattr(_COMPILED_VIEW, _view_name(id(self.recipe), layer))  # type: ignore[no-any-return]
         return self.recipe.for_layer(layer)
 
 
-@torch.compiler.assume_constant_result  # Dynamo traces no fnmatch; both arguments are guarded on
-def _view_name(recipe: Recipe, layer: str) -> str:
-    """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask."""
+@constant_in_graph  # Dynamo traces no fnmatch; both arguments are guarded on
+def _view_name(ambient_recipe: int, layer: str) -> str:
+    """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask.
+
+    The ambient recipe is named by its id: torch 2.11's Dynamo hands no frozen dataclass over, and guards on an id too.
+    """
+    recipe = _COMPILED_VIEW.ambient.recipe
+    assert recipe is not None
+    assert id(recipe) == ambient_recipe
     name = f"{hash(recipe)}:{layer.replace('.', '/')}"  # Dynamo takes no dot in an attribute's name
     setattr(_COMPILED_VIEW, name, recipe.for_layer(layer))
     return name
 
 
 _HIGH_PRECISION = get_recipe("bf16")
-NOTHING_SAID = Ambient()
-AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=NOTHING_SAID)
+_NOTHING_SAID = Ambient()
+AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NOTHING_SAID)
 
 
 class _CompiledView:
     """Where torch.compile's guards read the ambient recipe."""
 
     def __init__(self) -> None:
-        self.ambient = NOTHING_SAID
+        self.ambient = _NOTHING_SAID
+        self.traced = False
+        """Whether there may be compiled layers, which ask nobody when they run."""
 
 
 _COMPILED_VIEW = _CompiledView()
@@ -119,7 +153,15 @@ def ambient() -> Ambient:
     """What the innermost `autocast` of this thread or task says."""
     if torch.compiler.is_compiling():
         return _COMPILED_VIEW.ambient
-    return AMBIENT.get()
+    said = AMBIENT.get()
+    said.ear.heard = True
+    return said
+
+
+def traced_ambient() -> Ambient:
+    """The same for a layer that is being compiled; called while tracing, not by the graph."""
+    _COMPILED_VIEW.traced = True
+    return _COMPILED_VIEW.ambient
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,7 +170,47 @@ def _interned(recipe: Recipe) -> Recipe:
     return recipe
 
 
-@contextmanager
+class Autocast(AbstractContextManager[None]):
+    """What `autocast` returns: a context, and a decorator of functions. It may be entered again."""
+
+    def __init__(
+        self, recipe: Recipe | None, *, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
+    ) -> None:
+        self._said = (recipe, enabled, calibrating, update, group)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = _saying(*self._said)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function under this autocast, entered anew at every call.
+
+        Raises:
+            TypeError: a generator or coroutine function: a call of one runs nothing of its body.
+        """
+        lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_lazy(function) for is_lazy in lazy):
+            name = getattr(function, "__qualname__", repr(function))
+            raise TypeError(
+                f"@ottava.autocast: {name} is a generator or coroutine function, whose body runs after the call has "
+                "returned, and so after the autocast has ended. Write `with ottava.autocast(...):` inside its body"
+            )
+
+        @functools.wraps(function)
+        def under(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _saying(*self._said):
+                return function(*args, **kwargs)
+
+        return under
+
+
 def autocast(
     recipe: Recipe | str | None = None,
     *,
@@ -136,8 +218,8 @@ def autocast(
     calibrating: bool = False,
     update: Update = "step",
     group: ProcessGroup | None = None,
-) -> Iterator[None]:
-    """Runs ottava layers under another recipe, or in high precision, or calibrates them.
+) -> Autocast:
+    """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
 
     Args:
         recipe: a Recipe or its name for every layer; None leaves each layer the one it was converted with.
@@ -150,6 +232,11 @@ def autocast(
         group: over which amaxes are reduced; None finds it, see `ScalingState`.
     Raises:
         ValueError: unknown recipe or update.
+        TypeError: as a decorator of a generator or coroutine function, whose body runs after the autocast has ended.
+    Warns: when it ends without an exception and did nothing: no ottava layer ran in it, or it calibrated and no layer
+        that ran has predicted scales. High precision is what unconverted layers run anyway, so enabled=False and a
+        recipe like bf16 are silent. Compiled layers ask nobody when they run: once one was compiled in this process,
+        only a calibration and update="autocast" can tell.
     Edge cases: layers that were not converted do not listen. A backward uses the recipe of its forward, also where
         torch.utils.checkpoint recomputes it after the context has ended. In a torch.compile'd model calibrating and
         update="autocast" run the layers uncompiled, which fullgraph=True refuses.
@@ -166,9 +253,17 @@ def autocast(
     """
     if update not in get_args(Update):
         raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    asked = _interned(get_recipe(recipe)) if recipe is not None else None
+    return Autocast(asked, enabled=enabled, calibrating=calibrating, update=update, group=group)
+
+
+@contextmanager
+def _saying(
+    asked: Recipe | None, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
+) -> Iterator[None]:
+    """One entering of an `autocast`."""
     outer = AMBIENT.get()
     own = Session() if calibrating or (update == "autocast" and outer.session is None) else None
-    asked = _interned(get_recipe(recipe)) if recipe is not None else None
     entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, own or outer.session)
     token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
@@ -178,6 +273,29 @@ def autocast(
             own.close("all")
         elif own is not None and torch.is_grad_enabled():
             own.close("forward")
+        if reason := _did_nothing(entered, own):
+            warnings.warn(reason, stacklevel=4)  # this, contextlib, Autocast, and who left it
     finally:
+        outer.ear.heard |= entered.ear.heard
         AMBIENT.reset(token)
         _COMPILED_VIEW.ambient = AMBIENT.get()  # not what it was on entering: another thread may have left that since
+
+
+def _did_nothing(said: Ambient, session: Session | None) -> str | None:
+    """Why an autocast that has ended was for nothing; None if it was not."""
+    name = said.recipe.name if said.recipe is not None else None
+    if said.ear.heard:
+        if not said.calibrating or session is None or session.predicts:
+            return None
+        return (
+            "ottava.autocast(calibrating=True) filled no history: no layer that ran has predicted scales. Name a "
+            'recipe that has some: ottava.autocast("delayed", calibrating=True)'
+        )
+    wanted = said.calibrating or (said.enabled and (said.recipe is None or said.recipe.quantized))
+    if not wanted or (_COMPILED_VIEW.traced and said.session is None):
+        return None
+    effect = "no history was filled" if said.calibrating else "nothing ran in FP8 by it"
+    line = f'ottava.convert(model, "{name or ("delayed" if said.calibrating else "tensorwise")}")'
+    return (
+        f"ottava.autocast: no ottava layer ran in it, so {effect}. Before it, convert the model that runs in it: {line}"
+    )

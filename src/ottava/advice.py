@@ -1,0 +1,126 @@
+"""What predicted scales tell their user, each once: that they do not move, and what they begin with.
+
+A scale that stands still, or starts on a trained model without a history, is no error, and nothing else shows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_FORWARDS = 256
+"""Without a step, before it is said: more than micro-batches and evaluations need."""
+_STEPS = 16
+"""Of one optimizer, before a layer that none has stepped is named: others may step less often."""
+
+
+class Advice:
+    """The memory of one `ScalingState`: what it has seen, and what it has said."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._weight_version: tuple[int, int] | None = None
+        self._steps: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self.began = self._asked_idle = False
+
+    def copy(self) -> Advice:
+        """What it has seen and said until now; for a replay, which must leave no trace."""
+        twin = Advice()
+        vars(twin).update(vars(self), _steps=self._steps.copy(), _stepped=self._stepped.copy())
+        return twin
+
+    def saw_forward(self, weight: Tensor) -> None:
+        """Told of training forwards while there was no boundary yet: warns where weights move and none comes."""
+        if self.began or weight.is_meta:
+            return
+        version = (id(weight), weight._version)
+        if self._weight_version is None:
+            self._weight_version = version
+        if self._weight_version[0] != version[0]:
+            return  # one layer stands for the model: its forwards are the model's
+        self._forwards += 1
+        stepped = self._weight_version[1] != version[1] and not dist.is_initialized()
+        if stepped or self._forwards > _FORWARDS:
+            self._weight_version = version
+            # Python shows a warning of one text and place once
+            warnings.warn(
+                "delayed scaling: the weights have changed, or many forwards have passed, and no step boundary was "
+                "seen, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
+                "ottava.ScalingState(model).update() after each weight update",
+                stacklevel=4,
+            )
+
+    def first_step(self, model: nn.Module, layers: Iterable[Any], *, boundaries: int) -> None:
+        """Told before the first step of an optimizer of the model: says what a start without a history does.
+
+        Only of a model that looks trained: a norm's weight is not one number any more.
+        """
+        self.began = True
+        if not _readable(model):
+            return
+        doors = [door for layer in layers for door in layer.quantizers.doors if door.spec is not None]
+        if not doors or boundaries or not _looks_trained(model) or any(bool(door.amax_history.any()) for door in doors):
+            return
+        start = "the current scale of each tensor" if doors[0].spec.bootstrap else "scale 1, whatever the tensor"
+        warnings.warn(
+            "delayed scaling starts on weights that look trained, and has no history: the first step casts with "
+            f"{start}, the next ones with scales predicted from the few amaxes since then. To fill the histories from "
+            "some batches before the first step: ottava.calibrate(model, batches, loss=loss)",
+            stacklevel=2,
+        )
+
+    def after_step(self, optimizer: object, stepped: Collection[int], layers: Iterable[Any]) -> None:
+        """Told after the boundary that an optimizer's step was: names trainable layers that no optimizer steps.
+
+        stepped: ids of the optimizer's parameters. Another rank's step (ZeroRedundancyOptimizer) counts too: the
+            boundary has emptied what was staged for the layer then.
+        """
+        if self._asked_idle:
+            return
+        layers = list(layers)
+        self._stepped.update(id(layer.weight) for layer in layers if id(layer.weight) in stepped)
+        count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if count < _STEPS or not all(_readable(layer) for layer in layers):
+            return
+        self._asked_idle = True
+        idle = [m for m in layers if m.weight.requires_grad and id(m.weight) not in self._stepped and _waits(m)]
+        if idle:
+            names = ", ".join(layer.name or type(layer).__name__ for layer in idle[:3])
+            more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+            warnings.warn(
+                f"delayed scaling: in {_STEPS} steps no optimizer has stepped the weights of {names}{more}, which are "
+                "trainable, so their scales do not move. Give these weights to the optimizer, or freeze them with "
+                "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
+                stacklevel=2,
+            )
+
+
+def _waits(layer: Any) -> bool:
+    """Whether a door has seen a tensor that no boundary has taken."""
+    return any(door.spec is not None and bool(door.staged[0] > 0) for door in layer.quantizers.doors)
+
+
+def _readable(module: nn.Module) -> bool:
+    """Whether numbers can be read now: not on meta, in a CUDA graph's capture, or while compiling."""
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not any(p.is_meta for p in module.parameters())
+
+
+def _looks_trained(model: nn.Module) -> bool:
+    """A module whose parameters are all vectors is a norm, or like one: each of its weights starts as one number."""
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        weight = own.get("weight")
+        if weight is None or any(p.dim() != 1 for p in own.values()):
+            continue
+        shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+        if shard.numel() and bool((shard != shard[0]).any()):
+            return True
+    return False

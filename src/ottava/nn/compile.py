@@ -1,0 +1,12 @@
+"""Layers that torch.compile must not look into. Imported while it traces: torch's decorator imports Dynamo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
+def uncompiled(layer: nn.Module, input: Tensor) -> Tensor:
+    """The layer's eager forward; a break in the graph around it."""
+    return layer.forward(input)  # type: ignore[no-any-return]  # nn.Module.forward is untyped

@@ -1,0 +1,94 @@
+"""One process a folder, whatever way the other one ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ottava.train.config import ConfigError
+from ottava.train.folder_lock import FolderLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from ottava.train.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_folder_of_another_process_is_refused_until_that_one_is_gone(tmp_path: Path) -> None:
+    """Killed: it cleans up nothing, and its file stays."""
+    run = tmp_path / "run"
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=rf"{run}: is in use by process {other.pid} on .*Two processes would spoil"):
+        FolderLock(run)
+    other.kill()
+    other.communicate()
+    assert (run / ".lock").exists()
+    lock = FolderLock(run)
+    assert f"process {os.getpid()} on " in (run / ".lock").read_text()
+    lock.release()
+    assert not (run / ".lock").exists()
+
+
+def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "a" / "b")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        FolderLock(tmp_path / "a" / "b")
+    lock.release()
+    lock.release()  # again is nothing
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="wrong"), FolderLock(tmp_path / "a").kept_if_all_is_well():
+        raise RuntimeError("wrong")
+    assert list(tmp_path.iterdir()) == []
+    lock = FolderLock(tmp_path / "a" / "b")
+    (tmp_path / "a" / "kept").touch()
+    del lock  # collected: released
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
+
+
+def test_file_that_its_holder_has_removed_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a process's opening and its locking, the holder goes and removes the file; a third makes a new one."""
+    import ottava.train.folder_lock as module
+
+    lock, real, files = FolderLock(tmp_path), module._lock, []
+
+    def late(file) -> None:  # type: ignore[no-untyped-def]
+        files.append(file)
+        if len(files) == 1:
+            lock.release()
+            (tmp_path / ".lock").touch()
+        real(file)
+
+    monkeypatch.setattr(module, "_lock", late)
+    second = FolderLock(tmp_path)
+    assert len(files) == 2
+    monkeypatch.setattr(module, "_lock", real)
+    with pytest.raises(ConfigError, match="is in use"):
+        FolderLock(tmp_path)
+    second.release()
+
+
+def test_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import errno
+
+    import ottava.train.folder_lock as module
+
+    def refuse(file: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module, "_lock", refuse)
+    FolderLock(tmp_path)
+    assert "this file system has no locks" in caplog.text

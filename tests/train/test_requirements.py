@@ -1,0 +1,34 @@
+"""What a run needs is asked for, and what cannot fit is refused by its numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ottava.train.config import ConfigError, load_config
+from ottava.train.model import ByteTransformer
+from ottava.train.requirements import DeviceError, find_device, refuse_what_cannot_fit
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["batch_size=1000000000000", "sequence_length=1000000000000", "evaluation.batches=1000000000000"]
+    + ["model.layers=1000000000000", "model={d_model: 1000000000000}", "model.ffn=1000000000000"],
+)
+def test_what_no_machine_holds_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"need more than [\d,]+ GB of memory; cpu has"):
+        refuse_what_cannot_fit(load_config(None, [setting]), torch.device("cpu"))
+
+
+def test_defaults_fit_anywhere_and_parameters_are_counted_as_they_are() -> None:
+    for settings in ([], ["model={d_model: 96, layers: 3, heads: 6, kv_heads: 2, ffn: 40}"]):
+        config = load_config(None, settings)
+        refuse_what_cannot_fit(config, torch.device("cpu"))
+        assert config.model.parameters == sum(p.numel() for p in ByteTransformer(config.model, 8).parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the hardware whose absence is tested")
+def test_device_that_is_not_here_is_refused() -> None:
+    assert find_device("auto").type == "cpu"
+    with pytest.raises(DeviceError, match="sees 0 CUDA GPUs; set device=cpu or device=auto"):
+        find_device("cuda:1")
