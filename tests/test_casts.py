@@ -83,7 +83,7 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_both_casts_are_two_casts(spec: QuantizationSpec, dtype: torch.dtype) -> None:
-    """Whoever makes them, at once or one by one, for a plan that is kept as well: the bits of x and of x.T cast alone."""
+    """Whoever makes them, at once or one by one, and where a plan is kept: the bits of x and of x.T cast alone."""
     plans: dict[object, casts.CastPlan] = {}
     for x in (torch.randn(130, 140).to(dtype), torch.randn(140, 130).to(dtype).t(), torch.randn(7, 1).to(dtype)):
         for kept in (None, plans, plans):

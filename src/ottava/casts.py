@@ -147,7 +147,7 @@ def plan_casts(
     known = spec or spec_t
     assert known is not None
     alike = spec is None or spec_t is None or spec == spec_t
-    if triton_quantize in _casts(x) and not any(
+    if native_cpu not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
     ):
         return CastPlan(_on_accelerator(spec, spec_t, x.dtype), triton_quantize.NAME, (), (spec, spec_t))

@@ -227,15 +227,15 @@ def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Te
     Returns the bytes that live on for backward; a weight in high precision lives anyway.
     """
     x_spec = w_spec = x_scale = w_scale = None
-    nbytes = 0
+    nbytes, counted = 0, not torch.compiler.is_compiling()
     if isinstance(x_col, QuantizedTensor):
         x_spec, x_scale, x_col = (x_col.spec, x_col.dtype), x_col.scale_inv, x_col.data
-        nbytes += x_col.nbytes + x_scale.nbytes
-    elif x_col is not None:
+        nbytes += x_col.nbytes + x_scale.nbytes if counted else 0
+    elif x_col is not None and counted:
         nbytes += x_col.nbytes
     if isinstance(w_col, QuantizedTensor):
         w_spec, w_scale, w_col = (w_col.spec, w_col.dtype), w_col.scale_inv, w_col.data
-        nbytes += w_col.nbytes + w_scale.nbytes
+        nbytes += w_col.nbytes + w_scale.nbytes if counted else 0
     ctx.save_for_backward(x_col, x_scale, w_col, w_scale, *made)
     ctx.specs = x_spec, w_spec
     return nbytes

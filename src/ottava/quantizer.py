@@ -408,14 +408,18 @@ class LinearQuantizers(nn.Module):
 
     def ready(self, recipe: Recipe) -> bool:
         """Whether the doors have the buffers that a resolved recipe needs; quick where nothing changed since."""
+        if torch.compiler.is_compiling():  # Dynamo would guard on what was seen last
+            return self._prepared_for(recipe)
         own: dict[str, Any] = self._modules
         seen = recipe, own["input"].spec, own["weight"].spec, own["grad_output"].spec
         if self._ready == seen:  # mostly the same objects: comparing them by their fields takes longer
             return True
-        ready = all(spec is None or door.spec == spec for door, spec in self.predicted(recipe))
-        if ready and not torch.compiler.is_compiling():
+        if ready := self._prepared_for(recipe):
             self._ready = seen
         return ready
+
+    def _prepared_for(self, recipe: Recipe) -> bool:
+        return all(spec is None or door.spec == spec for door, spec in self.predicted(recipe))
 
     def predicted(self, recipe: Recipe) -> list[tuple[Quantizer, QuantizationSpec | None]]:
         """Each door with the predicted spec that a resolved recipe gives it, or None."""

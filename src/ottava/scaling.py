@@ -11,7 +11,7 @@ torchao's exp2(floor(log2(s))) rounds *up* for 237 of 241 values just under a po
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -48,6 +48,8 @@ class Granularity(RefusesUnknownFields):
     """Rows of a block."""
     cols: int | None
     """Columns of a block."""
+    transposes: bool = field(init=False, repr=False, compare=False)
+    """Whether x and x.T share their scales, so that one cast serves both."""
 
     def __post_init__(self) -> None:
         for extent in (self.rows, self.cols):
@@ -59,11 +61,7 @@ class Granularity(RefusesUnknownFields):
                     f"granularity {self.rows} x {self.cols}: a block has at least 1 row and 1 column, at most "
                     f"{_MAX_EXTENT:,} of each, or all (None, * in text)"
                 )
-
-    @functools.cached_property
-    def transposes(self) -> bool:
-        """Whether x and x.T share their scales, so that one cast serves both."""
-        return self.rows == self.cols
+        object.__setattr__(self, "transposes", self.rows == self.cols)
 
     @functools.cached_property
     def transposed(self) -> Granularity:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava.functional import linear
+from ottava.functional import Call, linear
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe
 
@@ -271,7 +271,7 @@ def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 y = module(leaf)
         else:
-            y = linear(leaf.bfloat16(), module.weight, module.bias, module.quantizers, module.resolved)
+            y = linear(leaf.bfloat16(), module.weight, module.bias, Call(module.quantizers, module.resolved))
         torch.manual_seed(5)
         y.backward(torch.ones_like(y) / 3)
         results.append([y.detach(), leaf.grad, module.weight.grad.float(), module.bias.grad.float()])
