@@ -61,6 +61,7 @@ def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
 
 def main(folder: str | Path = "runs/good-bad", steps: int = 80) -> dict[str, Any]:
     """Trains, compares, diagnoses, prints; returns what was found."""
+    torch.set_num_threads(1)  # the model is small: a second thread would only wait for the first, and use a core for it
     good, bad = (train(Path(folder) / name, rate, steps) for name, rate in LEARNING_RATES.items())
     shown = range(0, steps, max(1, steps // 8))
     print(f"{'step':18}" + "".join(f"{step + 1:>8}" for step in shown))

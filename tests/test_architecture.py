@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 FLOORS = (
-    ("errors", "first_use", "untrusted"),
-    ("formats",),
+    ("errors", "files", "first_use", "untrusted"),
+    ("formats", "settings"),
     ("rounding",),
     ("scaling",),
     ("quantized_tensor",),

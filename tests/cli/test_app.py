@@ -11,8 +11,8 @@ import torch
 
 import ottava
 from ottava.cli.app import app, exit_code, main
+from ottava.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError
-from ottava.train.config import ConfigError
 from ottava.train.data import DataError
 from ottava.train.requirements import DeviceError
 

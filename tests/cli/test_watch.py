@@ -12,8 +12,8 @@ import typer
 
 from ottava.cli.watch import watch
 from ottava.debug.run.reader import Run
-from ottava.debug.watch.config import WatchConfigError
 from ottava.debug.watch.launch import LaunchError
+from ottava.settings import ConfigError
 
 SCRIPT = """
 import argparse, sys, torch
@@ -127,6 +127,6 @@ def test_what_is_wrong_is_said_before_anything_runs(folder: Path, monkeypatch: p
         (["--compiled", "maybe"], "compiled"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ):
-        with pytest.raises(WatchConfigError, match=why):
+        with pytest.raises(ConfigError, match=why):
             run("--out", "run", *options, "--", "train.py")
     assert not (folder / "run").exists()

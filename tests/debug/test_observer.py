@@ -259,6 +259,22 @@ def test_checkpointed_casts_count_as_often_as_they_run() -> None:
         assert seen.tallies[key] == merged
 
 
+def test_it_can_be_printed() -> None:
+    """A line for each cast, the worst first, with the numbers of the table; and a sentence where there is none."""
+    model = network("blockwise")
+    with ottava.debug.observe(model) as seen:
+        assert str(seen).startswith("no cast was seen")
+        model(data()).sum().backward()
+    head, *lines = str(seen).splitlines()
+    assert head.split() == ["layer", "tensor", "cast", "row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax"]
+    table = sorted(seen.table(), key=lambda row: row["row_sqnr_p50_db"])
+    assert len(lines) == len(table) > 6
+    worst = table[0]
+    assert lines[0].split()[:2] == [worst["layer"], "dY.T" if worst["direction"] == "col" else "dY"]
+    assert f"{worst['row_sqnr_p50_db']:.1f} dB" in lines[0]
+    assert "0x" not in repr(seen)
+
+
 def test_only_doors_are_hooked() -> None:
     """The model's own modules keep their hooks to themselves: nothing outside of a Quantizer is touched."""
     model = network()

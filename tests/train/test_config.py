@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 import ottava
 from ottava.recipe import RECIPES
-from ottava.train.config import ConfigError, ScheduleConfig, TrainConfig, load_config
+from ottava.settings import ConfigError
+from ottava.train.config import ScheduleConfig, TrainConfig, load_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.yaml"
 
@@ -72,6 +73,10 @@ def test_later_override_wins_and_file_yields_to_overrides(tmp_path: Path) -> Non
         ("recipe={name: x, fprop: 5}", "recipe: GemmRecipe is 5; needs a mapping"),
         ("device=gpu", "device: got 'gpu'; needed: auto, cpu, cuda or cuda:N"),
         ("steps.x=1", "steps: got {'x': 1}; input should be a valid integer"),
+        ("watch={evry: 5}", "unknown setting 'watch.evry'; did you mean 'watch.every'?"),
+        ("watch={triggers: 5}", "watch.triggers: got 5; input should be"),
+        ("guard={evry: 5}", "unknown setting 'guard.evry'; did you mean 'guard.every'?"),
+        ("recipe=" + "[" * 5000, "recipe: the value '[[[["),
         ("steps", "got the setting 'steps'; needed: KEY=VALUE"),
         ("steps=[1", "steps: the value '[1' is no YAML"),
     ],

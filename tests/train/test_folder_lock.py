@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ottava.train.config import ConfigError
+from ottava.settings import ConfigError
 from ottava.train.folder_lock import FolderLock
 
 HOLD = """

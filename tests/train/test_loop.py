@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ottava.recipe import RECIPES, Recipe
+from ottava.settings import ConfigError
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
 from ottava.train.checkpoint import CheckpointError, read_checkpoint
-from ottava.train.config import ConfigError
 from ottava.train.data import DataError
 from ottava.train.requirements import DeviceError
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from test_loop import curve, saved_curve, tiny
 from torch import Tensor
 
 from ottava.debug.run.reader import Run
+from ottava.settings import ConfigError
 from ottava.train import Trainer
-from ottava.train.config import ConfigError
 
 POISONED = 30
 
@@ -50,6 +52,31 @@ def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None
     assert run.steps["loss"] == pytest.approx([record.loss for record in bare.history])
     assert sorted(set(run.table()["step"].tolist())) == [1, 2, 3, 6, 9, 12]
     assert run.manifest["config"]["recipe"] == recipe
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_loop import tiny
+from ottava.train import Trainer
+for name, every in (("before", 100), ("after", 2)):
+    settings = ("recipe=bf16", "watch={every: 1}", f"checkpoint.every={every}")
+    Trainer(tiny(*settings), Path(sys.argv[1]) / name).advance(3)
+os._exit(9)
+"""
+
+
+def test_a_kill_loses_nothing_that_a_checkpoint_holds_and_resumes_without_one(tmp_path: Path) -> None:
+    """Killed before the first checkpoint, a watched run begins again in its folder; killed after one, the looks of the
+    steps before it are on record."""
+    words = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
+    assert subprocess.run(words, timeout=300, check=False).returncode == 9
+    assert set(Run.open(tmp_path / "after").table()["step"].tolist()) >= {1, 2}
+    resumed = Trainer(tiny("recipe=bf16", "watch={every: 1}", "checkpoint.every=100"), tmp_path / "before", resume=True)
+    resumed.advance()
+    run = Run.open(tmp_path / "before")
+    assert run.steps["step"].tolist() == sorted(set(run.table()["step"].tolist())) == list(range(1, 13))
 
 
 def test_a_poisoned_batch_is_skipped_and_training_goes_on(tmp_path: Path) -> None:

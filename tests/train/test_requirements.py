@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ottava.train.config import ConfigError, load_config
+from ottava.settings import ConfigError
+from ottava.train.config import load_config
 from ottava.train.model import ByteTransformer
 from ottava.train.requirements import DeviceError, find_device, refuse_what_cannot_fit
 

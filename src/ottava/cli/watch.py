@@ -102,8 +102,8 @@ def watch(
 
 def _run(seen: Watch, command: list[str]) -> int:
     """Runs the script to its end, and says what it died of as Python does; returns its exit code."""
-    from ottava.debug.watch.config import WatchConfigError
     from ottava.debug.watch.launch import LaunchError, own_traceback, run_script
+    from ottava.settings import ConfigError
 
     try:
         with seen:
@@ -112,7 +112,7 @@ def _run(seen: Watch, command: list[str]) -> int:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-    except (LaunchError, WatchConfigError):
+    except (LaunchError, ConfigError):
         raise
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else _said(end.code)
@@ -137,9 +137,7 @@ def _tell(seen: Watch, code: int, *, as_json: bool) -> None:
     """What was watched: on stdout as JSON, or on stderr, out of the way of what the script prints."""
     if seen.rank != 0:
         return
-    from ottava.debug.run.reader import Run
-
-    coverage = Run.open(seen.folder).manifest["coverage"]
+    coverage = seen.writer.manifest["coverage"]
     facts = {
         "schema_version": SCHEMA_VERSION,
         "folder": str(seen.folder),

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ottava.files import append
 from ottava.untrusted import regular_size
 
 _MAX_RECORD = 16 << 20
@@ -114,9 +115,8 @@ class EventWriter:
 
     def _record(self, payload: bytes) -> None:
         length = struct.pack("<Q", len(payload))
-        self._stream.write(
-            length + struct.pack("<I", masked_crc(length)) + payload + struct.pack("<I", masked_crc(payload))
-        )
+        head = length + struct.pack("<I", masked_crc(length))
+        append(self._stream, head + payload + struct.pack("<I", masked_crc(payload)))
 
 
 def read_scalars(path: Path) -> Iterator[Scalar]:

@@ -6,6 +6,7 @@ training step is bit-identical with and without. Off means not there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.measure import measure
+from ottava.debug.report.text import number
+from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.errors import need
@@ -25,13 +28,26 @@ Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
 Take = Callable[[Key, Tensor, QuantizedTensor], None]
 """What is done with one cast: its place, the tensor, what became of it."""
+_SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
+"""Statistics that a printed observation shows; `table` has all of them."""
 
 
 class Observation:
-    """What the doors saw, merged over calls."""
+    """What the doors saw, merged over calls. Printed, it is the table of `_SHOWN`, the worst cast first."""
 
     def __init__(self) -> None:
         self.tallies: dict[Key, Tally] = {}
+
+    def __repr__(self) -> str:
+        casts = sorted(self.table(), key=lambda row: _known(row["row_sqnr_p50_db"]))
+        rows = [("layer", "tensor", "cast", *_SHOWN)]
+        for row in casts:
+            symbol = SYMBOLS[row["tensor"]] + (".T" if row["direction"] == "col" else "")
+            numbers = (number(row[name], STATISTICS[name].unit) for name in _SHOWN)
+            rows.append((row["layer"], symbol, f"{row['format']}[{row['granularity']}]", *numbers))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines) if casts else "no cast was seen: no ottava layer ran in FP8 in this context"
 
     def add(self, key: Key, tally: Tally) -> None:
         """Merges one cast."""
@@ -103,6 +119,10 @@ class _Watcher:
         shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
         if isinstance(col, QuantizedTensor) and not shared:
             self.take((self.layer, self.tensor, "col", col.spec), x.t(), col)
+
+
+def _known(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:

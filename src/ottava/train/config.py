@@ -14,27 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ottava.debug.watch import WatchConfig
-from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
-from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
+from ottava.settings import Positive, Section, apply_override, read_yaml
 
-Positive = Annotated[int, Field(ge=1, le=2**53)]  # what a float counts exactly, as schedules do
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class ConfigError(ValueError):
-    """A setting is unknown or out of range; the message says which, and what would do."""
-
-    exit_code = 2
-
-
-class Section(BaseModel):
-    """A part of the tree: immutable, and unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def absolute(path: Path | None) -> Path | None:
@@ -185,7 +171,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    watch: dict[str, Any] | None = None
+    watch: WatchConfig | None = None
     """Settings of `ottava.watch`, {} for its defaults: statistics of every cast go into the run folder, for
     `ottava report`, `diagnose` and `compare`. null: nobody watches."""
 
@@ -200,15 +186,6 @@ class TrainConfig(Section):
         if self.auto_fallback != "off" and self.watch is None:
             raise ValueError(f"auto_fallback is {self.auto_fallback!r}, but nobody watches: set watch={{}}, too")
         return self
-
-    @field_validator("watch")
-    @classmethod
-    def _known_watch(cls, watch: dict[str, Any] | None) -> dict[str, Any] | None:
-        try:
-            WatchConfig.load(watch)
-        except TypeError as error:  # an unknown field; pydantic collects only ValueError
-            raise ValueError(str(error)) from error
-        return watch
 
     @field_validator("recipe", mode="before")
     @classmethod
@@ -267,64 +244,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig
         >>> load_config(None, ["model.layers=2", "recipe=rowwise"]).model.layers
         2
     """
-    tree = {} if path is None else _read_yaml(path)
+    tree = {} if path is None else read_yaml(path)
     for override in overrides:
-        _apply(tree, override)
-    try:
-        return TrainConfig.model_validate(tree)
-    except ValidationError as error:
-        problems = [_explain(p["type"], p["loc"], p["msg"], p["input"]) for p in error.errors()]
-        where = "" if path is None else f"{path}: "
-        raise ConfigError(where + "\n".join(problems)) from error
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = parse_yaml(read_text(path, most=MAX_YAML_BYTES))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
-    except UntrustedError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: got a YAML {type(tree).__name__}; needed: a mapping such as `steps: 100`")
-    return tree
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Sets one `a.b=c` in the tree, making the mappings on the way."""
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
-    if not equals or not all(names):
-        raise ConfigError(f"got the setting {override!r}; needed: KEY=VALUE such as optimizer.learning_rate=1e-3")
-    try:
-        value = parse_yaml(text)
-    except UntrustedError as error:
-        raise ConfigError(f"{key}: the value {_short(text)} {error}") from error
-    for depth, name in enumerate(names[:-1], start=1):
-        below = tree.setdefault(name, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{key}: {'.'.join(names[:depth])} is {below!r} here, which holds no keys")
-        tree = below
-    tree[names[-1]] = value
-
-
-def _explain(kind: str, location: tuple[int | str, ...], message: str, got: object) -> str:
-    """One problem as one line: the key's full path, then what is wrong with it."""
-    path = ".".join(str(part) for part in location)
-    if kind == "value_error":  # one of ours, which says it all
-        return f"{path}: {message.removeprefix('Value error, ')}"
-    if kind != "extra_forbidden":
-        return f"{path}: got {_short(got)}; {message[:1].lower()}{message[1:]}"
-    section: type[BaseModel] = TrainConfig
-    for part in location[:-1]:
-        section = section.model_fields[str(part)].annotation  # type: ignore[assignment]  # a Section: it forbade a key
-    prefix = ".".join(str(part) for part in location[:-1])
-    known = [f"{prefix}.{name}" if prefix else name for name in section.model_fields]
-    return unknown_name("setting", path, known)
-
-
-def _short(got: object) -> str:
-    shown = repr(got)
-    return shown if len(shown) <= 200 else f"{shown[:200]} ..."
+        apply_override(tree, override)
+    return TrainConfig.checked(tree, path)

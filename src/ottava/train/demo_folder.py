@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ottava.recipe import get_recipe
+from ottava.settings import ConfigError
 from ottava.train.checkpoint import atomic_write
-from ottava.train.config import ConfigError, TrainConfig, load_config
+from ottava.train.config import TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock
 from ottava.train.requirements import gather
 from ottava.train.verdict import MAX_SEEDS

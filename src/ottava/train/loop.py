@@ -126,6 +126,7 @@ class Trainer:
         self.history = self.folder.cut_history(self.step)
         self._amaxes = AmaxLog(self.folder.path, step=self.step)
         self.diverged = False
+        self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
         if facts["init"]:
             self.save()  # so that a resumption before the first checkpoint needs the other run no more
@@ -187,6 +188,8 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint of the present step and returns its path."""
         self.folder.sync()
+        if self._watch is not None:
+            self._watch.flush()
         tensors = collect_state(self.model, self._optimizer)
         tensors |= {f"random.{name}": state for name, state in self._random.items()}
         path = save_checkpoint(
@@ -246,7 +249,7 @@ class Trainer:
     def _watched(self) -> Watch | None:
         if self.config.watch is None:
             return None
-        seen = watch(self.model, self.folder.path, self.config.watch, step=self.step, append=self.step > 0)
+        seen = watch(self.model, self.folder.path, self.config.watch, step=self.step, append=True)
         seen.describe(config=flatten(self.config.model_dump(mode="json", exclude={"watch"})))
         return seen
 

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from ottava.train.config import ConfigError, TrainConfig
+from ottava.settings import ConfigError
+from ottava.train.config import TrainConfig
 from ottava.train.data import ByteCorpus
 
 _GB = 10**9

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
+from ottava.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError, atomic_write, naming_full_disks
-from ottava.train.config import ConfigError, TrainConfig, load_config
+from ottava.train.config import TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock
 from ottava.untrusted import parse_json, read_text
 

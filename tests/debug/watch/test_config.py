@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 import ottava
 from ottava.debug.tally import DETAILS, Detail
-from ottava.debug.watch.config import Triggers, WatchConfig, WatchConfigError, matches, tensor_names
+from ottava.debug.watch.config import Triggers, WatchConfig, matches, tensor_names
+from ottava.settings import ConfigError
 
 
 def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_yaml_gives_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("detail", DETAILS)
 def test_every_detail_is_a_setting(detail: Detail) -> None:
     assert WatchConfig.load({"detail": detail}).detail == detail
-    with pytest.raises(WatchConfigError, match=f"unknown value of detail '{detail}x'.*{detail}"):
+    with pytest.raises(ConfigError, match=f"detail: got '{detail}x'.*'{detail}'"):
         WatchConfig.load({"detail": f"{detail}x"})
 
 
@@ -54,35 +57,59 @@ def test_to_dict_and_load_are_inverse() -> None:
     [
         ({"tensors": ("Z",)}, "unknown tensor 'Z'"),
         ({"tensors": ("inputs",)}, "did you mean 'input'"),
-        ({"every": 0}, "every is 0; needs a whole number of at least 1"),
-        ({"sample": 0.5}, "sample is 0.5"),
-        ({"compiled": "egaer"}, "did you mean 'eager'"),
-        ({"loss": "total"}, "known: mean, sum"),
-        ({"layers": ()}, "layers is empty"),
+        ({"every": 0}, "^every: got 0; input should be greater than or equal to 1$"),
+        ({"sample": 0.5}, "^sample: got 0.5; input should be a valid integer"),
+        ({"compiled": "egaer"}, "^compiled: got 'egaer'; input should be 'warn' or 'eager'"),
+        ({"loss": "total"}, "^loss: got 'total'; input should be 'mean' or 'sum'"),
+        ({"layers": ()}, "^layers: got .*at least 1 item"),
+        ({"triggers": 5}, "^triggers: got 5; input should be"),
+        ({"dump": 5}, "^dump: got 5; input should be"),
+        ({"dump": {"steps": [3, "soon"], "rows": -1}}, "^dump.steps.1: got 'soon'.*\ndump.rows: got -1; "),
+        ({"dump": {"quota_gb": math.inf}}, "^dump.quota_gb: got inf; "),
+        ({"triggers": {"loss_z": math.nan}}, "^triggers.loss_z: got nan; "),
+        ({"triggers": {"burst": 10**30}}, "^triggers.burst: got 10+; "),
+        ({"flight": 10**12}, "^flight: got 10+; input should be less than or equal to 65536"),
+        ({"every": 10**5000}, "^every: got a int of very many digits; "),
+        ({"layers": [5]}, "^layers.0: got 5; input should be a valid string"),
+        ({"layers": "a" * 300, "tensors": 5}, "^tensors: got 5; "),
+        ({"recipes": [5]}, "^recipes.0: recipe: got int; needs a Recipe or the name of one"),
+        ({"sinks": 5}, "^sinks: got 5; "),
         ({"recipes": ("blokwise",)}, "did you mean 'blockwise'"),
         ({"dump": {"tensors": ["Q"]}}, "unknown tensor 'Q'"),
     ],
 )
 def test_a_wrong_value_is_named(settings: dict[str, Any], said: str) -> None:
     """What was got, and what there is."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ConfigError, match=said):
         WatchConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"evry": 5}, {"triggers": {"loss_zz": 1}}, {"dump": {"quota": 1}}])
-def test_an_unknown_field_is_refused(settings: dict[str, Any]) -> None:
-    """With the nearest known one."""
-    with pytest.raises(TypeError, match="did you mean"):
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"evry": 5}, "unknown setting 'evry'; did you mean 'every'?"),
+        ({"triggers": {"loss_zz": 1}}, "unknown setting 'triggers.loss_zz'; did you mean 'triggers.loss_z'?"),
+        ({"dump": {"quota": 1}}, "unknown setting 'dump.quota'; did you mean 'dump.quota_gb'?"),
+    ],
+)
+def test_an_unknown_field_is_refused(settings: dict[str, Any], said: str) -> None:
+    """With the nearest known one, also in a constructor."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
         WatchConfig(**settings)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    """Missing, or no mapping."""
-    with pytest.raises(WatchConfigError, match="cannot read"):
+def test_a_file_names_itself(tmp_path: Path) -> None:
+    """Missing, no mapping, or with a wrong value; what is given beside it has the last word. No settings at all: 5."""
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read"):
         WatchConfig.load(tmp_path / "none.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(WatchConfigError, match="needs a mapping"):
-        WatchConfig.load(tmp_path / "list.yaml")
+    file = tmp_path / "watch.yaml"
+    for text, said in (("- 1\n", "got a YAML list"), ("every: 0\n", "every: got 0"), ("every: [[", "is no YAML")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"watch.yaml: {re.escape(said)}"):
+            WatchConfig.load(file)
+    with pytest.raises(ConfigError, match="got int; needed: a mapping"):
+        WatchConfig.load(5)  # type: ignore[arg-type]
+    assert WatchConfig.load(WatchConfig(every=3, sample=2), every=4) == WatchConfig(every=4, sample=2)
 
 
 def test_recipes_of_your_own_are_taken() -> None:

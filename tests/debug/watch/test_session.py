@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ottava
 from ottava.debug.run.reader import Run
 from ottava.debug.watch import Watch, WatchConfig, watch
-from ottava.debug.watch.config import WatchConfigError
+from ottava.settings import ConfigError
 
 Batch = Callable[[int], Tensor]
 
@@ -145,7 +145,7 @@ def test_experts_are_asked_for_by_number(tmp_path: Path) -> None:
     assert {(key.layer, key.tensor) for key in run.table().slots()} == {
         ("experts.up.1", tensor) for tensor in ("input", "weight", "grad_output")
     }
-    with pytest.raises(WatchConfigError, match=r"\*\.up\.2"):
+    with pytest.raises(ConfigError, match=r"\*\.up\.2"):
         watch(model, tmp_path / "none", layers="*.up.2")
 
 
@@ -270,11 +270,11 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     """Loud, with the names there are; TransformerEngine's inspection logs nothing in silence."""
     model = build()
-    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
         watch(model, tmp_path / "run", layers=("0", "*.fc2"))
     assert not (tmp_path / "run").exists()
     seen = watch(None, tmp_path / "run", layers=("0", "*.fc2"))
-    with pytest.raises(WatchConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
         train(model, 2)
     seen.close()
 

@@ -3,14 +3,18 @@
 Statistics go into small Parquet files, each written beside its place and renamed; lines of steps and events are single
 writes to files opened for appending. Every rank writes its own parts and waits for nobody: ranks are merged when the
 folder is read. Only rank 0 writes steps and the manifest.
+
+What a full disk refuses waits in memory, and is written with what comes later.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +40,15 @@ from ottava.debug.run.schema import (
     stats_schema,
 )
 from ottava.debug.tally import Tallies, Tally, tally_fields
+from ottava.files import append, replacing
 from ottava.untrusted import parse_json
 
+_LOG = logging.getLogger(__name__)
 _PARTS_MERGED = 64
 """A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
+_WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
+"""Of statistics, and of steps or events, that a full disk keeps in memory; beyond that the oldest are lost."""
+_WRITE_ERRORS = (OSError, pa.ArrowException)
 
 
 class RunWriter:
@@ -51,8 +60,10 @@ class RunWriter:
         append: go on with a run, after a resumption.
         step: the optimizer step from which a resumed run goes on: what is on record of later ones is taken away.
         flush_rows: write a Parquet part whenever so many rows wait.
+        patient: once the folder is made, an error of the disk is said once and raises nothing, see `attempt`.
     Raises:
-        RunError: the folder holds a run, or a run of another schema version.
+        RunError: the folder holds a run, or a run of another schema version; or it cannot be written.
+        OSError: the disk refuses what is written later, and `patient` is False.
 
     Example:
         >>> import tempfile
@@ -68,33 +79,79 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: Path | str, *, rank: int = 0, append: bool = False, step: int | None = None, flush_rows: int = 4096
+        self,
+        path: Path | str,
+        *,
+        rank: int = 0,
+        append: bool = False,
+        step: int | None = None,
+        flush_rows: int = 4096,
+        patient: bool = False,
     ) -> None:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        self.lost: Counter[str] = Counter()
+        """How many "rows", "lines" and "dumps" a patient writer has given up."""
+        self._patient = self._failed = False
+        self._now = step or 0
         self._rows: list[dict[str, Any]] = []
         self._looks: list[tuple[int, Tallies[SlotKey]]] = []
         self._tables: list[pa.Table] = []
+        self._lines: dict[str, deque[bytes]] = {STEPS: deque(), EVENTS: deque()}
         self._small: list[Path] = []
-        manifest = self.path / MANIFEST
-        if manifest.exists() and rank == 0:
+        self._flush_at = flush_rows
+        if (self.path / MANIFEST).exists() and rank == 0:
             if not append:
-                raise RunError(f"{self.path} holds a watched run already; choose another, or append=True to go on")
-            self.manifest = read_manifest(manifest)
-        (self.path / STATS).mkdir(parents=True, exist_ok=True)
-        if append and step is not None:
-            self._cut_back(step)
-        numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
-        self._part = max(numbers, default=-1) + 1
-        for name in (STEPS, EVENTS) if append and rank == 0 else ():
-            _end_line(self.path / name)
-        self.describe()
+                raise RunError(
+                    f"{self.path} holds a watched run already; give another folder, or go on in it with append=True, "
+                    "--append on the command line"
+                )
+            self.manifest = read_manifest(self.path / MANIFEST)
+        try:
+            (self.path / STATS).mkdir(parents=True, exist_ok=True)
+            if append and step is not None:
+                self._cut_back(step)
+            numbers = [int(part.stem.split("-")[2]) for part in (self.path / STATS).glob(f"part-{rank}-*.parquet")]
+            self._part = max(numbers, default=-1) + 1
+            for name in (STEPS, EVENTS) if append and rank == 0 else ():
+                _end_line(self.path / name)
+            self.describe()
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written ({error}); give another folder, or make room") from error
+        self._patient = patient
+
+    @contextmanager
+    def attempt(self, step: int | None = None, loses: str = "") -> Iterator[None]:
+        """What is written inside may fail. A patient writer then says so, the first time, and nothing is raised: who
+        trains must not end because nobody can look on.
+
+        Args:
+            step: whose data it is; None: that of the last line.
+            loses: what is lost by a failure, a name of `lost`; "": nothing, it is tried again.
+        """
+        try:
+            yield
+        except _WRITE_ERRORS as error:
+            if not self._patient:
+                raise
+            self.lost.update([loses] if loses else [])
+            if self._failed:
+                return
+            self._failed = True
+            text = (
+                f"{self.path}: cannot be written ({error}). The training goes on. Statistics, steps and events wait in "
+                f"memory, {_WAITING_BYTES >> 20} MiB of them at most, and are written when that is possible again; "
+                "dumps do not wait"
+            )
+            _LOG.warning("watch: %s", text)
+            self.event(self._now if step is None else step, "warning", text=text)
 
     def describe(self, **facts: Any) -> None:
         """Adds facts to the manifest: plain JSON values."""
-        self.manifest |= facts
+        self.manifest |= facts | ({"lost": dict(+self.lost)} if +self.lost else {})
         if self.rank == 0:
-            _replace(self.path / MANIFEST, json.dumps(_jsonable(self.manifest), indent=1).encode())
+            with self.attempt(), replacing(self.path / MANIFEST) as scratch:
+                scratch.write_bytes(json.dumps(_jsonable(self.manifest), indent=1).encode())
 
     def step(self, step: int, **numbers: float | None) -> None:
         """A line in steps.jsonl: loss, grad_norm, lr, tokens, seconds; what is None or missing is not known."""
@@ -148,13 +205,35 @@ class RunWriter:
     def rewind(self, step: int) -> None:
         """Takes away what this rank wrote of steps after `step`; events stay, for they happened."""
         self.flush()
-        self._cut_back(step)
+        self._tables = [table.filter(pc.field("step") <= step) for table in self._tables]
+        self._lines[STEPS] = deque(line for line in self._lines[STEPS] if _step_of(line) <= step)
+        with self.attempt():
+            self._cut_back(step)
 
     def flush(self) -> None:
-        """Puts waiting rows on disk."""
+        """Puts what waits on disk."""
+        for name in self._lines:
+            self._write_lines(name)
         self._tabulate()
-        if not self._tables:
-            return
+        if self._tables:
+            with self.attempt():
+                self._write_part()
+        while sum(table.nbytes for table in self._tables) > _WAITING_BYTES:
+            self.lost["rows"] += self._tables.pop(0).num_rows
+        self._flush_at = self._waiting + self.flush_rows
+
+    @property
+    def _waiting(self) -> int:
+        """Rows that are not on disk."""
+        looked = sum(len(tallies) for _, tallies in self._looks)
+        tabulated: int = sum(table.num_rows for table in self._tables)
+        return len(self._rows) + looked + tabulated
+
+    def _flush_many(self) -> None:
+        if self._waiting >= self._flush_at:
+            self.flush()
+
+    def _write_part(self) -> None:
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
         _store(pa.concat_tables(self._tables), target)
         self._small.append(target)
@@ -162,11 +241,6 @@ class RunWriter:
         self._tables = []
         if len(self._small) >= _PARTS_MERGED:
             self._merge_parts()
-
-    def _flush_many(self) -> None:
-        waiting = len(self._rows) + sum(len(tallies) for _, tallies in self._looks)
-        if waiting + sum(table.num_rows for table in self._tables) >= self.flush_rows:
-            self.flush()
 
     def _tabulate(self) -> None:
         """Waiting looks become a table, and the rows after them."""
@@ -192,8 +266,13 @@ class RunWriter:
         return self.path / DUMPS
 
     def close(self) -> None:
-        """Flushes."""
+        """Flushes; what even now cannot be written is lost."""
         self.flush()
+        self.lost["rows"] += self._waiting
+        self.lost["lines"] += sum(map(len, self._lines.values()))
+        if lost := ", ".join(f"{count:,} {what}" for what, count in (+self.lost).items()):
+            _LOG.warning("watch: %s: lost %s, which could not be written", self.path, lost)
+            self.describe()
 
     def __enter__(self) -> RunWriter:
         return self
@@ -214,28 +293,39 @@ class RunWriter:
         lines = self.path / STEPS
         if self.rank == 0 and lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
-            _replace(lines, b"".join(kept_lines))
+            with replacing(lines) as scratch:
+                scratch.write_bytes(b"".join(kept_lines))
 
     def _merge_parts(self) -> None:
         """Many small parts as one. A process killed between the last two lines leaves rows twice: readers take one."""
+        small, self._small = self._small, []
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
-        _store(pa.concat_tables([pq.read_table(part) for part in self._small]), target)
+        _store(pa.concat_tables([pq.read_table(part) for part in small]), target)
         self._part += 1
-        for part in self._small:
+        for part in small:
             part.unlink()
-        self._small = []
 
     def _line(self, name: str, values: Mapping[str, Any]) -> None:
-        line = json.dumps(_jsonable(values)) + "\n"
-        with (self.path / name).open("ab", buffering=0) as stream:
-            stream.write(line.encode())
+        self._now = values["step"]
+        lines = self._lines[name]
+        lines.append((json.dumps(_jsonable(values)) + "\n").encode())
+        if len(lines) == 1:  # others wait only where they could not be written: for the next flush
+            self._write_lines(name)
+        elif len(lines) > _WAITING_LINES:
+            lines.popleft()
+            self.lost["lines"] += 1
+
+    def _write_lines(self, name: str) -> None:
+        if self._lines[name]:
+            with self.attempt(), (self.path / name).open("ab", buffering=0) as stream:
+                append(stream, b"".join(self._lines[name]))
+                self._lines[name].clear()
 
 
 def _store(table: pa.Table, target: Path) -> None:
     """Bins are all different numbers: dictionaries and statistics of them only take time."""
-    scratch = target.with_suffix(".tmp")
-    pq.write_table(table, scratch, compression="zstd", use_dictionary=list(IDENTITY), write_statistics=["step"])
-    os.replace(scratch, target)
+    with replacing(target) as scratch:
+        pq.write_table(table, scratch, compression="zstd", use_dictionary=list(IDENTITY), write_statistics=["step"])
 
 
 def _table_of(looks: Sequence[tuple[int, Tallies[SlotKey]]], rank: int) -> pa.Table:
@@ -303,9 +393,3 @@ def _end_line(path: Path) -> None:
     if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
         with path.open("ab", buffering=0) as stream:
             stream.write(b"\n")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)

@@ -11,8 +11,8 @@ JSON. A file is whole or not there: it is written under another name and renamed
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,12 +28,14 @@ from ottava.debug.random_state import random_states
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.errors import unknown_name
+from ottava.files import replacing
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.untrusted import UntrustedError, parse_json, regular_size
 
 _FORMAT = "ottava.debug.dump/1"
 _HEADER_BYTES = 4096
+_NAME_BYTES = 200
 _UNSAFE = re.compile(r"[^\w.-]")
 
 
@@ -96,7 +98,8 @@ Dump = TensorDump | GemmDump | BatchDump
 
 
 class Dumper:
-    """Writes dumps into a run folder until its quota is used up, and then says so once and goes on without.
+    """Writes dumps into a run folder until its quota is used up, and then says so once and goes on without; so it does
+    where the disk refuses one, if the writer is patient.
 
     Args:
         writer: of the run; its folder of dumps is made when the first one comes.
@@ -167,8 +170,14 @@ class Dumper:
     ) -> Path | None:
         folder = self.writer.dumps
         size = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_BYTES
-        used = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        if used + size > self.quota_bytes:
+        with self.writer.attempt(step, loses="dumps"):
+            folder.mkdir(parents=True, exist_ok=True)
+            used = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            if used + size <= self.quota_bytes:
+                path = folder / f"{_short(f'step-{step:06d}.rank-{self.writer.rank}.{name}')}.safetensors"
+                nbytes = _save(path, kind, step, tensors, facts, random)
+                self.writer.event(step, "dump", file=path.name, **place, nbytes=nbytes)
+                return path
             if not self.refused:
                 text = (
                     f"dumps stop here: {name} needs {size:,} bytes, and {used:,} of the quota of {self.quota_bytes:,} "
@@ -176,12 +185,7 @@ class Dumper:
                 )
                 self.writer.event(step, "warning", text=text)
             self.refused += 1
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step-{step:06d}.rank-{self.writer.rank}.{_UNSAFE.sub('_', name)}.safetensors"
-        nbytes = _save(path, kind, step, tensors, facts, random)
-        self.writer.event(step, "dump", file=path.name, **place, nbytes=nbytes)
-        return path
+        return None
 
 
 def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None = None, step: int = 0) -> Path:
@@ -191,7 +195,7 @@ def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None
         batch: a tensor, or tensors, numbers, strings and None in tuples, lists and dicts.
         random: states of torch's generators before its forward; None takes those of now.
     Raises:
-        DumpError: the batch holds something else.
+        DumpError: the batch holds something else, or the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -203,8 +207,11 @@ def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None
     """
     tensors, structure = _flatten(batch)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _save(path, "batch", step, tensors, {"structure": structure}, random)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _save(path, "batch", step, tensors, {"structure": structure}, random)
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be written ({error}); give another place, or make room") from error
     return path
 
 
@@ -276,11 +283,20 @@ def _save(
     contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     contents |= {f"random.{device}": state.cpu().clone() for device, state in states.items()}
     header = {"format": _FORMAT, "kind": kind, "step": str(step), "facts": json.dumps(facts)}
-    scratch = path.with_name(f".{path.name}.part")
-    save_file(contents, scratch, metadata=header)
-    size = scratch.stat().st_size
-    os.replace(scratch, path)
-    return size
+    with replacing(path) as scratch:
+        try:
+            save_file(contents, scratch, metadata=header)
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
+        return scratch.stat().st_size
+
+
+def _short(name: str) -> str:
+    """A safe file name for any name, of 200 bytes at most: file systems take 255."""
+    safe = _UNSAFE.sub("_", name).encode()
+    if len(safe) <= _NAME_BYTES:
+        return safe.decode()
+    return f"{safe[: _NAME_BYTES - 17].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _spec(spec: QuantizationSpec) -> QuantizationSpec:

@@ -36,7 +36,7 @@ from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.checks import Checks
 from ottava.debug.watch.collector import Collector
-from ottava.debug.watch.config import EVERY, WatchConfig, WatchConfigError, matches
+from ottava.debug.watch.config import EVERY, WatchConfig, matches
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.debug.watch.loss import LossTap
@@ -45,6 +45,7 @@ from ottava.debug.watch.readback import Read, Reading, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
 from ottava.errors import need
+from ottava.settings import ConfigError
 
 _FLUSH_SECONDS = 5.0
 """Looks of so long may wait in memory: writing a file takes as long as a look at a small model."""
@@ -69,7 +70,7 @@ def watch(
         append: go on in a folder that holds a watched run.
         settings: fields of WatchConfig, which have the last word.
     Raises:
-        WatchConfigError: unknown or wrong settings; a layer pattern that matches nothing.
+        ConfigError: unknown or wrong settings; a layer pattern that matches nothing.
         RunError: the folder holds a run already.
     Edge cases: works on any torch model. Layers converted by ottava show the operands that their GEMMs get; for all
         others the casts of `recipes` are simulated beside the GEMM. Training is bit for bit what it is unwatched.
@@ -145,7 +146,7 @@ class Watch:
             for name, parameter in model.named_parameters():  # those of experts are layers of their own
                 names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
             self._check_patterns(names)
-        self.writer = RunWriter(folder, rank=self.rank, append=append, step=step)
+        self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
         self._describe_host(resumed=append and step > 0)
         self.schedule = Schedule(config.every or EVERY, config.triggers)
         self.dumps = DumpPlan(config.dump, self.writer)
@@ -224,8 +225,9 @@ class Watch:
 
     def flush(self) -> None:
         """Puts all that was seen on disk; waits for what is still on its way from a device."""
-        self._settle(wait=True)
-        self._write()
+        if not self._closed:
+            self._settle(wait=True)
+            self._write()
 
     def close(self) -> None:
         """Removes every hook and writes what waits."""
@@ -422,7 +424,7 @@ class Watch:
                 self.writer.event(self.steps_done, "warning", text="no layer with a GEMM was found")
             elif not any(matches(name, (pattern,)) for name in names):
                 shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                raise WatchConfigError(f"watch: the pattern {pattern!r} matches no layer; there are: {shown or 'none'}")
+                raise ConfigError(f"watch: the pattern {pattern!r} matches no layer; there are: {shown or 'none'}")
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ that was shown once is shown in every later look. Adding a sink is one class and
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import ROW_SQNR_BINS, ROW_SQNR_DB
 from ottava.errors import unknown_name
 
+_LOG = logging.getLogger(__name__)
 MAX_TAGS = 200
 TOP_K = 12
 """Worst tensors that a look shows."""
@@ -185,13 +187,16 @@ def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
 
 
 class Limited:
-    """A sink that takes at most MAX_TAGS names: known ones always, new ones while there is room, in their order."""
+    """A sink that takes at most MAX_TAGS names: known ones always, new ones while there is room, in their order; and
+    that never fails: who trains must not end because a disk is full or a server is away."""
 
     def __init__(self, sink: Sink, limit: int = MAX_TAGS) -> None:
         self.sink, self.limit = sink, limit
         self.tags: dict[str, None] = {}
         self.dropped = 0
         """Numbers whose names were one too many."""
+        self.failed = 0
+        """Calls that the sink did not take."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         kept = {}
@@ -201,19 +206,31 @@ class Limited:
                 kept[tag] = value
             else:
                 self.dropped += 1
-        self.sink.scalars(step, kept)
+        self._try(self.sink.scalars, step, kept)
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        self.sink.histogram(step, tag, edges, counts)
+        self._try(self.sink.histogram, step, tag, edges, counts)
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
-        self.sink.worst(step, rows, numbers)
+        self._try(self.sink.worst, step, rows, numbers)
 
     def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        self.sink.event(step, kind, facts)
+        self._try(self.sink.event, step, kind, facts)
 
     def close(self) -> None:
-        self.sink.close()
+        self._try(self.sink.close)
+        if self.failed:
+            _LOG.warning("watch: %s did not take %s calls", type(self.sink).__name__, f"{self.failed:,}")
+
+    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # of any kind: most sinks are other people's code
+            if not self.failed:
+                name = type(self.sink).__name__
+                text = "watch: %s failed (%s: %s). The training goes on, and so does the run folder; it is tried again"
+                _LOG.warning(text, name, type(error).__name__, error)
+            self.failed += 1
 
 
 _SHOWN = MappingProxyType(
