@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.casts import Both, quantize, quantize_both, quantize_with_amax
+from ottava.kernels.gate import refusal
 from ottava.kernels.native_sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
@@ -348,7 +349,7 @@ class WeightQuantizer(Quantizer):
 
     def _cacheable(self, x: Tensor, *specs: QuantizationSpec | None, record: bool) -> bool:
         # a hook wants to see each cast
-        if x.device.type == "meta" or self._forward_hooks or self._forward_pre_hooks:
+        if self._forward_hooks or self._forward_pre_hooks or refusal(x) is not None:
             return False
         if _on_accelerator(x) and not self._reusable(x, record):
             return False

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ottava.formats import E4M3, Format
 from ottava.kernels import reference
+from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -78,20 +79,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_cast_both.argtypes = [ctypes.c_char_p]
 
 
-def not_in_memory(x: Tensor) -> str | None:
-    """Why what lies at a tensor's address is not its numbers; None if it is.
-
-    Example:
-        >>> not_in_memory(torch.ones(2, dtype=torch.complex64).conj().imag)
-        'got a tensor that is negated, or made, when it is read'
-    """
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
-        return f"got {type(x).__name__}"
-    if x.is_neg() or x._is_zerotensor():
-        return "got a tensor that is negated, or made, when it is read"
-    return None
-
-
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
     """Why this kernel does not take such a cast; None if it does.
 
@@ -103,7 +90,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if (reason := plan(spec).refusal) is not None:
         return reason
-    if reason := not_in_memory(x):
+    if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
@@ -142,19 +129,21 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
         stride = cols
     grid_rows, grid_cols = granularity.grid_shape((rows, cols))
     if turned:
-        data = torch.empty_strided((cols, rows), (1, cols), dtype=spec.format.storage_dtype)
+        data = torch.empty_strided((cols, rows), (1, cols), dtype=spec.format.storage_dtype, device="cpu")
         grid_rows, grid_cols = grid_cols, grid_rows
     else:
-        data = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
-    scale_inv = torch.empty(grid_rows, grid_cols, dtype=torch.float32)  # from numbers: half a microsecond less
-    amax = torch.empty(grid_rows, grid_cols, dtype=torch.float32)
+        data = torch.empty(rows, cols, dtype=spec.format.storage_dtype, device="cpu")
+    scale_inv = torch.empty(
+        grid_rows, grid_cols, dtype=torch.float32, device="cpu"
+    )  # from numbers: half a microsecond less
+    amax = torch.empty(grid_rows, grid_cols, dtype=torch.float32, device="cpu")
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     failed = library.ottava_cast(
         _JOB.pack(
-            *(x.data_ptr(), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols))),
-            *(planned.address, 0 if scale is None else scale.data_ptr()),
-            *(data.data_ptr(), scale_inv.data_ptr(), amax.data_ptr(), 0 if staged is None else staged.data_ptr()),
+            *(pointer(x), rows, cols, stride if rows > 1 else cols, *granularity.block_shape((rows, cols))),
+            *(planned.address, pointer(scale)),
+            *(pointer(data), pointer(scale_inv), pointer(amax), pointer(staged)),
             *(turned, torch.get_num_threads()),
         )
     )
@@ -199,20 +188,20 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
     first, second = spec.granularity, plan(spec_t).transposed
     block, block_t = first.block_shape((rows, cols)), second.block_shape((rows, cols))
     grid, (grid_cols_t, grid_rows_t) = first.grid_shape((rows, cols)), second.grid_shape((rows, cols))
-    codes = torch.empty(rows, cols, dtype=spec.format.storage_dtype)
-    codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=spec_t.format.storage_dtype)
-    scale_inv, amax = (torch.empty(*grid, dtype=torch.float32) for _ in range(2))
-    scale_inv_t, amax_t = (torch.empty(grid_rows_t, grid_cols_t, dtype=torch.float32) for _ in range(2))
+    codes = torch.empty(rows, cols, dtype=spec.format.storage_dtype, device="cpu")
+    codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=spec_t.format.storage_dtype, device="cpu")
+    scale_inv, amax = (torch.empty(*grid, dtype=torch.float32, device="cpu") for _ in range(2))
+    scale_inv_t, amax_t = (torch.empty(grid_rows_t, grid_cols_t, dtype=torch.float32, device="cpu") for _ in range(2))
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
     width *= max(_TILE_BYTES // (height * width * x.element_size()), 1)
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
     failed = library.ottava_cast_both(
         _BOTH.pack(
-            *(x.data_ptr(), rows, cols, x.stride(0) if rows > 1 else cols),
+            *(pointer(x), rows, cols, x.stride(0) if rows > 1 else cols),
             *(height, min(width, cols), torch.get_num_threads()),
-            *(*block, plan(spec).address, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-            *(*block_t, plan(spec_t).address, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
+            *(*block, plan(spec).address, pointer(codes), pointer(scale_inv), pointer(amax)),
+            *(*block_t, plan(spec_t).address, pointer(codes_t), pointer(scale_inv_t), pointer(amax_t)),
         )
     )
     if failed:
@@ -222,8 +211,10 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
-    if codes.device.type != "cpu" or type(codes) is not Tensor:
-        return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
+    if not codes.is_cpu:
+        return f"{NAME}: decodes on a cpu; got {codes.device.type}"
+    if reason := refusal(codes):
+        return f"{NAME}: decodes plain tensors; {reason}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
     if reason := built_decoder().reason:
@@ -254,7 +245,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1), fmt, numbers)
+    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1, device="cpu"), fmt, numbers)
     return numbers
 
 
@@ -276,7 +267,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if turned:
         codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
     codes, scales = codes.contiguous(), scales.contiguous()
-    numbers = torch.empty(codes.shape, dtype=dtype)
+    numbers = torch.empty(codes.shape, dtype=dtype, device="cpu")
     rows, cols = codes.shape
     _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
     return numbers.t() if turned else numbers
@@ -291,9 +282,9 @@ def _decode(
     assert library is not None  # supports_decode was asked
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
     library.ottava_decode(
-        *(codes.data_ptr(), *shape, *block, scales.data_ptr()),
+        *(pointer(codes), *shape, *block, pointer(scales)),
         *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
-        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+        *(pointer(out), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
     )
 
 

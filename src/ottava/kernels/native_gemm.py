@@ -25,6 +25,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import cpu_choice, native_build
 from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import code_values
@@ -132,6 +133,8 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
     if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
+    if reason := refusal(a.data) or refusal(b.data):
+        return f"{NAME}: takes plain tensors; {reason}"
     cells = _cell(a), _cell(b)
     if cells[0].refused or cells[1].refused:
         return cells[0].refused or cells[1].refused
@@ -178,20 +181,20 @@ def run(
     if library is None:
         raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
     (m, k), n = a.data.shape, b.data.shape[0]
-    y = torch.empty(m, n, dtype=out_dtype)
+    y = torch.empty(m, n, dtype=out_dtype, device="cpu")
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()
     cells = _cell(a), _cell(b)
     codes = _along_memory(a.data), _along_memory(b.data)  # held here until the call has ended
     mode = library.ottava_gemm(
         _CALL.pack(
-            *(codes[0].data_ptr(), m, *codes[0].stride()),
-            *(a.scale_inv.data_ptr(), *a.scale_inv.stride()),
+            *(pointer(codes[0]), m, *codes[0].stride()),
+            *(pointer(a.scale_inv), *a.scale_inv.stride()),
             *(cells[0].rows or m, cells[0].cols or k, cells[0].address),
-            *(codes[1].data_ptr(), n, *codes[1].stride()),
-            *(b.scale_inv.data_ptr(), *b.scale_inv.stride()),
+            *(pointer(codes[1]), n, *codes[1].stride()),
+            *(pointer(b.scale_inv), *b.scale_inv.stride()),
             *(cells[1].rows or n, cells[1].cols or k, cells[1].address),
-            *(y.data_ptr(), _OUT_TYPES.index(out_dtype), 0 if bias is None else bias.data_ptr()),
+            *(pointer(y), _OUT_TYPES.index(out_dtype), pointer(bias)),
             *(k, _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact, torch.get_num_threads()),
         )
     )
@@ -233,7 +236,7 @@ def _cell_of(key: str, fmt: Format) -> _Cell:
         refused = f"{NAME}: two-level scales of blocks run on the reference"
     else:
         table = _table(fmt)
-    address = 0 if table is None else table.data_ptr()
+    address = pointer(table)
     return _Cell(refused, spec.granularity.rows, spec.granularity.cols, spec.scale_format != "fp32", table, address)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import native_cpu, reference
+from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec
@@ -49,7 +50,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         return f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
-    if reason := native_cpu.not_in_memory(x):
+    if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
@@ -76,12 +77,12 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     block_amax = amax(x, spec.granularity)
     factor, scale_inv = reference.factors(block_amax, spec, scale)
     factor, fmt = factor.contiguous(), spec.format
-    data = torch.empty(*shape, dtype=fmt.storage_dtype)
+    data = torch.empty(*shape, dtype=fmt.storage_dtype, device="cpu")
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     library.ottava_cast_stochastic(
         _JOB.pack(
-            *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *spec.granularity.block_shape(shape)),
+            *(pointer(x), pointer(factor), pointer(data), *shape, *spec.granularity.block_shape(shape)),
             *(int(draw_seed(x.device)), torch.get_num_threads()),
             *(fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max),
         )

@@ -112,6 +112,21 @@ class Linear(nn.Linear):
         if self.weight.device.type == "cpu" and self.resolved.quantized:
             build_ahead(self.weight.dtype)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; refuses to make a plain parameter a DTensor, which is how tensor parallelism begins. FSDP2 does
+        not come this way.
+
+        Raises:
+            TypeError: it would.
+        """
+        if hasattr(param, "device_mesh") and not hasattr(self._parameters.get(name), "device_mesh"):
+            raise TypeError(
+                f"{self.name or 'Linear'}.{name}: got a DTensor for a layer under recipe {self.recipe.name!r}: FP8 "
+                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, which then leaves "
+                "such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
+            )
+        super().register_parameter(name, param)
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         said = ambient()
