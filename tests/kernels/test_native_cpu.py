@@ -335,7 +335,7 @@ def test_tensors_without_memory_are_refused() -> None:
     """Fake ones, other devices, a scale that is not one fp32 number."""
     spec = QuantizationSpec(E4M3)
     with FakeTensorMode():
-        assert "takes plain tensors; got FakeTensor" in str(native_cpu.supports_quantize(torch.ones(2, 2), spec))
+        assert "takes plain tensors; got a FakeTensor" in str(native_cpu.supports_quantize(torch.ones(2, 2), spec))
     assert "runs on a cpu; got meta" in str(native_cpu.supports_quantize(torch.ones(2, 2, device="meta"), spec))
     two = native_cpu.supports_quantize(torch.ones(2, 2), spec, torch.ones(2))
     assert two == "native_cpu: takes one fp32 scale; got 2 of torch.float32"

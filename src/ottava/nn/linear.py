@@ -122,8 +122,8 @@ class Linear(nn.Linear):
         if hasattr(param, "device_mesh") and not hasattr(self._parameters.get(name), "device_mesh"):
             raise TypeError(
                 f"{self.name or 'Linear'}.{name}: got a DTensor for a layer under recipe {self.recipe.name!r}: FP8 "
-                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, which then leaves "
-                "such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
+                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, "
+                "which then leaves such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
             )
         super().register_parameter(name, param)
 
