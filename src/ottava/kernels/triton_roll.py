@@ -59,7 +59,7 @@ def roll(
     guard_count: Tensor,
     staged: Tensor,
 ) -> None:
-    """Moves the windows of T tensors of one spec on, in place; the rule is that of `state.roll_windows`.
+    """Moves the windows of T tensors of one spec on, in place; the rule is that of `windows.roll_windows`.
 
     Args:
         lanes: fp32 (4, doors): amax, non-finite, guard, and 1 for a door that is due; where that is 0 all are.

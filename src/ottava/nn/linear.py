@@ -19,8 +19,9 @@ from ottava.functional import build_ahead, linear, observe_grad_output
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmRecord
 from ottava.quantizer import LinearQuantizers
+from ottava.ranks import ddp_around
 from ottava.recipe import Recipe, get_recipe
-from ottava.state import ScalingState, ddp_around
+from ottava.state import ScalingState
 
 
 class LastCall:
@@ -195,7 +196,7 @@ class Linear(nn.Linear):
             )
         state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
         if said.session is None:
-            return None
+            return state.after_backward
         said.session.touch(state)
         has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
         return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
