@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava import ranks
-from scaling_samples import WIDTH, differences, loss_of, network, noise, sgd, state_of, windows
+from scaling_samples import WIDTH, loss_of, network, noise, sgd, state_of, windows
 
 
 def largest(step: int, *of: int) -> float:
@@ -69,7 +69,8 @@ def one_that_says_nothing(rank: int) -> None:
         spec = ottava.get_recipe("delayed").fprop.lhs
         call = lambda: ranks.agree(dist.group.WORLD, doors, (spec,), timedelta(seconds=1))  # noqa: E731
         refused(call, "rank 1 has not said", "scaling delayed")
-    else:
+    dist.barrier()
+    if rank == 1:
         ranks.agree(dist.group.WORLD, (), ())  # the turns stay in step
 
 
@@ -104,17 +105,13 @@ def join_refuses(rank: int) -> None:
 
 
 def other_wrappers(rank: int) -> None:
-    """A compiled DDP and FSDP1 know their group without a word: the state is DDP's. Flat parameters are refused."""
-    reference = network()
+    """FSDP1 knows its group without a word: windows are DDP's. Flat parameters are refused."""
+    reference, sharded, cpu = network(), network(), torch.device("cpu")
     train(rank, DistributedDataParallel(reference), range(3))
     assert windows(reference)[0] == [largest(2), largest(1), largest(0)]
-    compiled, sharded = network(), network()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        train(rank, torch.compile(DistributedDataParallel(compiled), backend="aot_eager"), range(3))
-    cpu = torch.device("cpu")
-    train(rank, FullyShardedDataParallel(sharded, use_orig_params=True, device_id=cpu), range(3))
-    assert differences(state_of(compiled), state_of(reference)) == []
+        warnings.filterwarnings("error", message="delayed scaling")
+        train(rank, FullyShardedDataParallel(sharded, use_orig_params=True, device_id=cpu), range(3))
     assert windows(sharded) == windows(reference)
     flat = FullyShardedDataParallel(network(), device_id=cpu)
     refused(lambda: train(rank, flat, range(1)), "use_orig_params=True", "fully_shard(model)")
@@ -146,9 +143,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     """All cases, in processes that are started once."""
     context = mp.spawn(run, args=(str(tmp_path),), nprocs=2, join=False)
     try:
-        for _ in range(24):
-            if context.join(timeout=5):
-                break
+        for process in context.processes:
+            process.join(120)
     finally:
         for process in context.processes:
             if process.is_alive():

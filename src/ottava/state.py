@@ -70,9 +70,12 @@ class ScalingState:
 
     Args:
         model: its ottava layers join this state; they leave an earlier one.
-        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel around the model, or
-            the mesh that its parameters are sharded over; else this process stands alone. Compiled code cannot see
-            what is around it: for a torch.compile'd model give the group, or the DistributedDataParallel as `model`.
+        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel (or FSDP1 with
+            use_orig_params=True) around the model, or the mesh that its parameters are sharded over; else this process
+            stands alone. A wrapper that is older than the conversion is seen in its first forward, by eager code: for
+            compiled code give it as `model`, or the group.
+    Raises:
+        RuntimeError: where it wraps, or at a boundary: ranks run different recipes; the ranks and the layer are named.
 
     Example:
         >>> import ottava
@@ -272,7 +275,7 @@ class ScalingState:
     def _exchange_later(self) -> None:
         if not self._exchanging:
             self._exchanging = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.exchange)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.exchange)
 
     def exchange(self, *, joined: bool = False) -> None:
         """Raises what is staged to the largest of all ranks; joined: this one has no batch, and only takes part."""

@@ -352,7 +352,7 @@ def test_what_is_negated_or_made_when_it_is_read_is_not_read_from_memory(roundin
         assert torch.allclose(native_sums.column_sums(matrix), native_sums.column_sums(copy), atol=1e-4)
         for granularity in (PER_TENSOR, PER_ROW, BLOCK_1X32):
             spec = QuantizationSpec(E4M3, granularity, rounding=rounding)  # type: ignore[arg-type]
-            assert "takes plain tensors; got a tensor that is negated, or made" in explain_quantize(matrix, spec)
+            assert "takes plain tensors; got a tensor " in explain_quantize(matrix, spec)
             torch.manual_seed(0)
             got = quantize_with_amax(matrix, spec)
             torch.manual_seed(0)

@@ -115,10 +115,8 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if isinstance(cast, QuantizedTensor):
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
-        if spec.predicted:
-            refusal = _constants(spec).plan.refusal or native_cpu.built(x.dtype).reason
-            if refusal:
-                return refusal
+        if spec.predicted and (why := _constants(spec).plan.refusal or native_cpu.built(x.dtype).reason):
+            return why
         if x.shape != cast.shape:
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
     elif reason := native_cpu.supports_quantize(x, spec):
