@@ -67,7 +67,7 @@ def one_that_says_nothing(rank: int) -> None:
     if rank == 0:
         doors = ("0.input",)
         spec = ottava.get_recipe("delayed").fprop.lhs
-        call = lambda: ranks.agree(dist.group.WORLD, doors, (spec,), timedelta(seconds=1))  # noqa: E731
+        call = lambda: ranks.agree(dist.group.WORLD, doors, (spec,), 1.0)  # noqa: E731
         refused(call, "rank 1 has not said", "scaling delayed")
     dist.barrier()
     if rank == 1:

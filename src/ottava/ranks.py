@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ottava.quantized_tensor import QuantizationSpec
 
-PATIENCE = timedelta(minutes=5)
-"""How long a rank waits for another to say what it runs: both come from one backward."""
+PATIENCE = 300.0
+"""Seconds for which a rank waits for another to say what it runs: both come from one backward."""
 _WRAPS = ("module", "_fsdp_wrapped_module")
 """Under which names DistributedDataParallel and FullyShardedDataParallel keep what they wrap."""
 
@@ -79,7 +79,7 @@ def agree(
     group: dist.ProcessGroup,
     names: Sequence[str],
     specs: Sequence[QuantizationSpec | None],
-    patience: timedelta = PATIENCE,
+    patience: float = PATIENCE,
 ) -> None:
     """Returns when all ranks of a group run the same; the first compares itself with all, the others with the first.
 
@@ -102,11 +102,11 @@ def agree(
     for other in () if not names else range(1, size) if rank == 0 else (0,):
         key = f"ottava/{turn}/{other}"
         try:
-            store.wait([key], patience)
+            store.wait([key], timedelta(seconds=patience))
         except RuntimeError as error:
             raise RuntimeError(
-                f"delayed scaling: rank {other} has not said within {patience} which scales it predicts; rank {rank} "
-                f"runs {_in_words(mine, 0)} in {names[0] if names else 'no layer'!r}. Give all ranks the same recipe"
+                f"delayed scaling: rank {other} has not said within {patience:g} s which scales it predicts; rank "
+                f"{rank} runs {_in_words(mine, 0)} in {names[0] if names else 'no layer'!r}. Give all ranks the same recipe"
             ) from error
         theirs = json.loads(store.get(key))
         if theirs != mine:
