@@ -106,7 +106,7 @@ def agree(
         except RuntimeError as error:
             raise RuntimeError(
                 f"delayed scaling: rank {other} has not said within {patience:g} s which scales it predicts; rank "
-                f"{rank} runs {_in_words(mine, 0)} in {names[0] if names else 'no layer'!r}. Give all ranks the same recipe"
+                f"{rank} runs {_in_words(mine, 0)} in {names[0] if names else 'no layer'!r}. Give all ranks one recipe"
             ) from error
         theirs = json.loads(store.get(key))
         if theirs != mine:
