@@ -31,13 +31,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ottava import ranks
 from ottava.advice import Advice
 from ottava.ambient import Part
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
-from ottava.ranks import ddp_around
+from ottava.ranks import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
 from ottava.recipe import Recipe
 from ottava.windows import roll_windows
 
@@ -245,7 +244,7 @@ class ScalingState:
     def wrapped(self, wrapper: nn.Module) -> None:
         """Told when the model, or a part of it, is put into a wrapper that knows its process group."""
         self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group  # type: ignore[assignment]
-        self._refusal = ranks.refusal(wrapper)
+        self._refusal = refusal(wrapper)
         if not self._refusal and (group := self._group([])) is not None:
             self._agree(group)
 
@@ -253,7 +252,7 @@ class ScalingState:
         specs = [door.spec for door in self.doors()]
         if specs != self._agreed:
             tensors = ("input", "weight", "grad_output")
-            ranks.agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
+            agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
             self._agreed = specs
 
     @property
@@ -261,7 +260,7 @@ class ScalingState:
         """What each layer calls when its backward has ended: within DistributedDataParallel.join amaxes are exchanged
         before the step, where ranks without a batch can take part."""
         wrapper = self._wrapper()
-        if not (ranks.joining(wrapper) and wrapper.require_backward_grad_sync):
+        if not (joining(wrapper) and wrapper.require_backward_grad_sync):
             return None
         if self.moved_by_autocast or not wrapper.broadcast_buffers:
             what = (
@@ -347,7 +346,7 @@ class ScalingState:
         lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
         if group is not None:
             self._agree(group)
-            if not ranks.joining(self._wrapper()):
+            if not joining(self._wrapper()):
                 dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
             elif not self._exchanged:
                 raise RuntimeError(
@@ -372,7 +371,7 @@ class ScalingState:
         return first.device if first is not None else torch.device("cpu")
 
     def _group(self, live: list[Quantizer]) -> dist.ProcessGroup | None:
-        group = self.group or self._found_group or ranks.mesh_group(self._model())
+        group = self.group or self._found_group or mesh_group(self._model())
         if group is not None:
             return group if dist.get_world_size(group) > 1 else None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and live:
@@ -451,8 +450,8 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     for state in states:
         state.wrapped(wrapper)
     if not states and isinstance(wrapper, DistributedDataParallel):
-        ranks.agree(wrapper.process_group, (), ())
-    ranks.take_part_in_join(wrapper, _shadow)
+        agree(wrapper.process_group, (), ())
+    take_part_in_join(wrapper, _shadow)
 
 
 def _shadow(wrapper: nn.Module) -> None:
@@ -461,7 +460,7 @@ def _shadow(wrapper: nn.Module) -> None:
         state.exchange(joined=True)
 
 
-ranks.when_wrapped(_wrapped)
+when_wrapped(_wrapped)
 
 
 def _layers(model: nn.Module) -> list[Any]:
