@@ -13,7 +13,7 @@ import ottava
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, Recipe
-from ottava.state import roll_windows
+from ottava.windows import roll_windows
 
 BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 ROLES = ("input", "weight", "grad_output")

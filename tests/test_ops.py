@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ottava import dispatch
 from ottava.casts import quantize
 from ottava.formats import E2M1, E4M3, E5M2
-from ottava.kernels import cpu_choice, reference, scaled_mm
-from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels import reference, scaled_mm
 from ottava.ops import GemmRecord, explain, gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
@@ -176,31 +175,6 @@ def test_explain_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     with pytest.raises(ValueError, match=r"needs \(M, K\) and \(N, K\)"):
         explain(a, cast(torch.ones(2, 16), E4), out_dtype=torch.bfloat16)
-
-
-def test_kernels_on_a_cpu_are_tried_in_the_order_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were measured change places among themselves; torch's scaled GEMM, an oracle, stays where it is."""
-    a = cast(torch.ones(4, 32), E4)
-    for order in (("reference", "native_gemm AVX2", "bf16_mm"), ("bf16_mm", "reference"), ("reference",)):
-        dispatch._cpu_ranking.cache_clear()
-        dispatch._in_order.cache_clear()
-        monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
-        names = [way.split()[0] for way in order]
-        others = [kernel.NAME for kernel in dispatch.CPU_KERNELS if kernel.NAME not in names]
-        got = [kernel.NAME for kernel in dispatch.gemm_kernels(a.device)]
-        assert [name for name in got if name in names] == names
-        assert [name for name in got if name not in names] == others
-        assert got[3] == "scaled_mm"
-    dispatch._cpu_ranking.cache_clear()
-    dispatch._in_order.cache_clear()
-
-
-def test_what_can_multiply_here_was_measured() -> None:
-    """By name and level, none of it wrong; and `explain` says where the times are."""
-    ranking = dispatch.cpu_ranking()
-    assert {way.split()[0] for way in ranking.order} <= {"native_gemm", "bf16_mm", "reference"}
-    assert "reference" in ranking.order
-    assert ranking.choice is None or ranking.choice.failed == {}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def _looks_trained(model: nn.Module) -> bool:
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         weight = own.get("weight")
-        if weight is None or any(p.dim() != 1 for p in own.values()):
+        flat = "_fsdp_flattened"  # torch's mark of a part of a matrix that FSDP1 keeps as a vector
+        if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in own.values()):
             continue
         shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
         if shard.numel() and bool((shard != shard[0]).any()):

@@ -19,6 +19,7 @@ from torch import Tensor
 from ottava.dispatch import no_autocast
 from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
+from ottava.kernels.gate import LOWEST, address
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -34,7 +35,8 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
-_MOST_PLANS = 32
+MOST_PLANS = 32
+"""That one door or one layer keeps."""
 
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
@@ -112,15 +114,20 @@ def cast_both(
     """
     if torch.compiler.is_compiling():
         return _compiled(x, spec, spec_t, scale)
-    if plans is None:
-        return plan_casts(x, spec, spec_t, scale=scale, staged=staged).run(x, scale, staged)
-    lies = (type(x), x.dtype, x.shape, x.stride(), x.device, x.is_neg() or x._is_zerotensor())
-    key = (id(spec), id(spec_t), lies, scale is None, staged is None)
-    plan = plans.get(key)
+    plan = key = None
+    if plans is not None:
+        try:
+            lies = (type(x), x.dtype, x.shape, x.stride(), x.device, address(x) > LOWEST, x.is_neg())
+            key = (id(spec), id(spec_t), lies, scale is None, staged is None)
+            plan = plans.get(key)
+        except RuntimeError:  # it has no strides or no memory
+            key = None
     if plan is None:
-        if len(plans) >= _MOST_PLANS:  # lengths that change with every batch: begin again
-            plans.clear()
-        plan = plans[key] = plan_casts(x, spec, spec_t, scale=scale, staged=staged)
+        plan = plan_casts(x, spec, spec_t, scale=scale, staged=staged)
+        if plans is not None and key is not None:
+            if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
+                plans.clear()
+            plans[key] = plan
     return plan.run(x, scale, staged)
 
 

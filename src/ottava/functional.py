@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ottava.kernels import native_build, native_cpu
 from ottava.kernels.native_sums import column_sums
-from ottava.ops import GemmPlan, GemmRecord, gemm, planned_gemm
+from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
-from ottava.recipe import GemmRecipe, Recipe
+from ottava.recipe import Recipe
 
 
 class Producer(Protocol):
@@ -157,7 +157,9 @@ class _Linear(torch.autograd.Function):
             call.saved_bytes, call.high_precision_bytes = saved_bytes, x.nbytes if needs_dw else 0
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
-        return _gemm(call, "fprop", fprop, x_row, w_row, x.dtype, bias)  # y (M, N) = x (M, K) @ w (N, K).T
+        return multiply(
+            x_row, w_row, fprop, x.dtype, bias, call.plans, call.records, "fprop"
+        )  # y (M, N) = x (M, K) @ w (N, K).T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +179,7 @@ class _Linear(torch.autograd.Function):
         db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
         dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
         if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
-            dx = _gemm(call, "dgrad", dgrad, dy_row, w_col, x_dtype)
+            dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
             if call.exchange is not None:
                 dx = call.exchange.scatter(dx)
             if call.produce is not None:
@@ -185,7 +187,7 @@ class _Linear(torch.autograd.Function):
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
             if call.exchange is not None:
                 x_col = call.exchange.gather(x_col, 1)
-            dw = _gemm(call, "wgrad", wgrad, dy_col, x_col, weight_dtype)
+            dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
@@ -199,26 +201,6 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
     # of the GEMM's result, which an in-place operation cuts out of the graph, hooks and all: so the result is asked
     result = y if y._base is None or y._base.grad_fn is None or y._base.numel() != y.numel() else y._base
     result.register_hook(lambda dy: door.calibrate(dy, spec))
-
-
-def _gemm(
-    call: Call,
-    name: str,
-    cells: GemmRecipe,
-    a: Operand | None,
-    b: Operand | None,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    assert a is not None
-    assert b is not None  # the doors were asked for exactly what is used
-    if isinstance(b, Tensor) and b.dtype != a.dtype and isinstance(a, Tensor):
-        b = b.to(a.dtype)  # a high-precision fp32 weight in the activation's dtype, as torch.autocast would have it
-    if torch.compiler.is_compiling():
-        return gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
-    plan = planned_gemm(call.plans, a, b, bias, out_dtype, cells)
-    call.records[name] = plan.record
-    return plan.run(a, b, bias)
 
 
 def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Tensor, ...]) -> int:

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.casts import dequantize, spec_from_key
+from ottava.casts import MOST_PLANS, dequantize, spec_from_key
 from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast, runner
 from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
+from ottava.kernels.gate import LOWEST, address
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute, GemmRecipe
 
 _LOGGER = logging.getLogger(__name__)
-_MOST_PLANS = 32
 _WRONG = 2.0**-5  # relative error, in norm
 
 
@@ -116,27 +116,49 @@ class GemmPlan(NamedTuple):
     """`Store.changes` of the device at that time."""
 
 
-def planned_gemm(
-    plans: dict[Any, GemmPlan], a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, cells: GemmRecipe
-) -> GemmPlan:
-    """As `plan_gemm` under the settings of `cells`; what was decided is kept in `plans`, where later calls find it."""
+def multiply(
+    a: Operand | None,
+    b: Operand | None,
+    cells: GemmRecipe,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    plans: dict[Any, GemmPlan],
+    records: dict[str, GemmRecord],
+    name: str,
+) -> Tensor:
+    """As `gemm` under the settings of `cells`; what ran stands in records[name] then, but not while compiling.
+
+    What was decided is kept in `plans`, where later calls with such operands find it. A high-precision fp32 weight is
+    taken in the activation's dtype, as torch.autocast would have it.
+    """
+    assert a is not None
+    assert b is not None  # the doors were asked for exactly what is used
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
+        held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
-        data, other, specs = a, b, (0, 0)
+        b = b if b.dtype == a.dtype else b.to(a.dtype)
+        data, other, specs, held = a, b, (0, 0), (a, b)
     else:
-        return plan_gemm(a, b, out_dtype=out_dtype, bias=bias)  # which refuses them
-    added = None if bias is None else bias.dtype
-    layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
-    key = (specs, layout, type(data), type(other), out_dtype, added, cells.fast_accum, cells.compute)
-    plan = plans.get(key)
+        raise ValueError(f"gemm: {_refused(a, b)}")
+    if torch.compiler.is_compiling():
+        return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute)
+    try:
+        layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
+        plain = min(map(address, held)) > LOWEST
+        added = None if bias is None else bias.dtype
+        key = (specs, layout, type(data), type(other), plain, out_dtype, added, cells.fast_accum, cells.compute)
+        plan = plans.get(key)
+    except RuntimeError:  # one has no strides or no memory
+        plan = key = None
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
-        if plan.lasting:
-            if len(plans) >= _MOST_PLANS:  # lengths that change with every batch: begin again
+        if plan.lasting and key is not None:
+            if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
                 plans.clear()
             plans[key] = plan
-    return plan
+    records[name] = plan.record
+    return plan.run(a, b, bias)
 
 
 def plan_gemm(
@@ -279,9 +301,14 @@ def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
         )
     if bias is not None and tuple(bias.shape) != (cols[0],):
         raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {_shapes(a, b)}; needs ({cols[0]},)")
-    specs = [t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b)]
-    if reason := refuse_pair(specs[0], specs[1]):
-        raise ValueError(f"gemm: {specs[0] or 'high precision'} x {specs[1] or 'high precision'}: {reason}")
+    if reason := _refused(a, b):
+        raise ValueError(f"gemm: {reason}")
+
+
+def _refused(a: Operand, b: Operand) -> str | None:
+    lhs, rhs = (t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b))
+    reason = refuse_pair(lhs, rhs)
+    return f"{lhs or 'high precision'} x {rhs or 'high precision'}: {reason}" if reason else None
 
 
 def _shapes(a: Operand, b: Operand) -> str:

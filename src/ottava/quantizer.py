@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.casts import CastPlan, cast_both
+from ottava.kernels.gate import refusal
 from ottava.kernels.native_sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe
@@ -312,13 +313,22 @@ class WeightQuantizer(Quantizer):
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`."""
-        if torch.compiler.is_compiling() or not self._cacheable(x, row_spec, col_spec, record):
-            return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        assert row_spec is not None  # or it were not cacheable
+        kept = (
+            not torch.compiler.is_compiling()
+            # a high-precision operand would keep the weight itself alive
+            and (row_spec is not None and row_spec.rounding == "nearest_even")
+            and (col_spec is not None and col_spec.rounding == "nearest_even")
+            and not (self._forward_hooks or self._forward_pre_hooks)  # a hook wants to see each cast
+            and refusal(x) is None
+        )
         on_cpu = not _on_accelerator(x)
+        if not kept or not (on_cpu or self._reusable(x, record)):
+            return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
+        assert row_spec is not None  # or it were not kept
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)
-        key = (*_identity(x), x.dtype, witness, row_spec, col_spec, self.spec, scale)
+        version = 0 if x.is_inference() else x._version
+        key = (x.data_ptr(), version, x.dtype, witness, row_spec, col_spec, self.spec, scale)
         seen, row, col = False, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
@@ -339,18 +349,6 @@ class WeightQuantizer(Quantizer):
 
     def _predicts(self, *specs: QuantizationSpec | None) -> bool:
         return any(spec is not None and spec.predicted for spec in specs)
-
-    def _cacheable(
-        self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
-    ) -> bool:
-        # a hook wants to see each cast
-        if x.is_meta or self._forward_hooks or self._forward_pre_hooks:
-            return False
-        if row_spec is None or col_spec is None:  # a high-precision operand would keep the weight itself alive
-            return False
-        if row_spec.rounding != "nearest_even" or col_spec.rounding != "nearest_even":
-            return False
-        return not _on_accelerator(x) or self._reusable(x, record)
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
         """Whether a cast made on an accelerator may be kept, or one that was kept be used."""

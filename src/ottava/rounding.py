@@ -131,7 +131,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     """
     if codes.dtype != fmt.storage_dtype:
         raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
-    if fmt == E4M3 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
+    if fmt == E4M3 and codes.is_cpu and type(codes) is Tensor and not torch.compiler.is_compiling():
         return _decode_e4m3(codes)
     if fmt.dtype is not None and fmt != E8M0:
         return codes.to(torch.float32, copy=True)
@@ -164,7 +164,7 @@ def code_values(fmt: Format) -> Tensor:
     """
     if fmt.bits > 16:
         raise ValueError(f"code_values: {fmt} has 2**{fmt.bits} codes; at most 2**16 are listed")
-    return torch.tensor([_value_of_code(code, fmt) for code in range(1 << fmt.bits)], dtype=torch.float32)
+    return torch.tensor([_value_of_code(code, fmt) for code in range(1 << fmt.bits)], dtype=torch.float32, device="cpu")
 
 
 @functools.lru_cache(maxsize=32)

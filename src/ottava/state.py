@@ -34,13 +34,14 @@ from torch.utils.hooks import RemovableHandle
 from ottava.advice import Advice
 from ottava.ambient import Part
 from ottava.errors import need
-from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
+from ottava.ranks import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
 from ottava.recipe import Recipe
-from ottava.scaling import compute_scale
+from ottava.windows import roll_windows
 
 _UNREAD_BOUNDARIES = 8
+_JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
 
 
 class DoorAmax(NamedTuple):
@@ -68,9 +69,12 @@ class ScalingState:
 
     Args:
         model: its ottava layers join this state; they leave an earlier one.
-        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel around the model, or
-            the mesh that its parameters are sharded over; else this process stands alone. Compiled code cannot see
-            what is around it: for a torch.compile'd model give the group, or the DistributedDataParallel as `model`.
+        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel (or FSDP1 with
+            use_orig_params=True) around the model, or the mesh that its parameters are sharded over; else this process
+            stands alone. A wrapper that is older than the conversion is seen in its first forward, by eager code: for
+            compiled code give it as `model`, or the group.
+    Raises:
+        RuntimeError: where it wraps, or at a boundary: ranks run different recipes; the ranks and the layer are named.
 
     Example:
         >>> import ottava
@@ -94,7 +98,10 @@ class ScalingState:
         self.moved_by_autocast = False
         """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
-        self._wrapper: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._wrapper: Callable[[], Any] = lambda: None
+        self._agreed: list[QuantizationSpec | None] | None = None  # what all ranks were found to run
+        self._exchanging = self._exchanged = False
+        self._refusal = ""
         self._listening = self._moves = False
         self._advice = Advice()
         self._members: list[weakref.ref[Any]] = []
@@ -221,6 +228,8 @@ class ScalingState:
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
         self.find_group(group)
+        if self._refusal and self.group is None:
+            raise RuntimeError(f"delayed scaling: {self._refusal}")
         if self.boundaries == 0:
             self._advice.saw_forward(weight)
 
@@ -231,6 +240,55 @@ class ScalingState:
         known = active is None or active is self._wrapper()
         if not known and (wrapper := ddp_around(self._layers())) is not None:
             self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
+
+    def wrapped(self, wrapper: nn.Module) -> None:
+        """Told when the model, or a part of it, is put into a wrapper that knows its process group."""
+        self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group  # type: ignore[assignment]
+        self._refusal = refusal(wrapper)
+        if not self._refusal and (group := self._group([])) is not None:
+            self._agree(group)
+
+    def _agree(self, group: dist.ProcessGroup) -> None:
+        specs = [door.spec for door in self.doors()]
+        if specs != self._agreed:
+            tensors = ("input", "weight", "grad_output")
+            agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
+            self._agreed = specs
+
+    @property
+    def after_backward(self) -> Callable[[], None] | None:
+        """What each layer calls when its backward has ended: within DistributedDataParallel.join amaxes are exchanged
+        before the step, where ranks without a batch can take part."""
+        wrapper = self._wrapper()
+        if not (joining(wrapper) and wrapper.require_backward_grad_sync):
+            return None
+        if self.moved_by_autocast or not wrapper.broadcast_buffers:
+            what = (
+                "autocast(update='autocast'): use 'step'"
+                if self.moved_by_autocast
+                else "broadcast_buffers=False: set it"
+            )
+            raise RuntimeError(f"{_JOIN} {what}")
+        return self._exchange_later
+
+    def _exchange_later(self) -> None:
+        if not self._exchanging:
+            self._exchanging = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.exchange)
+
+    def exchange(self, *, joined: bool = False) -> None:
+        """Raises what is staged to the largest of all ranks; joined: this one has no batch, and only takes part."""
+        doors = self.doors()
+        live = [door for door in doors if door.spec is not None]
+        group = self._group(live)
+        self._exchanging, self._exchanged = False, True
+        if group is None or not live:
+            return
+        staged = _staged(doors, live[0].scale.device)
+        dist.all_reduce(staged.zero_() if joined else staged, dist.ReduceOp.MAX, group=group)
+        for door, column in zip(doors, staged.unbind(1), strict=True):
+            if door.spec is not None and not joined:
+                door.staged.copy_(column)
 
     def prepare(self, recipe_of: Callable[[str, Recipe], Recipe]) -> None:
         """With several processes: makes the buffers of all layers as soon as one needs some, since another rank may run
@@ -287,7 +345,13 @@ class ScalingState:
         device = live[0].scale.device if live else self._device()
         lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
         if group is not None:
-            dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
+            self._agree(group)
+            if not joining(self._wrapper()):
+                dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
+            elif not self._exchanged:
+                raise RuntimeError(
+                    f"{_JOIN} compiled code, which cannot exchange amaxes when a backward ends: do without one"
+                )
         lanes = lanes * lanes[3]
         self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
         with torch.no_grad():
@@ -307,7 +371,7 @@ class ScalingState:
         return first.device if first is not None else torch.device("cpu")
 
     def _group(self, live: list[Quantizer]) -> dist.ProcessGroup | None:
-        group = self.group or self._found_group or self._mesh_group()
+        group = self.group or self._found_group or mesh_group(self._model())
         if group is not None:
             return group if dist.get_world_size(group) > 1 else None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and live:
@@ -318,14 +382,6 @@ class ScalingState:
                 stacklevel=4,
             )
         return None
-
-    def _mesh_group(self) -> dist.ProcessGroup | None:
-        model = self._model()
-        mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None) if model else None
-        if mesh is None:
-            return None
-        found: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # deepcopy has noted the copy of the model before it reaches its layers, unless only a part is copied
@@ -388,88 +444,23 @@ def living_states() -> list[ScalingState]:
     return _STEPS.living()
 
 
-class _Pack:
-    """The buffers of all doors of one spec in some tensors, of which the doors' own are views.
-
-    A boundary then costs some operations on vectors instead of some per door.
-    """
-
-    def __init__(self, doors: list[Quantizer], columns: list[int]) -> None:
-        self.ids, self.columns = [id(door) for door in doors], columns  # a reference to a door would keep both alive
-        device = doors[0].scale.device
-        self.index = torch.tensor(columns, device=device)  # made once: making it waits for the device
-        self.history = torch.stack([door.amax_history for door in doors])  # (T, L), newest first
-        self.scale = torch.stack([door.scale for door in doors])
-        self.nonfinite_count = torch.stack([door.nonfinite_count for door in doors])
-        self.guard_count = torch.stack([door.guard_count for door in doors])
-        self.staged = torch.stack([door.staged for door in doors])  # (T, 3)
-        for i, door in enumerate(doors):
-            door.amax_history, door.scale = self.history[i], self.scale[i]
-            door.nonfinite_count, door.guard_count = self.nonfinite_count[i], self.guard_count[i]
-            door.staged = self.staged[i]
-            door.pack = self
-
-    def holds(self, doors: list[Quantizer], columns: list[int]) -> bool:
-        """Whether it is still theirs: a door that was moved, copied or prepared anew has buffers of its own."""
-        same = self.columns == columns and self.ids == [id(door) for door in doors]
-        return same and all(door.pack is self for door in doors)
+def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
+    """Tells the states of a model what it has been wrapped in; ranks compare what they run, also those with nothing."""
+    states = list(dict.fromkeys(layer.scaling_state for layer in _layers(model)))
+    for state in states:
+        state.wrapped(wrapper)
+    if not states and isinstance(wrapper, DistributedDataParallel):
+        agree(wrapper.process_group, (), ())
+    take_part_in_join(wrapper, _shadow)
 
 
-def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
-    """One fused update: every touched window takes its amax in, every scale follows; staging is cleared.
-
-    The rule, per door that is due, with `last` its amax since the previous boundary:
-        last == 0   idle: neither window nor scale moves
-        else        window = [last, *window[:-1]];  scale = fmt.max * 2**-margin / max(window)
-    Source: TransformerEngine common/recipe/delayed_scaling.cu, except that a non-finite amax never arrives here.
-
-    lanes: (4, doors): amax, non-finite and guard, as `Quantizer.staged`, and 1 for a door that is due; where that is 0
-        all are.
-    """
-    groups: dict[tuple[QuantizationSpec, torch.device], list[int]] = {}
-    for index, door in enumerate(doors):
-        if door.spec is not None:
-            groups.setdefault((door.spec, door.staged.device), []).append(index)
-    for (spec, device), columns in groups.items():
-        members = [doors[i] for i in columns]
-        pack = members[0].pack
-        if not isinstance(pack, _Pack) or not pack.holds(members, columns):
-            pack = _Pack(members, columns)
-        if triton_roll.supports_roll(spec, pack.history, lanes) is None:
-            counts = pack.nonfinite_count, pack.guard_count
-            triton_roll.roll(spec, lanes, pack.index, pack.history, pack.scale, *counts, pack.staged)
-            continue
-        last, nonfinite, guard, due = lanes.to(device)[:, pack.index]
-        touched = last > 0
-        rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
-        pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
-        window = _window(spec, pack.history)
-        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
-        usable = touched & (window > 0) & window.isfinite()  # a user's algorithm may answer anything
-        pack.scale.copy_(torch.where(usable, scale, pack.scale))
-        pack.nonfinite_count.add_(nonfinite.to(torch.int64))
-        pack.guard_count.add_(guard.to(torch.int64))
-        pack.staged.mul_(1 - due[:, None])
-    for door in doors:
-        if isinstance(door, WeightQuantizer) and door.spec is not None:
-            door.cached = None  # the next forward casts anew, and its amax enters the next window
+def _shadow(wrapper: nn.Module) -> None:
+    """A rank without a batch takes part in what the others exchange at the end of a backward."""
+    for state in dict.fromkeys(layer.scaling_state for layer in _layers(wrapper)):
+        state.exchange(joined=True)
 
 
-def _window(spec: QuantizationSpec, history: Tensor) -> Tensor:
-    algorithm = spec.amax_compute_algo
-    if callable(algorithm):
-        return torch.stack([algorithm(row) for row in history.unbind()])
-    return history.amax(dim=1) if algorithm == "max" else history[:, 0].clone()
-
-
-def ddp_around(layers: Iterable[nn.Module]) -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward is running, if one of these layers is in it.
-
-    torch notes it for the process, not for the thread: in another thread it is the wrapper of another model.
-    """
-    wrapper = DistributedDataParallel._get_active_ddp_module()
-    inside = {id(module) for module in wrapper.modules()} if wrapper is not None else set()
-    return wrapper if any(id(layer) in inside for layer in layers) else None
+when_wrapped(_wrapped)
 
 
 def _layers(model: nn.Module) -> list[Any]:

@@ -154,9 +154,8 @@ def a_group_by_autocast(world: World) -> None:
 
 
 def compiled(world: World) -> None:
-    """Compiled code cannot see its wrapper: ScalingState(ddp) says it in one line. The bits are those of eager."""
+    """Compiled code cannot see its wrapper; the state was told of it when it was made. The bits are those of eager."""
     eager, model = ddp(network()), ddp(network())
-    ottava.ScalingState(model)
     torch._dynamo.reset()
     call = torch.compile(model, backend="aot_eager")
     optimizers = [sgd(eager, lr=0.0), sgd(model, lr=0.0)]

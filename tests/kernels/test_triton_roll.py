@@ -15,7 +15,7 @@ from ottava.formats import E4M3, E5M2
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer
-from ottava.state import roll_windows
+from ottava.windows import roll_windows
 from scaling_samples import BUFFERS, network, noise, sgd
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")

@@ -4,7 +4,7 @@ A predicted scale is a function of earlier amaxes and nothing else, so one recor
 algorithm and margin, exactly, without training again:
 
     window_k = max(amax_(k-L) .. amax_(k-1))       of the steps in which the tensor was cast; most_recent: amax_(k-1)
-    scale_k  = compute_scale(window_k, margin)     the rule of `state.roll_windows`; no window yet: that of amax_k
+    scale_k  = compute_scale(window_k, margin)     the rule of `windows.roll_windows`; no window yet: that of amax_k
     clipped    amax_k * scale_k beyond what still rounds to fmt.max (as `statistics` counts overflow)
     lost bits  log2(fmt.max / amax_k / scale_k), where positive: octaves at the bottom of the format that stay unused
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.formats import E4M3, E5M2, Format
+from ottava.kernels.gate import refusal
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.scaling import PER_TENSOR
 
@@ -31,6 +32,8 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     """Why torch's BF16 GEMM does not take this call; None if it does. Looks at scales that are to be folded."""
     if a.device.type != "cpu" or b.device.type != "cpu":
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
+    if reason := refusal(a.data) or refusal(b.data):
+        return f"{NAME}: reads its operands; {reason}"
     if not {a.spec.format, b.spec.format} <= {E4M3, E5M2}:
         return f"{NAME}: takes E4M3 and E5M2; got {a.spec.format} and {b.spec.format}"
     if out_dtype != torch.bfloat16:

@@ -13,9 +13,11 @@ headers, compiler, flags, CPU, versions), CONTENT one of the library itself. So 
 that build it at once do no harm, and a damaged file is not loaded but built anew. A cache that others can write to is
 not used.
 
-Where NAME_trial.py lies beside NAME.cpp, a new library is first loaded by a process that runs it: one that ends that
-process (an instruction that this CPU does not have), or computes something else, is not used. NAME-KEY-failed-CONTENT
-keeps what was wrong, so that the next process does not build it again.
+A new library is first loaded by a process of its own (`native_trial`), and published only then: one that ends that
+process, or is cut off, is not used. Where NAME_trial.py lies beside NAME.cpp, that process also runs it: one with an
+instruction that this CPU does not have, or that computes something else, is not used either. NAME-KEY-failed-CONTENT
+keeps what was wrong, so that the next process does not build it again; not so of one that could not be loaded, since
+the next may be whole.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import platform
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -59,8 +62,10 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
 _ROOM = 16 << 20  # bytes on a disk: a compiler that runs out of them would be taken for one that wants fewer flags
 _TIMEOUT = 120  # seconds
 _TRIAL_TIMEOUT = 20
-_OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
-"""Signals that a library brings on itself; others come from outside, and the next process may try again."""
+_OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGFPE", "SIGABRT", "SIGTRAP")
+"""Signals that a library brings on itself. Others come from outside (SIGBUS: from a file that is shorter than it says),
+and the next process may try again."""
+_NOT_LOADED = 3  # native_trial's exit code
 
 
 @dataclass(frozen=True)
@@ -288,22 +293,42 @@ class _Failure(NamedTuple):
 
 def _trial(source: Path, library: Path) -> _Failure | None:
     """What is wrong with a new library; None if nothing is, or if nothing can try it (no Python at sys.executable)."""
-    script = source.with_name(f"{source.stem}_trial.py")
-    if not script.is_file() or not sys.executable:
+    if missing := _cut_off(library):
+        return _Failure(missing, False)
+    if not sys.executable:
         return None
+    script = source.with_name(f"{source.stem}_trial.py")
+    own = [str(script)] if script.is_file() else []
     try:
-        ran = _run([sys.executable, "-I", "-S", str(script), str(library)], _TRIAL_TIMEOUT)
+        ran = _run([sys.executable, "-I", "-S", str(_FOLDER / "native_trial.py"), str(library), *own], _TRIAL_TIMEOUT)
+    except OSError:  # not a Python that this process may run
+        return None
     except subprocess.TimeoutExpired:
         return _Failure(f"its trial did not end within {_TRIAL_TIMEOUT} s", False)
     if ran.returncode < 0:
         ended = signal.Signals(-ran.returncode).name
         return _Failure(f"its trial was ended by {ended}", ended in _OWN_FAULTS)
+    if ran.returncode == _NOT_LOADED:
+        return _Failure(f"it cannot be loaded: {ran.stdout.strip()}", False)
     wrong = ran.stdout.strip().removeprefix("ok") if ran.returncode == 0 else ""
     return _Failure(wrong, True) if wrong else None
 
 
+def _cut_off(library: Path) -> str:
+    """How much of a file is missing, if it is one of Linux (ELF, 64 bits) and its last part, the table of its sections,
+    is not all there; else "". Loading it may go well, and the first call of what is missing end the process."""
+    content = library.read_bytes()
+    if len(content) < 64 or content[:6] != b"\x7fELF\x02\x01":
+        return ""  # loading tells
+    size, number = struct.unpack_from("<HH", content, 58)
+    end = struct.unpack_from("<Q", content, 40)[0] + size * number
+    if end > len(content):
+        return f"the compiler wrote {len(content)} bytes of {end}"
+    return "" if any(content[end - size : end]) else f"the compiler left the end of its {end} bytes empty"
+
+
 def _failed(name: str, wrong: str) -> Built:
-    return Built(None, f"{name}.cpp was compiled, but not for this machine: {wrong}", failed_trial=True)
+    return Built(None, f"{name}.cpp was compiled, but cannot be used: {wrong}", failed_trial=True)
 
 
 def _remember(wrong: str, folder: Path, place: Path) -> None:
@@ -344,7 +369,7 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
     except PackageNotFoundError:  # run from its sources
         own_version = ""
     parts = [shlex.join(compiler), told.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
-    trial = source.parent.glob(f"{source.stem}_trial.py")  # a library in the cache has passed it
+    trial = [_FOLDER / "native_trial.py", *source.parent.glob(f"{source.stem}_trial.py")]  # it has passed them
     parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ottava.formats import E4M3, Format
 from ottava.kernels import reference
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -83,20 +84,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ottava_cast_both.argtypes = [ctypes.c_char_p]
 
 
-def not_in_memory(x: Tensor) -> str | None:
-    """Why what lies at a tensor's address is not its numbers; None if it is.
-
-    Example:
-        >>> not_in_memory(torch.ones(2, dtype=torch.complex64).conj().imag)
-        'got a tensor that is negated, or made, when it is read'
-    """
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:  # a fake tensor has no memory behind it
-        return f"got {type(x).__name__}"
-    if x.is_neg() or x._is_zerotensor():
-        return "got a tensor that is negated, or made, when it is read"
-    return None
-
-
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
     """Why this kernel does not take such a cast; None if it does.
 
@@ -108,7 +95,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if (reason := settings(spec).refusal) is not None:
         return reason
-    if reason := not_in_memory(x):
+    if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
@@ -160,16 +147,19 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         if copied:
             x = x.t().contiguous() if turned else x.contiguous()
-        data = torch.empty_strided(shape, strides, dtype=code_dtype)
-        scale_inv, amax = torch.empty(grid, dtype=float32), torch.empty(grid, dtype=float32)
+        data = torch.empty_strided(shape, strides, dtype=code_dtype, device="cpu")
+        scale_inv, amax = (
+            torch.empty(grid, dtype=float32, device="cpu"),
+            torch.empty(grid, dtype=float32, device="cpu"),
+        )
         job = pack(
-            x.data_ptr(),
+            address(x),
             *sizes,
-            0 if scale is None else scale.data_ptr(),
-            data.data_ptr(),
-            scale_inv.data_ptr(),
-            amax.data_ptr(),
-            0 if staged is None else staged.data_ptr(),
+            pointer(scale),
+            address(data),
+            address(scale_inv),
+            address(amax),
+            0 if staged is None else address(staged),
             turned,
             threads(),
         )
@@ -230,14 +220,20 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
 
     def run(x: Tensor) -> CastPair:
-        codes = torch.empty(shape, dtype=dtypes[0])
-        codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=dtypes[1])
-        scale_inv, amax = torch.empty(grid, dtype=float32), torch.empty(grid, dtype=float32)
-        scale_inv_t, amax_t = torch.empty(grid_t, dtype=float32), torch.empty(grid_t, dtype=float32)
+        codes = torch.empty(shape, dtype=dtypes[0], device="cpu")
+        codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=dtypes[1], device="cpu")
+        scale_inv, amax = (
+            torch.empty(grid, dtype=float32, device="cpu"),
+            torch.empty(grid, dtype=float32, device="cpu"),
+        )
+        scale_inv_t, amax_t = (
+            torch.empty(grid_t, dtype=float32, device="cpu"),
+            torch.empty(grid_t, dtype=float32, device="cpu"),
+        )
         job = pack(
-            *(x.data_ptr(), *sizes, threads()),
-            *(*cell, codes.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-            *(*cell_t, codes_t.data_ptr(), scale_inv_t.data_ptr(), amax_t.data_ptr()),
+            *(address(x), *sizes, threads()),
+            *(*cell, address(codes), address(scale_inv), address(amax)),
+            *(*cell_t, address(codes_t), address(scale_inv_t), address(amax_t)),
         )
         if cast_both(job):
             raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
@@ -249,8 +245,10 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
 
 def supports_decode(codes: Tensor, fmt: Format) -> str | None:
     """Why this kernel does not decode these codes; None if it does."""
-    if codes.device.type != "cpu" or type(codes) is not Tensor:
-        return f"{NAME}: decodes plain tensors on a cpu; got {type(codes).__name__} on {codes.device.type}"
+    if not codes.is_cpu:
+        return f"{NAME}: decodes on a cpu; got {codes.device.type}"
+    if reason := refusal(codes):
+        return f"{NAME}: decodes plain tensors; {reason}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
     if reason := built_decoder().reason:
@@ -281,7 +279,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Te
     dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
     raw = raw if dense else raw.contiguous()
     numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
-    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1), fmt, numbers)
+    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1, device="cpu"), fmt, numbers)
     return numbers
 
 
@@ -303,7 +301,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if turned:
         codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
     codes, scales = codes.contiguous(), scales.contiguous()
-    numbers = torch.empty(codes.shape, dtype=dtype)
+    numbers = torch.empty(codes.shape, dtype=dtype, device="cpu")
     rows, cols = codes.shape
     _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
     return numbers.t() if turned else numbers
@@ -318,9 +316,9 @@ def _decode(
     assert library is not None  # supports_decode was asked
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
     library.ottava_decode(
-        *(codes.data_ptr(), *shape, *block, scales.data_ptr()),
+        *(pointer(codes), *shape, *block, pointer(scales)),
         *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
-        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+        *(pointer(out), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
     )
 
 

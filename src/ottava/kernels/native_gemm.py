@@ -25,6 +25,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import cpu_choice, native_build
 from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels.gate import address, pointer
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import code_values
@@ -213,14 +214,14 @@ def plan_gemm(
         # whatever the call reads is held here until it has ended
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
-        scale, scale_b, y = a.scale_inv, b.scale_inv, torch.empty(m, n, dtype=out_dtype)
+        scale, scale_b, y = a.scale_inv, b.scale_inv, torch.empty(m, n, dtype=out_dtype, device="cpu")
         if bias is not None:
             bias = bias.detach().to(float32).contiguous()
         mode = multiply(
             pack(
-                *(codes.data_ptr(), m, *strides, scale.data_ptr(), *scale.stride(), *block),
-                *(codes_b.data_ptr(), n, *strides_b, scale_b.data_ptr(), *scale_b.stride(), *block_b),
-                *(y.data_ptr(), code, 0 if bias is None else bias.data_ptr(), k, step, exact, threads()),
+                *(address(codes), m, *strides, address(scale), *scale.stride(), *block),
+                *(address(codes_b), n, *strides_b, address(scale_b), *scale_b.stride(), *block_b),
+                *(address(y), code, 0 if bias is None else pointer(bias), k, step, exact, threads()),
             )
         )
         if mode == -2:
@@ -261,7 +262,7 @@ def _cell(spec: QuantizationSpec) -> _Cell:
         refused = f"{NAME}: two-level scales of blocks run on the reference"
     else:
         table = _table(fmt)
-    address = 0 if table is None else table.data_ptr()
+    address = pointer(table)
     return _Cell(refused, spec.granularity.rows, spec.granularity.cols, spec.scale_format != "fp32", table, address)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ottava.formats import Format
 from ottava.kernels import native_cpu
+from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.native_sample import not_a_matrix, steps
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -112,12 +113,10 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
     if spec.format.bits > 8 or not spec.format.signed or not spec.format.has_zero:
         return f"{NAME}: takes signed formats of at most 8 bits; got {spec.format}"
     if isinstance(cast, QuantizedTensor):
-        if any(type(t) is not Tensor or t.device.type != "cpu" for t in (cast.data, cast.scale_inv)):
+        if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"
-        if spec.predicted:
-            refusal = _constants(spec).plan.refusal or native_cpu.built(x.dtype).reason
-            if refusal:
-                return refusal
+        if spec.predicted and (why := _constants(spec).plan.refusal or native_cpu.built(x.dtype).reason):
+            return why
         if x.shape != cast.shape:
             return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
     elif reason := native_cpu.supports_quantize(x, spec):
@@ -159,16 +158,16 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
         (fp64 (looks, layout.width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as
         many threads as torch uses, of several each takes some; the bits do not depend on their number.
     """
-    sums = torch.zeros(len(looks), layout.width, dtype=torch.float64)
-    extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64)
+    sums = torch.zeros(len(looks), layout.width, dtype=torch.float64, device="cpu")
+    extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64, device="cpu")
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
         own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(own))()
         kept = [_fill(job, looks[i]) for job, i in zip(jobs, own, strict=True)]
         for job, i in zip(jobs, own, strict=True):
             job.detail = detail
-            job.sums = sums.data_ptr() + 8 * layout.width * i
-            job.extremes = extremes.data_ptr() + 8 * len(EXTREMES) * i
+            job.sums = pointer(sums) + 8 * layout.width * i
+            job.extremes = pointer(extremes) + 8 * len(EXTREMES) * i
         told = _Library(places=ctypes.addressof(layout.places), width=layout.used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
@@ -237,17 +236,17 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
-    job.x, (job.x_row, job.x_col), job.extent = x.data_ptr(), steps(x), look.extent.data_ptr()
+    job.x, (job.x_row, job.x_col), job.extent = pointer(x), steps(x), pointer(look.extent)
     job.cast = ctypes.addressof(known.plan.cast)
     if look.squares is not None:
-        job.squares, job.square_rows = look.squares.data_ptr(), look.square_rows
+        job.squares, job.square_rows = pointer(look.squares), look.square_rows
     kept: tuple[object, ...] = (x, known)
     if isinstance(made, QuantizedTensor):
         codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
-        job.codes, job.scale_inv, (job.code_row, job.code_col) = codes.data_ptr(), scale_inv.data_ptr(), steps(codes)
+        job.codes, job.scale_inv, (job.code_row, job.code_col) = pointer(codes), pointer(scale_inv), steps(codes)
         return (*kept, codes, scale_inv)
     if scale is not None:
-        job.given = scale.data_ptr()
+        job.given = pointer(scale)
     job.by_whole = int(look.by_whole)
     return kept
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import native_cpu
+from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 
 NAME = "native_sample"
@@ -40,7 +41,7 @@ def not_a_matrix(x: Tensor) -> str | None:
     """Why x is no matrix of numbers in memory that C++ reads; None if it is."""
     if x.device.type != "cpu":
         return f"runs on a cpu; got {x.device.type}"
-    if reason := native_cpu.not_in_memory(x):
+    if reason := refusal(x):
         return f"takes plain tensors; {reason}"
     if x.dtype not in native_cpu.VARIANTS or x.dim() != 2:
         return f"takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
@@ -70,7 +71,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         >>> supports_survey(x) is not None or survey(x).tolist() == [float("inf"), 3.0, 1.0, 4.0]
         True
     """
-    extent = torch.empty(4, dtype=torch.float64)
+    extent = torch.empty(4, dtype=torch.float64, device="cpu")
     target = x.dtype if dtype is None else dtype
     row, col = steps(x)
     if col != 1:  # neither order of memory changes it
@@ -78,7 +79,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     library = built(x.dtype).library
     assert library is not None  # supports_survey was asked
     to = _ROUNDED.get(target, 0) if target != x.dtype else 0
-    finite = library.ottava_survey(x.data_ptr(), to, *x.shape, row, extent.data_ptr(), torch.get_num_threads())
+    finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
     return extent if finite or target == x.dtype else survey(x.to(target))
 
 
@@ -91,7 +92,7 @@ def supports_take(x: Tensor) -> str | None:
     """
     if x.device.type != "cpu":
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if reason := native_cpu.not_in_memory(x):
+    if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if (x.dtype not in native_cpu.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
         return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
@@ -121,15 +122,13 @@ def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Te
         True
     """
     rows, cols = x.shape
-    taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype)
+    taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype, device="cpu")
     library = built(_holds(x)).library
     assert library is not None  # supports_take was asked
     numbers = (_SIZES * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
     threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
-    from_to = *steps(x), rows, cols, numbers, len(bands), taken.data_ptr()
-    library.ottava_take(
-        x.data_ptr(), x.element_size(), *from_to, None if squares is None else squares.data_ptr(), threads
-    )
+    from_to = *steps(x), rows, cols, numbers, len(bands), pointer(taken)
+    library.ottava_take(pointer(x), x.element_size(), *from_to, pointer(squares), threads)
     return taken
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels import native_cpu, reference
+from ottava.kernels.gate import address, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.native_cpu import RunCast
 from ottava.kernels.reference import Cast
@@ -50,7 +51,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         return f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
-    if reason := native_cpu.not_in_memory(x):
+    if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if reason := built(x.dtype).reason:
         return f"{NAME}: {reason}"
@@ -86,10 +87,10 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         x = x.detach().contiguous()  # random numbers are counted along rows
         block_amax = amax(x, granularity)
         factor, scale_inv = reference.factors(block_amax, spec, scale)
-        factor, data = factor.contiguous(), torch.empty(shape, dtype=fmt.storage_dtype)
+        factor, data = factor.contiguous(), torch.empty(shape, dtype=fmt.storage_dtype, device="cpu")
         library.ottava_cast_stochastic(
             _JOB.pack(
-                *(x.data_ptr(), factor.data_ptr(), data.data_ptr(), *shape, *block),
+                *(address(x), address(factor), address(data), *shape, *block),
                 *(int(draw_seed(x.device)), torch.get_num_threads(), *numbers),
             )
         )

@@ -12,8 +12,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from ottava.kernels import native_build, native_cpu
+from ottava.kernels import native_build
 from ottava.kernels.custom_operator import custom_operator
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.scaling import column_major
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,10 +41,10 @@ def checksum(x: Tensor) -> int:
     bits = x.detach().contiguous()
     library = native_build.load("native_sums", _declare).library
     if library is None:
-        return zlib.crc32((ctypes.c_char * bits.nbytes).from_address(bits.data_ptr()))
+        return zlib.crc32((ctypes.c_char * bits.nbytes).from_address(pointer(bits)))
     threads = torch.get_num_threads() if bits.nbytes > _SMALL else 1
     hashes = (ctypes.c_uint64 * -(-bits.nbytes // _SEGMENT))()
-    return int(library.ottava_checksum(bits.data_ptr(), bits.nbytes, hashes, threads))
+    return int(library.ottava_checksum(pointer(bits), bits.nbytes, hashes, threads))
 
 
 def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,15 +73,15 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.sum(0)
     x = x.detach()
     usable = x.is_cpu and x.dtype in _TYPES and x.numel() > 0 and (x.stride(1) == 1 or not column_major(x))
-    usable = usable and native_cpu.not_in_memory(x) is None
+    usable = usable and refusal(x) is None
     library = native_build.load("native_sums", _declare).library if usable else None
     if library is None:
         return x.sum(0, dtype=torch.float32).to(dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape
-    out = torch.empty(columns, dtype=torch.float32)
+    out = torch.empty(columns, dtype=torch.float32, device="cpu")
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
     sizes = rows, columns, x.stride(0)
-    if library.ottava_column_sums(x.data_ptr(), _TYPES.index(x.dtype), *sizes, out.data_ptr(), threads):
+    if library.ottava_column_sums(address(x), _TYPES.index(x.dtype), *sizes, address(out), threads):
         raise MemoryError(f"column_sums: no memory for the partial sums of {rows} x {columns} elements")
     return out.to(dtype)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import gemm_choice
+from ottava.kernels.gate import aligned, launched
 from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizedTensor
 
@@ -156,6 +157,7 @@ def ways(
 
 def run(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, config: Config) -> Tensor:
     """As `gemm`, under a configuration of one's own: CONFIGS, or others to be measured."""
+    launched(a.data, b.data, a.scale_inv, b.scale_inv, bias)
     (m, k), n = a.shape, b.shape[0]
     device = importlib.import_module("ottava.kernels.triton_gemm_device")
     y = a.data.new_empty((m, n), dtype=out_dtype)
@@ -218,7 +220,7 @@ def _codes(codes: Tensor) -> Tensor:
     if missing:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
         return nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
     codes = codes.contiguous()
-    return codes if codes.data_ptr() % _DESCRIPTOR_BYTES == 0 else codes.clone()
+    return codes if aligned(codes, _DESCRIPTOR_BYTES) else codes.clone()
 
 
 def _aligned(k: int) -> int:

@@ -20,9 +20,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.gate import launched, refusal
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.rounding import check_input_dtype
@@ -55,8 +56,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: the scale is on {scale.device} and x on {x.device}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
-    if type(x) not in (Tensor, nn.Parameter):
-        return f"{NAME}: takes plain tensors; got {type(x).__name__}"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(x.device)
@@ -116,6 +117,7 @@ def quantize_both(
         return cast, cast_t
     if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
         return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
+    launched(x, scale, staged)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale, staged)
 

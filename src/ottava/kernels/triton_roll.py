@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.kernels.gate import launched
 from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizationSpec
 
@@ -58,7 +59,7 @@ def roll(
     guard_count: Tensor,
     staged: Tensor,
 ) -> None:
-    """Moves the windows of T tensors of one spec on, in place; the rule is that of `state.roll_windows`.
+    """Moves the windows of T tensors of one spec on, in place; the rule is that of `windows.roll_windows`.
 
     Args:
         lanes: fp32 (4, doors): amax, non-finite, guard, and 1 for a door that is due; where that is 0 all are.
@@ -68,6 +69,7 @@ def roll(
         nonfinite_count, guard_count: int64 (T,).
         staged: fp32 (T, 3); cleared where due.
     """
+    launched(lanes, index, history, scale, nonfinite_count, guard_count, staged)
     tensors, length = history.shape
     with torch.cuda.device_of(history):  # Triton launches on the current device
         importlib.import_module("ottava.kernels.triton_device").roll_kernel[(tensors,)](

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton_quantize import has_triton
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
@@ -54,6 +55,8 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
         return f"{NAME}: decodes {', '.join(map(str, _FORMATS))}; got {x_q.spec.format}"
     if x.numel() == 0:
         return f"{NAME}: an empty tensor"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
     if not has_triton():
         return f"{NAME}: Triton is not installed; pip install triton"
     capability = torch.cuda.get_device_capability(x.device)
@@ -83,6 +86,7 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     if every < 1:
         raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
     spec = x_q.spec
+    launched(x, x_q.data, x_q.scale_inv, slot, phase, on)
     launch = statistics_launch(spec, len(slot) - len(NUMBERS))
     tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()

@@ -193,6 +193,8 @@ def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
+    if getattr(layer, "_distribute_module_applied", False):  # torch's mark of parallelize_module
+        return "tensor-parallel: its weight is a DTensor, which FP8 does not support"
     if id(layer.weight) in tied:
         return "weight tied to an embedding"
     if not layer.weight.is_floating_point():

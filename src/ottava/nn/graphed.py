@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ottava.ambient import ambient
 from ottava.quantizer import Quantizer
-from ottava.state import Boundaries, ScalingState, living_states, roll_windows
+from ottava.state import Boundaries, ScalingState, living_states
+from ottava.windows import roll_windows
 
 Work = Callable[[], Any]
 _REASONS = (

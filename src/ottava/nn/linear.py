@@ -19,8 +19,9 @@ from ottava.functional import Call, build_ahead, linear, observe_grad_output
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.ops import GemmPlan
 from ottava.quantizer import LinearQuantizers
+from ottava.ranks import ddp_around
 from ottava.recipe import Recipe, get_recipe
-from ottava.state import ScalingState, ddp_around
+from ottava.state import ScalingState
 
 
 class Linear(nn.Linear):
@@ -79,6 +80,21 @@ class Linear(nn.Linear):
         self.quantizers.prepare(self.resolved, self.weight.device)
         if self.weight.device.type == "cpu" and self.resolved.quantized:
             build_ahead(self.weight.dtype)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; refuses to make a plain parameter a DTensor, which is how tensor parallelism begins. FSDP2 does
+        not come this way.
+
+        Raises:
+            TypeError: it would.
+        """
+        if hasattr(param, "device_mesh") and not hasattr(self._parameters.get(name), "device_mesh"):
+            raise TypeError(
+                f"{self.name or 'Linear'}.{name}: got a DTensor for a layer under recipe {self.recipe.name!r}: FP8 "
+                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, "
+                "which then leaves such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
+            )
+        super().register_parameter(name, param)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
@@ -147,7 +163,7 @@ class Linear(nn.Linear):
             )
         state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
         if said.session is None:
-            return None
+            return state.after_backward
         said.session.touch(state)
         has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
         return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None

@@ -1,0 +1,65 @@
+"""Which kernel is asked first, and that a new one is a file and an entry."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava import dispatch
+from ottava.formats import E4M3
+from ottava.kernels import cpu_choice, reference
+from ottava.kernels.cpu_choice import Ranking
+from ottava.ops import explain, gemm
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+
+
+def cast(x: Tensor) -> QuantizedTensor:
+    spec = QuantizationSpec(E4M3)
+    return QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
+
+
+def test_a_new_kernel_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the five names of the protocol and nothing else it is chosen, explained, and one of the ways to measure."""
+    calls: list[Any] = []
+
+    def own(*operands: Any) -> Tensor:
+        calls.append(operands)
+        return reference.gemm(*operands)
+
+    new = SimpleNamespace(NAME="new", NATIVE=False, supports_gemm=lambda *_: None, padding=lambda a, b: "", gemm=own)
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (new, reference))
+    monkeypatch.setattr(dispatch, "_in_order", lambda kernels, native: kernels)
+    a = cast(torch.eye(2))
+    assert torch.equal(gemm(a, a, out_dtype=torch.float32), torch.eye(2))
+    assert len(calls) == 1
+    assert explain(a, a, out_dtype=torch.float32).startswith("new: runs")
+    assert set(dispatch.gemm_ways(a, a, out_dtype=torch.float32)) == {"new"}
+
+
+def test_kernels_on_a_cpu_are_tried_in_the_order_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were measured change places among themselves; torch's scaled GEMM, an oracle, stays where it is."""
+    a = cast(torch.ones(4, 32))
+    for order in (("reference", "native_gemm AVX2", "bf16_mm"), ("bf16_mm", "reference"), ("reference",)):
+        dispatch._cpu_ranking.cache_clear()
+        dispatch._in_order.cache_clear()
+        monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order: Ranking(order, None, None))
+        names = [way.split()[0] for way in order]
+        others = [kernel.NAME for kernel in dispatch.CPU_KERNELS if kernel.NAME not in names]
+        got = [kernel.NAME for kernel in dispatch.gemm_kernels(a.device)]
+        assert [name for name in got if name in names] == names
+        assert [name for name in got if name not in names] == others
+        assert got[3] == "scaled_mm"
+    dispatch._cpu_ranking.cache_clear()
+    dispatch._in_order.cache_clear()
+
+
+def test_what_can_multiply_here_was_measured() -> None:
+    """By name and level, none of it wrong; and `explain` says where the times are."""
+    ranking = dispatch.cpu_ranking()
+    assert {way.split()[0] for way in ranking.order} <= {"native_gemm", "bf16_mm", "reference"}
+    assert "reference" in ranking.order
+    assert ranking.choice is None or ranking.choice.failed == {}
