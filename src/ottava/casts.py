@@ -19,7 +19,7 @@ from torch import Tensor
 from ottava.dispatch import no_autocast
 from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
-from ottava.kernels.gate import LOWEST, address
+from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -115,9 +115,9 @@ def cast_both(
     if torch.compiler.is_compiling():
         return _compiled(x, spec, spec_t, scale)
     plan = key = None
-    if plans is not None:
+    if plans is not None and type(x) in PLAIN:
         try:
-            lies = (type(x), x.dtype, x.shape, x.stride(), x.device, address(x) > LOWEST, x.is_neg())
+            lies = (x.dtype, x.shape, x.stride(), x.device, address(x) > LOWEST, x.is_neg())
             key = (id(spec), id(spec_t), lies, scale is None, staged is None)
             plan = plans.get(key)
         except RuntimeError:  # it has no strides or no memory

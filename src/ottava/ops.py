@@ -20,11 +20,12 @@ from ottava.casts import MOST_PLANS, dequantize, spec_from_key
 from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast, runner
 from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
-from ottava.kernels.gate import LOWEST, address
+from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
 from ottava.recipe import Compute, GemmRecipe
 
 _LOGGER = logging.getLogger(__name__)
+_PLAIN = frozenset(PLAIN)
 _WRONG = 2.0**-5  # relative error, in norm
 
 
@@ -143,17 +144,19 @@ def multiply(
         raise ValueError(f"gemm: {_refused(a, b)}")
     if torch.compiler.is_compiling():
         return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute)
+    plan: GemmPlan | None = None
+    key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
-        plain = min(map(address, held)) > LOWEST
+        plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
-        key = (specs, layout, type(data), type(other), plain, out_dtype, added, cells.fast_accum, cells.compute)
-        plan = plans.get(key)
+        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute)
+        plan = plans.get(key) if plain else None
     except RuntimeError:  # one has no strides or no memory
-        plan = key = None
+        plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
-        if plan.lasting and key is not None:
+        if plan.lasting and plain:
             if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
                 plans.clear()
             plans[key] = plan

@@ -15,6 +15,8 @@ LOWEST = 1 << 40
 """Addresses below are looked at closely: without memory a tensor's address is its offset into nothing."""
 
 
+PLAIN = (Tensor, Parameter)
+"""The exact types whose address may be asked for."""
 address = Tensor.data_ptr
 """Of a tensor that `refusal` has let through, or that the caller has made a moment ago: nothing is looked at again."""
 

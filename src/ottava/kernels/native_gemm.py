@@ -25,7 +25,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import cpu_choice, native_build
 from ottava.kernels.cpu_choice import Ranking
-from ottava.kernels.gate import address, pointer
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native_build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import code_values
@@ -133,6 +133,8 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
     if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
+    if reason := refusal(a.data, b.data, a.scale_inv, b.scale_inv):
+        return f"{NAME}: takes plain tensors; {reason}"
     cells = _cell(a.spec), _cell(b.spec)
     if cells[0].refused or cells[1].refused:
         return cells[0].refused or cells[1].refused
