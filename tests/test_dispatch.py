@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,9 +30,11 @@ def test_a_new_kernel_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(operands)
         return reference.gemm(*operands)
 
-    new = SimpleNamespace(NAME="new", NATIVE=False, supports_gemm=lambda *_: None, padding=lambda a, b: "", gemm=own)
+    new: Any = ModuleType("new")
+    vars(new).update(NAME="new", NATIVE=False, supports_gemm=lambda *_: None, padding=lambda a, b: "", gemm=own)
     monkeypatch.setattr(dispatch, "CPU_KERNELS", (new, reference))
     monkeypatch.setattr(dispatch, "_in_order", lambda kernels, native: kernels)
+    monkeypatch.setattr(dispatch, "_cpu_ranking", lambda kernels, native: Ranking(("new", "reference"), None, None))
     a = cast(torch.eye(2))
     assert torch.equal(gemm(a, a, out_dtype=torch.bfloat16), torch.eye(2).bfloat16())
     assert len(calls) == 1

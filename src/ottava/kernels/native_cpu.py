@@ -138,7 +138,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         rows, cols, stride, step, granularity = cols, rows, step, stride, cell.transposed
     copied = (step != 1 and cols > 1) or (stride < cols and rows > 1)
     pitch = stride if rows > 1 and not copied else cols
-    sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)), cell.address)
+    sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
@@ -155,6 +155,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         job = pack(
             address(x),
             *sizes,
+            cell.address,  # the struct must live as long as this plan
             pointer(scale),
             address(data),
             address(scale_inv),
@@ -213,7 +214,7 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
     width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
     sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
-    cell, cell_t = (*block, settings(first).address), (*block_t, settings(second).address)
+    cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
@@ -232,8 +233,8 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
         )
         job = pack(
             *(address(x), *sizes, threads()),
-            *(*cell, address(codes), address(scale_inv), address(amax)),
-            *(*cell_t, address(codes_t), address(scale_inv_t), address(amax_t)),
+            *(*block, cell.address, address(codes), address(scale_inv), address(amax)),
+            *(*block_t, cell_t.address, address(codes_t), address(scale_inv_t), address(amax_t)),
         )
         if cast_both(job):
             raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")

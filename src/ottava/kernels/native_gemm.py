@@ -200,9 +200,8 @@ def plan_gemm(
     copied, copied_b = (not _along_memory(side.data) for side in (a, b))
     strides = (k, 1) if copied else a.data.stride()
     strides_b = (k, 1) if copied_b else b.data.stride()
-    block, block_b = (
-        (cell.rows or rows, cell.cols or k, cell.address) for cell, rows in zip(cells, (m, n), strict=True)
-    )
+    first, second = cells  # their tables must live as long as this plan
+    block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
     step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
     code, float32, threads, pack, multiply = (
         _OUT_TYPES.index(out_dtype),
@@ -221,8 +220,8 @@ def plan_gemm(
             bias = bias.detach().to(float32).contiguous()
         mode = multiply(
             pack(
-                *(address(codes), m, *strides, address(scale), *scale.stride(), *block),
-                *(address(codes_b), n, *strides_b, address(scale_b), *scale_b.stride(), *block_b),
+                *(address(codes), m, *strides, address(scale), *scale.stride(), *block, first.address),
+                *(address(codes_b), n, *strides_b, address(scale_b), *scale_b.stride(), *block_b, second.address),
                 *(address(y), code, 0 if bias is None else pointer(bias), k, step, exact, threads()),
             )
         )
