@@ -34,10 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from ottava.advice import Advice
 from ottava.ambient import Part
 from ottava.errors import need
+from ottava.groups import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
+from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
-from ottava.ranks import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
-from ottava.recipe import Recipe
+from ottava.quantizer import Quantizer, WeightQuantizer
+from ottava.recipe import TENSORS, Recipe
 from ottava.windows import roll_windows
 
 _UNREAD_BOUNDARIES = 8
@@ -104,11 +105,11 @@ class ScalingState:
         self._refusal = ""
         self._listening = self._moves = False
         self._advice = Advice()
-        self._members: list[weakref.ref[Any]] = []
+        self._members: list[weakref.ref[QuantizedLayer]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
         self._unread: deque[tuple[int, list[weakref.ref[Quantizer]], Tensor]] = deque(maxlen=_UNREAD_BOUNDARIES)
         if model is not None:
-            for layer in _layers(model):
+            for layer in quantized_layers(model):
                 earlier = layer.scaling_state  # `ScalingState(model).update()` in a loop must not forget the group
                 self._found_group = self._found_group or earlier.group or earlier._found_group
                 self.boundaries = max(self.boundaries, earlier.boundaries)
@@ -172,7 +173,7 @@ class ScalingState:
         return [
             DoorAmax(layer.name, tensor, door.spec, newest.get(id(door), 0.0))
             for layer in self._layers()
-            for tensor, door in layer.quantizers.named_children()
+            for tensor, door in zip(TENSORS, layer.quantizers.doors, strict=True)
             if door.spec is not None
         ]
 
@@ -212,10 +213,10 @@ class ScalingState:
         for door in self.weight_doors():  # the graph may have changed the weights
             door.cached = None
 
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[QuantizedLayer]:
         model = self._model()
         if not self._members and model is not None:  # on first use: a copied state's layers are copied after it
-            layers = _layers(model)
+            layers = quantized_layers(model)
             mine = [layer for layer in layers if layer.scaling_state is self]
             self._members = [weakref.ref(layer) for layer in mine or layers]  # none: it was made before the conversion
         return [layer for member in self._members if (layer := member()) is not None]
@@ -446,7 +447,7 @@ def living_states() -> list[ScalingState]:
 
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     """Tells the states of a model what it has been wrapped in; ranks compare what they run, also those with nothing."""
-    states = list(dict.fromkeys(layer.scaling_state for layer in _layers(model)))
+    states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     for state in states:
         state.wrapped(wrapper)
     if not states and isinstance(wrapper, DistributedDataParallel):
@@ -456,19 +457,15 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
 
 def _shadow(wrapper: nn.Module) -> None:
     """A rank without a batch takes part in what the others exchange at the end of a backward."""
-    for state in dict.fromkeys(layer.scaling_state for layer in _layers(wrapper)):
+    for state in dict.fromkeys(layer.scaling_state for layer in quantized_layers(wrapper)):
         state.exchange(joined=True)
 
 
 when_wrapped(_wrapped)
 
 
-def _layers(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(getattr(m, "quantizers", None), LinearQuantizers)]
-
-
-def _doors(layers: Iterable[Any]) -> list[Quantizer]:
-    return [door for m in layers for door in m._modules["quantizers"].doors]
+def _doors(layers: Iterable[QuantizedLayer]) -> list[Quantizer]:
+    return [door for layer in layers for door in layer.quantizers.doors]
 
 
 def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:

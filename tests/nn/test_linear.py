@@ -380,7 +380,7 @@ def test_the_record_of_the_last_call_keeps_no_tensor_alive() -> None:
 def test_kernels_are_built_while_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the moment a layer on a CPU gets a recipe that casts, by a constructor or by `convert`."""
     begun: list[torch.dtype] = []
-    monkeypatch.setattr("ottava.nn.linear.build_ahead", begun.append)
+    monkeypatch.setattr("ottava.nn.layer.build_ahead", begun.append)
     make("bf16")
     with torch.device("meta"):
         make("tensorwise")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ottava.ambient import autocast
 from ottava.errors import need
-from ottava.nn.linear import Linear
+from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
 
@@ -113,7 +113,7 @@ def calibrate(
 
 
 def _check(model: nn.Module, wanted: Recipe | None) -> None:
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    layers = quantized_layers(model)
     recipes = [wanted.for_layer(m.name) if wanted else m.resolved for m in layers]
     predicted = (spec for m, r in zip(layers, recipes, strict=True) for _, spec in m.quantizers.predicted(r))
     if not any(spec is not None for spec in predicted):
@@ -165,7 +165,7 @@ def _own_buffers(model: nn.Module) -> list[Tensor]:
 def _rows(model: nn.Module) -> list[CalibratedTensor]:
     rows = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, Linear):
+        if not isinstance(layer, QuantizedLayer):
             continue
         for tensor, door in layer.quantizers.named_children():
             if isinstance(door, Quantizer) and door.spec is not None:

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from ottava.errors import need
-from ottava.nn.linear import Linear
 from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
+from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import GEMMS, GemmRecipe
 
 
@@ -150,7 +150,7 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
     need("receipt", model, nn.Module)
     rows: list[ReceiptRow] = []
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, QuantizedLayer):
             rows += [_row(name, module, gemm, training) for gemm in GEMMS]
         elif isinstance(module, nn.Linear):
             shape = f"? x {module.out_features} x {module.in_features}"
@@ -187,7 +187,7 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
         )
 
 
-def _row(name: str, layer: Linear, gemm: str, training: bool) -> ReceiptRow:
+def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> ReceiptRow:
     call = layer.last_call
     if call is not None and training:
         call = call.last_training or call
@@ -227,7 +227,7 @@ def _row(name: str, layer: Linear, gemm: str, training: bool) -> ReceiptRow:
     return _empty_row(name, gemm, str(cells), "did not run in the last call")
 
 
-def _why_high_precision(layer: Linear, active: str, cells: GemmRecipe) -> str:
+def _why_high_precision(layer: QuantizedLayer, active: str, cells: GemmRecipe) -> str:
     if cells.quantized:
         return "the recipe computes it in BF16 on quantized operands"
     own = layer.recipe

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ottava.casts import quantize
 from ottava.errors import need
 from ottava.kernels.gemm_choice import Choice, Store, Timer, call_name
-from ottava.nn.linear import Linear
 from ottava.ops import tune_gemm
+from ottava.quantized_layer import quantized_layers
 
 
 def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = None) -> dict[str, Choice]:
@@ -39,7 +39,7 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
     """
     need("tune", model, nn.Module)
     found: dict[str, Choice] = {}
-    for layer in (module for module in model.modules() if isinstance(module, Linear)):
+    for layer in quantized_layers(model):
         if layer.last_call is None:
             continue
         call = layer.last_call.last_training or layer.last_call

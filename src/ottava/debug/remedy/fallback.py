@@ -282,12 +282,11 @@ class Fallback:
         """
         if layer is not None and layer not in self._watched:
             raise ValueError(f"revert: {unknown_name('layer', layer, self._watched)}")
-        names = [n for n, w in self._watched.items() if w.own is not None and layer in (None, n)]
-        for name in names:
-            watched = self._watched[name]
-            self._layers[name].adopt(watched.own, name)
+        owned = {n: w.own for n, w in self._watched.items() if w.own is not None and layer in (None, n)}
+        for name, own in owned.items():
+            self._layers[name].adopt(own, name)
             self._watched[name] = _Watched(quiet_until=self._looks + self.cooldown)
-        return names
+        return list(owned)
 
     def _ready(self, layer: str) -> bool:
         return self._looks > self._watched[layer].quiet_until
@@ -312,14 +311,15 @@ class Fallback:
         layer, watched = self._layers[name], self._watched[name]
         rows = table.where(layer=name)
         changes: dict[str, str] = {}
-        cells: dict[str, GemmRecipe] = {}
+        cells: dict[str, Any] = {}  # GEMM -> GemmRecipe
         predicted: list[Prediction] = []
         for gemm, tensors in _concerned(evidence, rows).items():
             if not getattr(layer.resolved, gemm).quantized:
                 continue
             for candidate in [*self._finer(layer.resolved, name, gemm), get_recipe("bf16")]:
                 new: GemmRecipe = getattr(candidate.for_layer(name), gemm)
-                said = predict(rows, [layer.recipe.override(only_pattern(name), **{gemm: new})])
+                one: dict[str, Any] = {gemm: new}
+                said = predict(rows, [layer.recipe.override(only_pattern(name), **one)])
                 said = [p for p in said if p.tensor in tensors and CELLS[p.tensor, p.direction][0] == gemm]
                 # of what was not recorded nothing is predicted, so nothing clears; but BF16 casts nothing
                 if all(p.clears for p in said) and (said or not new.quantized):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ottava.advice import Advice
 from ottava.ambient import autocast
 from ottava.debug.random_state import random_states, random_states_kept
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.quantized_layer import QuantizedLayer, quantized_layers
+from ottava.quantizer import Quantizer
 from ottava.recipe import GEMMS, Override, Recipe, get_recipe
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -137,14 +138,14 @@ def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
     return error, math.degrees(math.acos(max(-1.0, min(1.0, dot / math.sqrt(norm * norm0)))))
 
 
-def ottava_layers(model: nn.Module) -> dict[str, Any]:
+def ottava_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """The layers that run under a recipe, by their full names, in the order of the model.
 
     Raises:
         ValueError: there are none, or two have one name (converted apart).
     """
-    found: dict[str, Any] = {}
-    for layer in _layers(model):
+    found: dict[str, QuantizedLayer] = {}
+    for layer in quantized_layers(model):
         if layer.name in found:
             raise ValueError(
                 f"two layers are called {layer.name!r}: they were converted apart; call ottava.convert on the whole "
@@ -196,7 +197,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for m in model.modules()
         if isinstance(m, Quantizer)
     ]
-    layers = _layers(model)
+    layers = quantized_layers(model)
     calls = [(layer, getattr(layer, "last_call", None)) for layer in layers]
     states = {id(s): (s, _copied(vars(s))) for s in (getattr(layer, "scaling_state", None) for layer in layers) if s}
     for parameter, _ in gradients:
@@ -222,10 +223,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for state, attributes in states.values():
                 vars(state).clear()
                 vars(state).update(attributes)
-
-
-def _layers(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(getattr(m, "quantizers", None), LinearQuantizers)]
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:

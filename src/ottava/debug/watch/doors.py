@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.operands import repeats_a_forward, unobserved
+from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.quantizer import Quantizer
 
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
 """(layer, tensor, door, x, operand of x, operand of x.T): for checks of what must agree."""
@@ -60,9 +61,9 @@ class DoorTap:
         self._hooks.detach()
 
     def _adopt(self, module: nn.Module, name: str = "") -> None:
-        doors = module._modules.get("quantizers")
-        if not isinstance(doors, LinearQuantizers):
+        if not isinstance(module, QuantizedLayer):
             return
+        doors = module.quantizers
         layer = getattr(module, "name", "") or name or f"{type(module).__name__} {len(self.layers)}"
         known = self.layers.get(layer)
         if known is not None and known() not in (None, module):
@@ -74,10 +75,8 @@ class DoorTap:
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # first, and so in _after: Dynamo traces global hooks
             return
-        if "quantizers" in module._modules and self._model is None:
-            doors = module._modules["quantizers"]
-            if isinstance(doors, LinearQuantizers) and doors.input not in self._places:
-                self._adopt(module)
+        if isinstance(module, QuantizedLayer) and self._model is None and module.quantizers.input not in self._places:
+            self._adopt(module)
 
     def _after(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():

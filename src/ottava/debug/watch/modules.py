@@ -29,7 +29,7 @@ from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, Owner
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
-from ottava.quantizer import LinearQuantizers
+from ottava.quantized_layer import QuantizedLayer
 
 See = Callable[..., None]
 """(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output". Where torch.autocast makes
@@ -463,7 +463,7 @@ def _rows(x: Tensor) -> int:
 
 
 def _has_doors(module: nn.Module) -> bool:
-    return isinstance(module._modules.get("quantizers"), LinearQuantizers)
+    return isinstance(module, QuantizedLayer)
 
 
 def _casts(layer: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
-from ottava import ranks
+from ottava import groups
 from scaling_samples import WIDTH, loss_of, network, noise, sgd, state_of, windows
 
 
@@ -67,11 +67,11 @@ def one_that_says_nothing(rank: int) -> None:
     if rank == 0:
         doors = ("0.input",)
         spec = ottava.get_recipe("delayed").fprop.lhs
-        call = lambda: ranks.agree(dist.group.WORLD, doors, (spec,), 1.0)  # noqa: E731
+        call = lambda: groups.agree(dist.group.WORLD, doors, (spec,), 1.0)  # noqa: E731
         refused(call, "rank 1 has not said", "scaling delayed")
     dist.barrier()
     if rank == 1:
-        ranks.agree(dist.group.WORLD, (), ())  # the turns stay in step
+        groups.agree(dist.group.WORLD, (), ())  # the turns stay in step
 
 
 def uneven_batches(rank: int) -> None:

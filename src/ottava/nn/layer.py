@@ -1,0 +1,204 @@
+"""How a quantized layer runs: it asks which recipe is on, tells the scaling state, and hands a `Call` to the formulas.
+
+A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. What stands in front of its
+cast, or between cast and GEMM, is a `produce` or an `exchange` of its own (see `functional`), never a branch in here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.ambient import AMBIENT, Ambient, ambient, traced_ambient
+from ottava.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output
+from ottava.groups import ddp_around
+from ottava.kernels.custom_operator import constant_in_graph
+from ottava.quantized_layer import QuantizedLayer
+from ottava.quantizer import LinearQuantizers
+from ottava.recipe import Recipe
+from ottava.state import ScalingState
+
+
+class Layer(QuantizedLayer):
+    """What all quantized layers share."""
+
+    produce: Producer | None = None
+    """Makes the rows that are cast; None: they are the input."""
+    exchange: Exchange | None = None
+    """Gathers operands between cast and GEMM; None: this rank's are all."""
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Takes a recipe and its full name in the model; `convert` calls it on a layer whose class it has changed."""
+        if not isinstance(getattr(self, "quantizers", None), LinearQuantizers):
+            self.quantizers = LinearQuantizers()
+        self.recipe, self.name, self.last_call = recipe, name, None
+        self.plans = {}
+        if getattr(self, "scaling_state", None) is None:
+            self.scaling_state = ScalingState(None)
+        self.resolved = recipe.for_layer(name)
+        self.quantizers.prepare(self.resolved, self.weight.device)
+        if self.weight.device.type == "cpu" and self.resolved.quantized:
+            build_ahead(self.weight.dtype)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch's; refuses to make a plain parameter a DTensor, which is how tensor parallelism begins. FSDP2 does
+        not come this way.
+
+        Raises:
+            TypeError: it would.
+        """
+        if hasattr(param, "device_mesh") and not hasattr(self._parameters.get(name), "device_mesh"):
+            raise TypeError(
+                f"{self.name or 'Linear'}.{name}: got a DTensor for a layer under recipe {self.recipe.name!r}: FP8 "
+                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, "
+                "which then leaves such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
+            )
+        super().register_parameter(name, param)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        if torch.compiler.is_compiling():
+            said = ambient()
+            call = Call(
+                self.quantizers, said.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
+            )
+            if said.session is not None or self._unprepared(call.recipe):
+                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
+
+                return uncompiled(self, input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+            self._note_compiled()
+        else:
+            said = AMBIENT.get()
+            said.ear.heard = True
+            call = self._begin_call(input, said)
+            if said.calibrating:
+                return self._calibrate(input, said)
+            if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
+                call.after_backward = self._announce(call.recipe, input, said)
+        weight, bias = self.weight, self.bias
+        if not call.recipe.casts:
+            return nn.functional.linear(input, weight, bias)
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
+        else:
+            if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+                _refuse_mixed(self.name, input, weight, bias)
+            if input.dtype == torch.float32 and not torch.compiler.is_compiling():
+                _warn_fp32(call.recipe.name)
+        return linear(input, weight, bias, call)
+
+    def _unprepared(self, recipe: Recipe) -> bool:
+        return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
+
+    def _begin_call(self, input: Tensor, said: Ambient) -> Call:
+        # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
+        # autocast has been entered or left since, and is part of the same call.
+        training, before = torch.is_grad_enabled() and not said.calibrating, self.last_call
+        if before is not None and torch._C._current_graph_task_id() != -1:
+            before.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
+            return before
+        recipe = self.resolved if said.recipe is None and said.enabled else said.recipe_for(self.name, self.resolved)
+        call = Call(
+            self.quantizers,
+            recipe,
+            self.plans,
+            tuple(input.shape),
+            self.produce,
+            self.exchange,
+            training=training,
+            before=before,
+        )
+        vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
+        return call
+
+    @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
+    def _note_compiled(self) -> None:
+        recipe = traced_ambient().recipe_for(self.name, self.resolved)
+        call = Call(self.quantizers, recipe, training=torch.is_grad_enabled(), before=self.last_call)
+        self.last_call = call
+
+    def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
+        """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
+        if not recipe.predicted:
+            if self.weight.device.type not in ("cpu", "meta"):
+                self._bound_state().listen(moves=False)  # where a kept cast of the weight is out of date
+            return None
+        state = self._bound_state()
+        if self._unprepared(recipe):
+            state.prepare(said.asked_of)
+        if _recomputing() and (said.session is not None or state.moved_by_autocast):
+            raise RuntimeError(
+                f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
+                "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
+            )
+        state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
+        if said.session is None:
+            return state.after_backward
+        said.session.touch(state)
+        has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
+        return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
+
+    def _bound_state(self) -> ScalingState:
+        if not self.scaling_state.bound:  # a layer made by hand, or unpickled
+            wrapper = ddp_around([self])
+            # its model is what DDP wraps, so that all ranks have one state of the same layers; else the layer itself
+            ScalingState(self if wrapper is None else wrapper.module)
+        state: ScalingState = self.scaling_state
+        return state
+
+    def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
+        """torch's own linear; each door notes the amax of the tensor that it would cast."""
+        y = nn.functional.linear(input, self.weight, self.bias)
+        quantizers = self.quantizers
+        if (dtype := _autocast_dtype(input)) is not None:
+            input = input.to(dtype)
+        recipe, state = said.asked_of(self.name, self.resolved), self._bound_state()
+        state.find_group(said.group)
+        if self._unprepared(recipe):
+            state.prepare(said.asked_of)
+        specs = dict(quantizers.predicted(recipe))
+        for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
+            if (spec := specs[door]) is not None:
+                door.calibrate(tensor, spec)
+        if (spec := specs[quantizers.grad_output]) is not None:
+            observe_grad_output(y, quantizers.grad_output, spec)
+        if said.session is not None:
+            said.session.touch(state)
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
+
+
+def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+    device = input.device.type
+    # torch.autocast knows no meta device
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for what, own in (("weight", weight), ("bias", bias)):
+        if own is not None and own.dtype != input.dtype:
+            raise TypeError(
+                f"{name or 'Linear'}: got {input.dtype} input for a {own.dtype} {what}; needs one dtype. Cast the "
+                f"input (x.to({own.dtype})) or the layer, or run the forward under torch.autocast, which casts both"
+            )
+
+
+def _recomputing() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _warn_fp32(recipe: str) -> None:
+    # Python shows a warning of one text and place once, so a model of 200 layers says it once.
+    warnings.warn(
+        f"recipe {recipe!r} is running on float32 inputs: casts read twice the bytes and all that is not a GEMM stays "
+        "in float32, which can make FP8 slower than BF16 (TransformerEngine #1119: 104 ms against 44.6 ms). Use "
+        "model.bfloat16() with bfloat16 inputs, or run the forward under torch.autocast(device_type, torch.bfloat16)",
+        stacklevel=3,
+    )
