@@ -8,7 +8,6 @@ summed in fp64. Counts are exact.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,20 +21,22 @@ from ottava.debug.tally import (
     DETAILS,
     EXPONENT_BINS,
     EXTREME_FIELDS,
+    EXTREMES,
     GRANULARITIES,
     RELATIVE_BINS,
     ROW_SQNR_BINS,
     ROW_SQNR_DB,
     SPREAD_BINS,
     SUM_FIELDS,
-    SUM_WIDTH,
+    SUMMED,
     Detail,
     Tally,
     unpack,
 )
+from ottava.errors import refuse_other_sums
 from ottava.formats import Format
 from ottava.kernels import native_measure, native_sample
-from ottava.kernels.native_measure import Layout, Look, layout
+from ottava.kernels.native_measure import Layout, Look
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import clipping, decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity, compute_scale
@@ -177,15 +178,15 @@ def _walked(look: Look, detail: Detail) -> Packed:
     walk.sums |= {"n_total": extent[3], "n_casts": _f64(1, x), "n_nonfinite": extent[2]}
     walk.extremes["amax"] = extent[1]
     _scales(walk, x_q, walk.amax)
+    if x.numel():
+        for asked, filled in ((SUMMED[detail], walk.sums), (EXTREMES, walk.extremes)):
+            refuse_other_sums("measure", asked, {name: len(t) if t.dim() else 0 for name, t in filled.items()})
     return walk.packed()
 
 
 @functools.cache
 def _layout(detail: Detail) -> Layout:
-    """Where each of SUM_FIELDS begins in `Packed.sums`."""
-    widths = [f.metadata["bins"] or 1 for f in SUM_FIELDS]
-    places = dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
-    return layout(places, SUM_WIDTH, DETAIL_WIDTHS[detail])
+    return Layout(tuple(SUMMED[DETAILS[-1]].items()), tuple(EXTREMES.items()), DETAIL_WIDTHS[detail])
 
 
 def _f64(value: float, like: Tensor) -> Tensor:
@@ -205,13 +206,10 @@ class _Walk:
         self.clip, tie_clips = clipping(self.format)
         self.beyond = torch.ge if tie_clips else torch.gt
         self.unit = _unit(amax)
-        zero = torch.zeros((), dtype=torch.float64, device=x.device)
-        self.sums: dict[str, Tensor] = {
-            f.name: zero.new_zeros(f.metadata["bins"]) if f.metadata["bins"] else zero for f in SUM_FIELDS
-        }
-        self.extremes: dict[str, Tensor] = {
-            f.name: zero if f.metadata["merge"] == "max" and f.default == 0 else zero - math.inf for f in EXTREME_FIELDS
-        }
+        self.zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        self.sums: dict[str, Tensor] = {}
+        self.extremes: dict[str, Tensor] = {}
+        """Minima negated."""
 
     def band(self, start: int, stop: int) -> None:
         """Takes in the rows from start to stop."""
@@ -250,10 +248,10 @@ class _Walk:
         self._add("n", size)
         self._add("n_nonzero", nonzero)
         kept = torch.count_nonzero(q)
-        if self.format.has_zero:
-            self._add("n_underflow", nonzero - kept)
+        self._add("n_underflow", nonzero - kept if self.format.has_zero else self.zero)
         small = (numbers.abs() < 2.0**self.format.emin).sum()
         self._add("n_subnormal", small - (numbers.numel() - torch.count_nonzero(numbers)))
+        self._add("n_overflow", self.zero)
         top = scale_inv * (self.format.max * (1 - 2.0**-20))  # rounded, so a little lower
         if magnitude.device.type != "cpu" or bool((magnitude >= top).any()):
             clipped = self.beyond(magnitude.to(torch.float64), self.clip * scale_inv.to(torch.float64))
@@ -289,8 +287,8 @@ class _Walk:
     def _extend(self, bits: Tensor, error: Tensor) -> None:
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
         amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
-        self.extremes["amin"] = torch.maximum(self.extremes["amin"], -amin)
-        self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
+        for name, here in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
+            self.extremes[name] = torch.maximum(self.extremes.get(name, here), here)
 
     def _histograms(
         self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice
@@ -319,12 +317,14 @@ class _Walk:
             self._add(f"energy_below_{name}", energy / self.unit**2)
 
     def _add(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value
+        self.sums[name] = self.sums.get(name, self.zero) + value
 
     def packed(self) -> Packed:
         """The two vectors."""
-        sums = torch.cat([self.sums[f.name].to(torch.float64).reshape(-1) for f in SUM_FIELDS])
-        return Packed(sums, torch.stack([self.extremes[f.name] for f in EXTREME_FIELDS]))
+        sums = [self.sums.get(f.name, self.zero.expand(f.metadata["bins"] or 1)) for f in SUM_FIELDS]
+        nothing = {f.name: f.default * (-1 if f.metadata["merge"] == "min" else 1) for f in EXTREME_FIELDS}  # type: ignore[operator]
+        extremes = [self.extremes.get(name, self.zero + start) for name, start in nothing.items()]
+        return Packed(torch.cat([t.to(torch.float64).reshape(-1) for t in sums]), torch.stack(extremes))
 
 
 def _unit(largest: Tensor) -> Tensor:
@@ -352,9 +352,7 @@ def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
     scales = torch.where(used, scale_inv.reciprocal(), math.nan)
     walk.extremes["scale_max"] = scales.nan_to_num(0.0).amax()
     walk.extremes["scale_min"] = -scales.nan_to_num(math.inf).amin()
-    if not x_q.spec.predicted:
-        return
-    known, error = _prediction_error(x_q, amax)
+    known, error = _prediction_error(x_q, amax) if x_q.spec.predicted else (walk.zero > 0, walk.zero)
     walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
     walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
     walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)

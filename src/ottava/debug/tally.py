@@ -2,8 +2,10 @@
 
 Sums and counts add, extremes take the larger or smaller, histograms add bin by bin: so a tally of micro-batches, ranks
 or shards is exactly that of the whole. Nothing else is stored; every statistic is derived from it when it is read
-(`statistics`), so formulas can be corrected later and runs can be merged. Adding a sum is one field here and one line
-in `measure`.
+(`statistics`), so formulas can be corrected later and runs can be merged.
+
+`Tally` is the one table of what is summed. Adding a sum is one field here, and its line in each that fills it:
+`measure`, native_numbers.h, and triton_statistics for what a tile knows. One that lacks the line is refused by name.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ GRANULARITIES = ("row", "1x128", "1x32", "128x128")
 """Blocks for which it is recorded how far below their amax elements lie, whatever the recipe: `what_if` asks."""
 
 
-_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers"})
-_MAX = MappingProxyType({"merge": "max", "bins": 0, "detail": "numbers"})
-_MIN = MappingProxyType({"merge": "min", "bins": 0, "detail": "numbers"})
+_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
+_MAX = MappingProxyType({**_SUM, "merge": "max"})
+_MIN = MappingProxyType({**_SUM, "merge": "min"})
+# of rows, blocks or scales, of which a tile of elements knows nothing
+_WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**known, "tile": False}) for known in (_SUM, _MAX, _MIN))
 
 
 def _histogram(bins: int, detail: Detail = "numbers") -> Any:
-    return field(default_factory=partial(np.zeros, bins), metadata={"merge": "sum", "bins": bins, "detail": detail})
+    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents"}
+    return field(default_factory=partial(np.zeros, bins), metadata=metadata)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +82,11 @@ class Tally:
     """Cast to a subnormal number of the format: fewer bits than it has."""
     n_overflow: Number = field(default=0.0, metadata=_SUM)
     """Beyond the largest number of the format by more than its rounding range: clipped."""
-    n_rows: Number = field(default=0.0, metadata=_SUM)
+    n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Rows that are not all zeros."""
     n_casts: Number = field(default=0.0, metadata=_SUM)
     """Casts merged here: micro-batches x ranks."""
-    n_scales: Number = field(default=0.0, metadata=_SUM)
+    n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Scales: one a block."""
     sx: Number = field(default=0.0, metadata=_SUM)
     """Sum of x."""
@@ -97,13 +102,13 @@ class Tally:
     """Sum of x * e."""
     srel: Number = field(default=0.0, metadata=_SUM)
     """Sum of |e| / |x| over non-zero x."""
-    scale_log2: Number = field(default=0.0, metadata=_SUM)
+    scale_log2: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale)."""
-    scale_log2_squared: Number = field(default=0.0, metadata=_SUM)
+    scale_log2_squared: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale)**2."""
-    n_predicted: Number = field(default=0.0, metadata=_SUM)
+    n_predicted: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Casts with a scale that was predicted."""
-    scale_error: Number = field(default=0.0, metadata=_SUM)
+    scale_error: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale used / current scale) over those casts, octaves."""
     amax: Number = field(default=0.0, metadata=_MAX)
     """Largest finite magnitude."""
@@ -111,13 +116,13 @@ class Tally:
     """Smallest magnitude that is not 0; inf if there is none."""
     max_error: Number = field(default=0.0, metadata=_MAX)
     """Largest |e|."""
-    scale_max: Number = field(default=0.0, metadata=_MAX)
+    scale_max: Number = field(default=0.0, metadata=_WIDE_MAX)
     """Largest scale; x * scale is what is rounded."""
-    scale_min: Number = field(default=math.inf, metadata=_MIN)
+    scale_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest scale."""
-    scale_error_max: Number = field(default=-math.inf, metadata=_MAX)
+    scale_error_max: Number = field(default=-math.inf, metadata=_WIDE_MAX)
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
-    scale_error_min: Number = field(default=math.inf, metadata=_MIN)
+    scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest one: below 0, low bits are lost."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by their own SQNR."""
@@ -163,14 +168,31 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
             yield f
 
 
+def tile_fields(detail: Detail) -> dict[str, int]:
+    """Field -> bins (0 for a number) of what a tile of elements tells in that detail: nothing of rows, blocks, scales.
+
+    Example:
+        >>> "sx" in tile_fields("numbers"), "n_rows" in tile_fields("numbers"), tile_fields("exponents")["exponents"]
+        (True, False, 1024)
+    """
+    asked = {**SUMMED[detail], **EXTREMES}
+    return {f.name: asked[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in asked}
+
+
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
 EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
 SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
-DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
+SUMMED: Mapping[Detail, Mapping[str, int]] = MappingProxyType(
     {
-        detail: sum(f.metadata["bins"] or 1 for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1])
+        detail: {f.name: f.metadata["bins"] for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1]}
         for i, detail in enumerate(DETAILS)
     }
+)
+"""Field -> bins (0 for a number) of what is summed in each detail."""
+EXTREMES: Mapping[str, int] = MappingProxyType(dict.fromkeys((f.name for f in EXTREME_FIELDS), 0))
+"""The same of EXTREME_FIELDS."""
+DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
+    {detail: sum(bins or 1 for bins in asked.values()) for detail, asked in SUMMED.items()}
 )
 """How much of a vector of SUM_WIDTH is filled, from its beginning: fields are in the order of DETAILS."""
 
