@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -94,6 +94,26 @@ class Format(RefusesUnknownFields):
         """Largest finite number."""
         last = 2 if self.specials == "fn" and self.mantissa_bits > 0 else 1  # "fn" spends the last mantissa on NaN
         return math.ldexp(2 - last * self.eps, self.emax)
+
+    @functools.cached_property
+    def clip(self) -> float:
+        """Where clipping begins: up to half a step above the largest number rounds to it. See `tie_clips`."""
+        return self.max + math.ldexp(self.eps, self.emax) / 2
+
+    @functools.cached_property
+    def tie_clips(self) -> bool:
+        """Whether `clip` itself is clipped: a tie goes to the even one of its neighbours, which may be beyond."""
+        return self.max / math.ldexp(self.eps, self.emax) % 2 != 0
+
+    def clips(self, magnitude: Any, scale_inv: Any = 1.0) -> Any:
+        """Whether nearest-even clips a magnitude, in units of scale_inv: a float, an array or a tensor of them.
+
+        Example:
+            >>> E4M3.clips(464.0), E4M3.clips(465.0), E5M2.clip, E5M2.clips(61440.0)
+            (False, True, 61440.0, True)
+        """
+        end = self.clip * scale_inv
+        return magnitude >= end if self.tie_clips else magnitude > end
 
     @functools.cached_property
     def lowest(self) -> float:

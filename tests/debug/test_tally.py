@@ -148,11 +148,13 @@ def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch
     sums, extremes = SUMMED["blocks"], tuple(EXTREMES.items())
     with pytest.raises(ValueError, match=LACKS.format("native_measure")):
         native_measure.measure([look], native_measure.Layout((("sx3", 0), *sums.items()), extremes, 9), 0)
-    with pytest.raises(ValueError, match="'sx3' is a number in debug/tally.py, but missing"):
+    with pytest.raises(ValueError, match=r"'sx3' is a number in debug/tally\.py, but missing"):
         native_measure.measure([look], native_measure.Layout(tuple(sums.items()), (*extremes, ("sx3", 0)), 9), 0)
     with pytest.raises(ValueError, match="native_measure: extremes are amax, amin"):
         native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9), 0)
-    with pytest.raises(ValueError, match="'exponents' is a histogram of 8 bins in .*, but a histogram of 1024 bins in"):
+    with pytest.raises(
+        ValueError, match=r"'exponents' is a histogram of 8 bins in .*, but a histogram of 1024 bins in"
+    ):
         native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9), 0)
     with pytest.raises(ValueError, match=LACKS.format("triton_statistics")):
         new_slot("cpu", tile_fields("numbers") | {"sx3": 0})

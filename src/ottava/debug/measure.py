@@ -38,7 +38,7 @@ from ottava.formats import Format
 from ottava.kernels import native_measure, native_sample
 from ottava.kernels.native_measure import Layout, Look
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.rounding import clipping, decode, floor_log2, power_of_two
+from ottava.rounding import decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity, compute_scale
 from ottava.scaling import amax as block_amaxes
 
@@ -203,8 +203,6 @@ class _Walk:
         self.format: Format = x_q.spec.format
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
-        self.clip, tie_clips = clipping(self.format)
-        self.beyond = torch.ge if tie_clips else torch.gt
         self.unit = _unit(amax)
         self.zero = torch.zeros((), dtype=torch.float64, device=x.device)
         self.sums: dict[str, Tensor] = {}
@@ -254,7 +252,7 @@ class _Walk:
         self._add("n_overflow", self.zero)
         top = scale_inv * (self.format.max * (1 - 2.0**-20))  # rounded, so a little lower
         if magnitude.device.type != "cpu" or bool((magnitude >= top).any()):
-            clipped = self.beyond(magnitude.to(torch.float64), self.clip * scale_inv.to(torch.float64))
+            clipped = self.format.clips(magnitude.to(torch.float64), scale_inv.to(torch.float64))
             # where even the scale of a block underflowed, an element is lost, not clipped
             self._add("n_overflow", (clipped & (q != 0)).sum())
 

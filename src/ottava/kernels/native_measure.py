@@ -25,7 +25,6 @@ from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.native_sample import not_a_matrix, steps
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import clipping
 from ottava.scaling import PER_TENSOR
 
 NAME = "native_measure"
@@ -192,8 +191,6 @@ class _Constants(NamedTuple):
     plan: native_cpu.CastSettings
     numbers: tuple[int, ...]
     """mantissa_bits, bias, bits, special_code of a Job."""
-    tie_clips: int
-    clip: float
 
 
 def _constants(spec: QuantizationSpec) -> _Constants:
@@ -204,14 +201,11 @@ def _constants(spec: QuantizationSpec) -> _Constants:
 def _constants_of(key: str, fmt: Format) -> _Constants:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
-    clip, tie_clips = clipping(fmt)
     return _Constants(
         native_cpu.settings(
             replace(spec, rounding="nearest_even")
         ),  # codes that are there may have been rounded otherwise
         (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
-        int(tie_clips),
-        clip,
     )
 
 
@@ -230,7 +224,7 @@ def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
     job.block_rows, job.block_cols = spec.granularity.block_shape((rows, cols))
     job.grid_cols, job.scale_count = grid[1], grid[0] * grid[1]
     job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
-    job.tie_clips, job.clip, job.predicted = known.tie_clips, known.clip, int(spec.predicted)
+    job.tie_clips, job.clip, job.predicted = int(fmt.tie_clips), fmt.clip, int(spec.predicted)
     return job
 
 

@@ -98,12 +98,11 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
     tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()
     blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
-    step = math.ldexp(spec.format.eps, spec.format.emax)  # half of it beyond the largest number still rounds to that
     with torch.cuda.device_of(x):  # Triton launches on the current device
         importlib.import_module("ottava.kernels.triton_device").statistics_kernel[(-(-tiles // every),)](
             *(x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on),
             *(*x.shape, *x.stride(), *x_q.data.stride(), *blocks),
-            *(every, float(spec.format.max + step / 2), 2.0**spec.format.emin),
+            *(every, spec.format.clip, 2.0**spec.format.emin),
             **launch,
         )
 
@@ -124,14 +123,13 @@ def read_slot(slot: Tensor) -> dict[str, Any]:
 def statistics_launch(spec: QuantizationSpec, bins: int) -> Mapping[str, Any]:
     """The compile-time parameters with which `statistics_kernel` is launched; bins: 0 for no histogram."""
     fmt, granularity = spec.format, spec.granularity
-    step = math.ldexp(fmt.eps, fmt.emax)
     constants = {
         "BR": granularity.rows or 1,
         "BC": granularity.cols or 1,
         "MANTISSA": fmt.mantissa_bits,
         "BIAS": fmt.bias,
         "SIGN": fmt.bits - 1,
-        "TIES_CLIP": fmt.max / step % 2 != 0,  # a tie goes to the even one of its neighbours
+        "TIES_CLIP": fmt.tie_clips,
         "BINS": bins,
         "NUMBERS": len(_NUMBERS),
     }

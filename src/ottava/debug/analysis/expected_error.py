@@ -97,11 +97,6 @@ def current_scale(amax: Array, spec: QuantizationSpec) -> Array:
     return np.asarray(scale.numpy(), dtype=np.float64)
 
 
-def clip_limit(fmt: Format) -> float:
-    """Where clipping begins: up to half a step above the largest number rounds to it."""
-    return fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)
-
-
 def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Expected | None:
     counts = np.asarray(tally.exponents)
     columns = np.flatnonzero(counts.any(axis=0))
@@ -201,7 +196,7 @@ def _round(x: Array, scale: Array, spec: QuantizationSpec) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(exact > 0, np.abs(exact - q) / exact, 1.0)
     flushed = (q == 0) if spec.format.has_zero else np.zeros_like(q, dtype=bool)
-    columns = (flushed, exact > clip_limit(spec.format), relative, relative**2, x**2, (relative * x) ** 2)
+    columns = (flushed, spec.format.clips(exact), relative, relative**2, x**2, (relative * x) ** 2)
     return np.stack([np.mean(column, axis=-1) for column in columns], axis=-1)
 
 
