@@ -180,6 +180,11 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 )
 
 
+def dtype_name(dtype: object) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def get_format(name: str | Format) -> Format:
     """The registered format of that name, in any case; a Format passes through.
 

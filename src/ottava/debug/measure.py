@@ -39,7 +39,7 @@ from ottava.kernels import native_measure, native_sample
 from ottava.kernels.native_measure import Layout, Look
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import decode, floor_log2, power_of_two
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity, compute_scale
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
@@ -157,7 +157,7 @@ def cast_of(look: Look) -> QuantizedTensor:
     spec, scale = look.cast, look.scale
     if look.by_whole:
         largest = look.extent[:1].to(torch.float32).reshape(1, 1)
-        scale = compute_scale(largest, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        scale = spec.scale_of(largest).scale
     if spec.rounding != "stochastic":
         return quantize(look.x, spec, scale=scale)
     with torch.random.fork_rng([look.x.device] if look.x.device.type == "cuda" else []):
@@ -360,7 +360,7 @@ def _prediction_error(x_q: QuantizedTensor, amax: Tensor) -> tuple[Tensor, Tenso
     """(whether there is a current scale, log2(scale used / that one))."""
     spec = x_q.spec
     # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
-    now = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale_inv
+    now = spec.scale_of(amax.reshape(1, 1)).scale_inv
     used = x_q.scale_inv.to(torch.float64).flatten()
     octaves = -torch.where(used > 0, used, 1.0).log2()
     return amax > 0, torch.where(amax > 0, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)

@@ -29,7 +29,7 @@ from ottava.debug.tally import EXPONENT_BINS, GRANULARITIES, RELATIVE_BINS, SPRE
 from ottava.formats import E4M3, Format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.rounding import round_to_format
-from ottava.scaling import PER_TENSOR, Granularity, compute_scale
+from ottava.scaling import PER_TENSOR, Granularity
 
 Array = npt.NDArray[np.float64]
 
@@ -93,8 +93,7 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
 def current_scale(amax: Array, spec: QuantizationSpec) -> Array:
     """(rows,): what current scaling multiplies with."""
     amaxes = torch.from_numpy(np.asarray(amax, dtype=np.float32))
-    scale = compute_scale(amaxes, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
-    return np.asarray(scale.numpy(), dtype=np.float64)
+    return np.asarray(spec.scale_of(amaxes).scale.numpy(), dtype=np.float64)
 
 
 def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Expected | None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ottava.debug import limits
 from ottava.debug.analysis.expected_error import Array, Expected, current_scale, expect
 from ottava.debug.history import predict_scales
 from ottava.debug.layer_names import only_simulated
@@ -83,11 +84,9 @@ def _element_sqnr(e: Expected) -> Array:
 
 
 FLOORS = (
-    Floor("underflow_pct", "%", lambda fmt: 1.0, above=False, of=_underflow),
-    # 25 dB for E4M3, 20 dB for E5M2: 5 dB a mantissa bit, 6 below what a healthy tensor has
-    Floor("sqnr_db", "dB", lambda fmt: 10.0 + 5 * fmt.mantissa_bits, above=True, of=_sqnr),
-    # one flushed element in a hundred is 20 dB
-    Floor("element_sqnr_db", "dB", lambda fmt: 5.0 + 5 * fmt.mantissa_bits, above=True, of=_element_sqnr),
+    Floor("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False, of=_underflow),
+    Floor("sqnr_db", "dB", limits.warn_db, above=True, of=_sqnr),
+    Floor("element_sqnr_db", "dB", limits.element_db, above=True, of=_element_sqnr),
 )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.ambient import autocast
+from ottava.debug import limits
 from ottava.debug.analysis.what_if import Prediction, cell_cost, predict
 from ottava.debug.remedy.guard import EventLog, Spike
 from ottava.debug.remedy.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
@@ -48,10 +49,9 @@ class Limit:
 
 
 LIMITS = (
-    Limit("underflow_pct", "%", lambda fmt: 1.0, above=False),
-    Limit("overflow_pct", "%", lambda fmt: 0.1, above=False),
-    # 25 dB for E4M3, 20 dB for E5M2
-    Limit("row_sqnr_p50_db", "dB", lambda fmt: 10.0 + 5 * fmt.mantissa_bits, above=True),
+    Limit("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False),
+    Limit("overflow_pct", "%", lambda fmt: limits.PERCENT["overflow_pct"][1], above=False),
+    Limit("row_sqnr_p50_db", "dB", limits.warn_db, above=True),
 )
 
 

@@ -26,7 +26,6 @@ from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe, get_recipe
-from ottava.scaling import compute_scale
 
 _SMALL_BYTES = 2**20
 """Of a tensor that is rather copied than measured on its own."""
@@ -218,10 +217,7 @@ class Collector:
         history = list(self._history.get(place, ()))[: spec.amax_history_len]
         if not history:
             return None
-        window = torch.stack(history)
-        algorithm = spec.amax_compute_algo
-        amax = algorithm(window) if callable(algorithm) else window.amax() if algorithm == "max" else window[0]
-        return compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        return spec.from_window(torch.stack(history))[0].reshape(1, 1)
 
     def _cells_of(self, layer: str, tensor: str) -> list[tuple[SlotKey, QuantizationSpec]]:
         key = (layer, tensor)
