@@ -70,17 +70,16 @@ def refuse_other_sums(kernel: str, asked: Mapping[str, int], summed: Mapping[str
     Example:
         >>> refuse_other_sums("measure", {"sx": 0, "sx3": 0}, {"sx": 0})
         Traceback (most recent call last):
-        ValueError: measure: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; add a line for it
+        ValueError: measure: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; make them agree
     """
     for name in {**asked, **summed}:
-        if asked.get(name) != summed.get(name):
-            there, here = (
-                "missing" if bins is None else f"a histogram of {bins} bins" if bins else "a number"
-                for bins in (asked.get(name), summed.get(name))
-            )
-            what = "add a line for it" if name in asked else "take its line out"
+        there, here = (
+            {None: "missing", 0: "a number"}.get(bins, f"of {bins} bins")
+            for bins in (asked.get(name), summed.get(name))
+        )
+        if there != here:
             raise ValueError(
-                f"{kernel}: the field {name!r} is {there} in debug/tally.py, but {here} in the kernel; {what}"
+                f"{kernel}: the field {name!r} is {there} in debug/tally.py, but {here} in the kernel; make them agree"
             )
 
 

@@ -106,7 +106,7 @@ class Format(RefusesUnknownFields):
         return self.max / math.ldexp(self.eps, self.emax) % 2 != 0
 
     def clips(self, magnitude: Any, scale_inv: Any = 1.0) -> Any:
-        """Whether nearest-even clips a magnitude, in units of scale_inv: a float, an array or a tensor of them.
+        """Whether nearest-even clips a magnitude in units of scale_inv: floats, arrays or tensors.
 
         Example:
             >>> E4M3.clips(464.0), E4M3.clips(465.0), E5M2.clip, E5M2.clips(61440.0)

@@ -129,11 +129,7 @@ class QuantizationSpec(RefusesUnknownFields):
         return compute_scale(amax, self.format, scale_format=self.scale_format, margin=self.margin)
 
     def from_window(self, history: Tensor) -> tuple[Tensor, Tensor]:
-        """What amaxes of earlier steps predict: fp32 (..., steps), newest first, 0 where there is none.
-
-        Returns:
-            (scale, whether it is one to use: not where there was nothing yet, or a function of the user's answered
-            anything else), both (...).
+        """(scale, whether there is one) of amaxes (..., steps), newest first, 0 where there was none: both (...).
 
         Example:
             >>> from ottava.formats import E4M3
@@ -141,7 +137,7 @@ class QuantizationSpec(RefusesUnknownFields):
             (tensor([1., 1.]), tensor([ True, False]))
         """
         algorithm = self.amax_compute_algo
-        if callable(algorithm):
+        if callable(algorithm):  # it may answer anything
             rows = history.reshape(-1, history.shape[-1])
             amax = torch.stack([algorithm(row) for row in rows]).reshape(history.shape[:-1])
         else:

@@ -18,10 +18,10 @@ import torch
 import ottava
 from ottava.debug import measure
 from ottava.debug.tally import (
+    DETAIL_WIDTHS,
     EXTREME_FIELDS,
     EXTREMES,
     SUM_FIELDS,
-    SUM_WIDTH,
     SUMMED,
     Tally,
     tally_fields,
@@ -48,7 +48,7 @@ def test_fields_are_sorted_into_sums_and_extremes() -> None:
     assert len(SUM_FIELDS) + len(EXTREME_FIELDS) == len(fields(Tally))
     assert {f.name for f in tally_fields("histogram")} <= {f.name for f in SUM_FIELDS}
     assert {*tally_fields("histogram")} | {*tally_fields("number")} == {*tally_fields()}
-    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == SUM_WIDTH
+    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == DETAIL_WIDTHS["blocks"]
 
 
 def test_merging_has_a_zero_and_no_order_and_no_brackets() -> None:
@@ -110,7 +110,7 @@ def test_tallies_do_not_share_their_histograms() -> None:
 
 # --- another sum -----------------------------------------------------------------------------------------------------
 
-LACKS = "{}: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; add a line for it"
+LACKS = "{}: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; make them agree"
 NATIVE = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)
 LINES = (
     ("debug/tally.py", "    sx4: Number", "    sx3: Number = field(default=0.0, metadata=_SUM)\n    sx4: Number"),

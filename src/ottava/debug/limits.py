@@ -1,7 +1,4 @@
-"""When a statistic of a cast is bad: what rules, floors, marks, triggers and colours compare with.
-
-Signal to noise is read against the format: an SQNR that is fine in E5M2 is a loss in E4M3.
-"""
+"""When a statistic of a cast is bad, in its format: what rules, floors, marks, triggers and colours compare with."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Packed(NamedTuple):
     """A tally as two vectors on the tensor's device, see `tally.unpack`. To merge: sums add, extremes take the max."""
 
     sums: Tensor
-    """fp64 (SUM_WIDTH,)."""
+    """fp64 (width,)."""
     extremes: Tensor
     """fp64, one per field of EXTREME_FIELDS, minima negated."""
 
@@ -137,7 +137,7 @@ def measure_packed(
 
 
 def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
-    """The tallies of several casts, made or still to be made: sums (looks, SUM_WIDTH), extremes (looks, ...).
+    """The tallies of several casts, made or still to be made: sums (looks, width), extremes (looks, ...).
 
     Example:
         >>> import ottava

@@ -39,7 +39,7 @@ class Observation:
         self.tallies: dict[Key, Tally] = {}
 
     def __repr__(self) -> str:
-        casts = sorted(self.table(), key=lambda row: _known(row["row_sqnr_p50_db"]))
+        casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))
         rows = [("layer", "tensor", "cast", *_SHOWN)]
         for row in casts:
             symbol = SYMBOLS[row["tensor"]] + (".T" if row["direction"] == "col" else "")
@@ -117,7 +117,8 @@ class _Watcher:
             self.take((self.layer, self.tensor, direction, x_q.spec), of, x_q)
 
 
-def _known(value: float) -> float:
+def known_or_last(value: float) -> float:
+    """To sort by, smallest first: what is not known comes last."""
     return math.inf if math.isnan(value) else value
 
 

@@ -147,7 +147,7 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}
         pairs = ((f, merge[f.metadata["merge"]](getattr(self, f.name), getattr(other, f.name))) for f in fields(self))
-        return Tally(**{f.name: value if f.metadata["bins"] else _plain(value) for f, value in pairs})
+        return Tally(**{f.name: value if f.metadata["bins"] else plain(value) for f, value in pairs})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tally):
@@ -157,7 +157,8 @@ class Tally:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A float of what has no dimension."""
     return float(value) if np.ndim(value) == 0 else value
 
 
@@ -169,19 +170,13 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
 
 
 def tile_fields(detail: Detail) -> dict[str, int]:
-    """Field -> bins (0 for a number) of what a tile of elements tells in that detail: nothing of rows, blocks, scales.
-
-    Example:
-        >>> "sx" in tile_fields("numbers"), "n_rows" in tile_fields("numbers"), tile_fields("exponents")["exponents"]
-        (True, False, 1024)
-    """
+    """Field -> bins (0 for a number) of what a tile of elements tells in that detail: nothing of rows or blocks."""
     asked = {**SUMMED[detail], **EXTREMES}
     return {f.name: asked[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in asked}
 
 
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
 EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
-SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
 SUMMED: Mapping[Detail, Mapping[str, int]] = MappingProxyType(
     {
         detail: {f.name: f.metadata["bins"] for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1]}
@@ -190,11 +185,10 @@ SUMMED: Mapping[Detail, Mapping[str, int]] = MappingProxyType(
 )
 """Field -> bins (0 for a number) of what is summed in each detail."""
 EXTREMES: Mapping[str, int] = MappingProxyType(dict.fromkeys((f.name for f in EXTREME_FIELDS), 0))
-"""The same of EXTREME_FIELDS."""
 DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
     {detail: sum(bins or 1 for bins in asked.values()) for detail, asked in SUMMED.items()}
 )
-"""How much of a vector of SUM_WIDTH is filled, from its beginning: fields are in the order of DETAILS."""
+"""How much of a vector of sums is filled, from its beginning: fields are in the order of DETAILS."""
 
 
 class Tallies(Mapping[Key, Tally]):
@@ -240,15 +234,15 @@ def unpack(sums: Bins, extremes: Bins) -> Tally:
     """A tally from what `measure` fills.
 
     Args:
-        sums: (..., SUM_WIDTH) in the order of SUM_FIELDS, histograms laid out flat among them.
+        sums: (..., width) in the order of SUM_FIELDS, histograms laid out flat among them.
         extremes: (..., len(EXTREME_FIELDS)), minima negated, so that all of them merge by max.
     """
     values: dict[str, Any] = {}
     start = 0
     for f in SUM_FIELDS:
         bins = f.metadata["bins"]
-        values[f.name] = sums[..., start : start + bins] if bins else _plain(sums[..., start])
+        values[f.name] = sums[..., start : start + bins] if bins else plain(sums[..., start])
         start += bins or 1
     for i, f in enumerate(EXTREME_FIELDS):
-        values[f.name] = _plain(extremes[..., i] * (-1.0 if f.metadata["merge"] == "min" else 1.0))
+        values[f.name] = plain(extremes[..., i] * (-1.0 if f.metadata["merge"] == "min" else 1.0))
     return Tally(**values)

@@ -28,6 +28,7 @@ from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.statistics import json_values
 from ottava.formats import Format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
@@ -121,7 +122,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; None for what is not known, and for an SQNR without error."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
+        return dict(json_values(vars(self)))
 
 
 def default_recipes() -> tuple[Recipe, ...]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.statistics import json_values
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
@@ -125,7 +126,7 @@ class BisectResult:
             "gemms": [probe.to_dict() for probe in self.gemms],
             "notes": list(self.notes),
         }
-        return _plain(values)  # type: ignore[no-any-return]
+        return json_values(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         probes = (Probe(f"all of {self.recipe}", self.total), *self.probes)
@@ -311,11 +312,3 @@ def _named(layers: Sequence[str]) -> str:
 
 def _share(part: float, whole: float) -> float:
     return min(1.0, (part / whole) ** 2) if whole > 0 else 0.0
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -81,8 +81,7 @@ class Grid:
         fields = zip(*(table[name] for name in SlotKey._fields), strict=True)
         down = np.array([number[SlotKey(*key)] for key in fields], dtype=np.int64)
         across = np.searchsorted(edges, table["step"], side="right") - 1
-        healthy = {name: healthy_db(fmt) for name, fmt in FORMATS.items()}
-        floor = np.array([healthy.get(slot.format, math.nan) for slot in slots])
+        floor = np.array([healthy_db(FORMATS[s.format]) if s.format in FORMATS else math.nan for s in slots])
         columns = {name: table.metric(name) for name in metrics}
         alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
         order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last one to be written wins

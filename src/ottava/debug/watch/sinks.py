@@ -23,6 +23,7 @@ from rich.text import Text
 
 from ottava.debug import limits
 from ottava.debug.event_file import EventWriter
+from ottava.debug.observer import known_or_last
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
 from ottava.debug.statistics import STATISTICS
@@ -149,7 +150,7 @@ def ranked(table: Table) -> list[Row]:
     for i, slot in enumerate(SlotKey(*values) for values in zip(*(table[n] for n in SlotKey._fields), strict=True)):
         values = {name: float(column[i]) for name, column in columns.items()}
         rows.append(Row(slot, values, _marks(slot, values)))
-    rows.sort(key=lambda row: (-max(row.marks.values(), default=0), _known(row.values["row_sqnr_p50_db"])))
+    rows.sort(key=lambda row: (-max(row.marks.values(), default=0), known_or_last(row.values["row_sqnr_p50_db"])))
     return rows
 
 
@@ -170,10 +171,6 @@ def aggregates(table: Table, rows: Sequence[Row]) -> dict[str, float]:
             place = f"{SYMBOLS.get(tensor, tensor)}/{name}"
             result |= {f"worst/{place}": float(worst), f"median/{place}": float(np.median(values))}
     return result
-
-
-def _known(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
