@@ -152,9 +152,7 @@ def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch
         native_measure.measure([look], native_measure.Layout(tuple(sums.items()), (*extremes, ("sx3", 0)), 9), 0)
     with pytest.raises(ValueError, match="native_measure: extremes are amax, amin"):
         native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9), 0)
-    with pytest.raises(
-        ValueError, match=r"'exponents' is of 8 bins in .*, but of 1024 bins in"
-    ):
+    with pytest.raises(ValueError, match=r"'exponents' is of 8 bins in .*, but of 1024 bins in"):
         native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9), 0)
     with pytest.raises(ValueError, match=LACKS.format("triton_statistics")):
         new_slot("cpu", tile_fields("numbers") | {"sx3": 0})
