@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ottava.formats import E4M3, E8M0, FORMATS, FP32, Format, get_format
-from ottava.rounding import code_values
+from ottava.rounding import code_values, round_to_format
 
 # bits, max, smallest normal, smallest number, distance from 1 to the next, as OFP8 v1.0, OCP MX v1.0 and IEEE 754-2019
 # print them
@@ -34,6 +34,22 @@ def test_derived_numbers_are_the_published_ones(fmt: Format) -> None:
     assert (fmt.bits, fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.eps) == PUBLISHED[fmt.name]
     assert math.floor(math.log2(fmt.max)) == fmt.emax
     assert math.log2(fmt.min_normal) == fmt.emin
+
+
+def test_clipping_begins_where_a_cast_no_longer_rounds_to_the_largest_number(fmt: Format) -> None:
+    """Both sides of the tie, and the tie, cast to the same format with a bit more of exponent, which goes on."""
+    wider = replace(fmt, name="wider", exponent_bits=fmt.exponent_bits + 1, specials="none", dtype=None)
+    if fmt == FP32:
+        assert fmt.clip == 2.0**128 * (1 - 2.0**-25)  # no number of fp32: nothing to cast
+        return
+    tie = torch.tensor([fmt.clip])
+    infinity = torch.tensor([math.inf])
+    for x, clips in ((tie.nextafter(-infinity), False), (tie, fmt.tie_clips), (tie.nextafter(infinity), True)):
+        assert (round_to_format(x, wider).item() > fmt.max) == clips
+        assert fmt.clips(x).item() == fmt.clips(x.item()) == clips
+        assert round_to_format(x, fmt).item() == fmt.max
+        if fmt.has_infinity:
+            assert x.to(fmt.dtype).isinf().item() == clips
 
 
 def test_ml_dtypes_agrees(fmt: Format, ml_dtypes_type: Any) -> None:

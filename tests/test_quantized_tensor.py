@@ -14,7 +14,7 @@ from torch import Tensor
 from ottava.casts import quantize
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
-from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity, compute_scale
 
 OPERANDS = [E4M3, E5M2, E2M1, E2M3, E3M2]
 
@@ -212,3 +212,20 @@ def test_no_operation_dequantizes_behind_your_back() -> None:
     with pytest.raises(FrozenInstanceError):
         x_q.data = x_q.data  # type: ignore[misc]
     assert isinstance(x_q, QuantizedTensor)
+
+
+def test_a_window_predicts_the_scale_of_its_amax_and_nothing_where_there_is_none() -> None:
+    """Of one history and of several, by either algorithm and by a function, which may answer anything."""
+    history = torch.tensor([[7.0, 448.0], [0.0, 2.0], [0.0, 0.0]])
+    least = QuantizationSpec(E4M3, scaling="delayed", amax_compute_algo=lambda row: row.min() / 0)
+    for spec, amaxes in (
+        (QuantizationSpec(E4M3, scaling="delayed"), [448.0, 2.0, 0.0]),
+        (QuantizationSpec(E5M2, scaling="delayed", amax_compute_algo="most_recent", margin=1), [7.0, 0.0, 0.0]),
+        (least, [math.inf, math.nan, math.nan]),
+    ):
+        scale, usable = spec.from_window(history)
+        now = compute_scale(torch.tensor(amaxes), spec.format, margin=spec.margin).scale
+        assert torch.equal(scale, now)
+        assert usable.tolist() == [0 < amax < math.inf for amax in amaxes]
+        each = [spec.from_window(row) for row in history]
+        assert [(float(one), bool(use)) for one, use in each] == list(zip(scale.tolist(), usable.tolist(), strict=True))

@@ -13,6 +13,7 @@ import yaml
 from ottava.formats import E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import (
+    CELL_OF,
     CELLS,
     GEMMS,
     HIGH_PRECISION,
@@ -78,6 +79,9 @@ def cell(recipe: Recipe, name: str) -> QuantizationSpec | None:
 def test_cells_are_those_of_the_table(recipe: Recipe) -> None:
     """Six cells of every named recipe; a new recipe is written out here."""
     assert tuple(str(cell(recipe, name) or HP) for name in CELLS) == TABLES[recipe.name]
+    assert [f"{gemm}.{side}" for gemm, side in sorted(CELL_OF.values())] == sorted(CELLS)
+    for (tensor, direction), (gemm, side) in CELL_OF.items():
+        assert recipe.cells(tensor)[direction == "col"] == cell(recipe, f"{gemm}.{side}")
 
 
 def test_only_fprop_accumulates_fast(recipe: Recipe) -> None:

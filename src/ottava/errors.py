@@ -3,7 +3,8 @@
 Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
 somebody does; `need` refuses an argument of another type and `need_type` a setting; `RefusesUnknownFields` gives a
 frozen dataclass a constructor that refuses typos. The failure this prevents: TransformerEngine accepts
-`DelayedScaling(amax_history_length=16)` and keeps 1024.
+`DelayedScaling(amax_history_length=16)` and keeps 1024. `refuse_other_sums` stops a kernel that sums other fields than
+it is asked for.
 """
 
 from __future__ import annotations
@@ -61,6 +62,25 @@ def need_type(what: str, got: object, kind: type) -> None:
     mistaken = (bool, int) if kind is int else (str, Sequence)
     if not isinstance(got, kind) or (kind is mistaken[1] and isinstance(got, mistaken[0])):
         raise TypeError(f"{what} is {got!r}; needs {_WORDS.get(kind, kind.__name__)}")
+
+
+def refuse_other_sums(kernel: str, asked: Mapping[str, int], summed: Mapping[str, int]) -> None:
+    """Raises ValueError unless a kernel sums exactly the fields that it is asked for. Field -> bins, 0 for a number.
+
+    Example:
+        >>> refuse_other_sums("measure", {"sx": 0, "sx3": 0}, {"sx": 0})
+        Traceback (most recent call last):
+        ValueError: measure: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; make them agree
+    """
+    for name in {**asked, **summed}:
+        there, here = (
+            {None: "missing", 0: "a number"}.get(bins, f"of {bins} bins")
+            for bins in (asked.get(name), summed.get(name))
+        )
+        if there != here:
+            raise ValueError(
+                f"{kernel}: the field {name!r} is {there} in debug/tally.py, but {here} in the kernel; make them agree"
+            )
 
 
 class RefusesUnknownFields:

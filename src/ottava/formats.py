@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -96,6 +96,26 @@ class Format(RefusesUnknownFields):
         return math.ldexp(2 - last * self.eps, self.emax)
 
     @functools.cached_property
+    def clip(self) -> float:
+        """Where clipping begins: up to half a step above the largest number rounds to it. See `tie_clips`."""
+        return self.max + math.ldexp(self.eps, self.emax) / 2
+
+    @functools.cached_property
+    def tie_clips(self) -> bool:
+        """Whether `clip` itself is clipped: a tie goes to the even one of its neighbours, which may be beyond."""
+        return self.max / math.ldexp(self.eps, self.emax) % 2 != 0
+
+    def clips(self, magnitude: Any, scale_inv: Any = 1.0) -> Any:
+        """Whether nearest-even clips a magnitude in units of scale_inv: floats, arrays or tensors.
+
+        Example:
+            >>> E4M3.clips(464.0), E4M3.clips(465.0), E5M2.clip, E5M2.clips(61440.0)
+            (False, True, 61440.0, True)
+        """
+        end = self.clip * scale_inv
+        return magnitude >= end if self.tie_clips else magnitude > end
+
+    @functools.cached_property
     def lowest(self) -> float:
         """Smallest number of all: -max with a sign bit, else 0 or the smallest positive number."""
         if self.signed:
@@ -158,6 +178,11 @@ FP32 = Format(name="FP32", exponent_bits=8, mantissa_bits=23, bias=127, specials
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1, E2M3, E3M2, BF16, FP16, FP32)}
 )
+
+
+def dtype_name(dtype: object) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def get_format(name: str | Format) -> Format:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ottava.casts import MOST_PLANS, dequantize, spec_from_key
 from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast, runner
+from ottava.formats import dtype_name
 from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
@@ -207,7 +208,7 @@ def plan_gemm(
         with no_autocast(a.device):
             return _dense(a, b, bias).to(out_dtype)
 
-    name = f"torch.mm {_short(torch.bfloat16 if quantized else a.dtype)}"
+    name = f"torch.mm {dtype_name(torch.bfloat16 if quantized else a.dtype)}"
     specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
     return GemmPlan(run, _record(a, b, name, False, "", (), out_dtype), specs)
 
@@ -333,13 +334,9 @@ def _record(
     refusals: tuple[str, ...],
     out_dtype: torch.dtype,
 ) -> GemmRecord:
-    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else _short(t.dtype) for t in (a, b))
+    lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else dtype_name(t.dtype) for t in (a, b))
     (m, k), n, quantized = a.shape, b.shape[0], isinstance(a, QuantizedTensor)
-    return GemmRecord(lhs, rhs, m, n, k, kernel, quantized, native, padding, refusals, _short(out_dtype))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return GemmRecord(lhs, rhs, m, n, k, kernel, quantized, native, padding, refusals, dtype_name(out_dtype))
 
 
 def _promised(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
-from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
+from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, Scale, ScaleFormat, compute_scale
 
 Scaling = Literal["current", "delayed", "guarded"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -123,6 +123,26 @@ class QuantizationSpec(RefusesUnknownFields):
     def predicted(self) -> bool:
         """Whether the scale comes from a history of earlier steps, so that a door keeps state for it."""
         return self.scaling != "current"
+
+    def scale_of(self, amax: Tensor) -> Scale:
+        """What brings an amax to the top of the format, see `scaling.compute_scale`."""
+        return compute_scale(amax, self.format, scale_format=self.scale_format, margin=self.margin)
+
+    def from_window(self, history: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, whether there is one) of amaxes (..., steps), newest first, 0 where there was none: both (...).
+
+        Example:
+            >>> from ottava.formats import E4M3
+            >>> QuantizationSpec(E4M3, scaling="delayed").from_window(torch.tensor([[7.0, 448.0], [0.0, 0.0]]))
+            (tensor([1., 1.]), tensor([ True, False]))
+        """
+        algorithm = self.amax_compute_algo
+        if callable(algorithm):  # it may answer anything
+            rows = history.reshape(-1, history.shape[-1])
+            amax = torch.stack([algorithm(row) for row in rows]).reshape(history.shape[:-1])
+        else:
+            amax = history.amax(dim=-1) if algorithm == "max" else history[..., 0]
+        return self.scale_of(amax).scale, (amax > 0) & amax.isfinite()
 
     def __str__(self) -> str:
         return self._name

@@ -21,7 +21,7 @@ from ottava.kernels.gate import refusal
 from ottava.kernels.native_sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe
-from ottava.scaling import PER_TENSOR, amax, compute_scale
+from ottava.scaling import PER_TENSOR, amax
 
 _FRESH = MappingProxyType(
     {"cached": None, "graph": None, "_steps": 0, "_uses": 0, "_reused": False, "_frozen_in": False}
@@ -174,10 +174,8 @@ class Quantizer(nn.Module):
         if self.spec is None:
             return _first_scale(spec, device)
         history = _resized(self.amax_history, spec.amax_history_len)
-        algorithm = spec.amax_compute_algo
-        window = algorithm(history) if callable(algorithm) else history.max() if algorithm == "max" else history[0]
-        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
-        return torch.where((window > 0) & window.isfinite(), scale, empty)
+        scale, usable = spec.from_window(history)
+        return torch.where(usable, scale, empty)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves with the model but keeps dtypes and numbers: neither `bfloat16` nor `to_empty` is meant for scales."""

@@ -32,7 +32,20 @@ from ottava.scaling import (
 Compute = Literal["native", "bf16"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
-TENSORS = ("input", "weight", "grad_output")
+CELL_OF: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
+    {
+        ("input", "row"): ("fprop", "lhs"),
+        ("input", "col"): ("wgrad", "rhs"),
+        ("weight", "row"): ("fprop", "rhs"),
+        ("weight", "col"): ("dgrad", "rhs"),
+        ("grad_output", "row"): ("dgrad", "lhs"),
+        ("grad_output", "col"): ("wgrad", "lhs"),
+    }
+)
+"""(tensor, direction) -> the GEMM and side whose cell casts it; "row" is x, "col" is x.T."""
+TENSOR_OF = MappingProxyType({cell: tensor for tensor, cell in CELL_OF.items()})
+"""The other way round."""
+TENSORS = tuple(tensor for tensor, direction in CELL_OF if direction == "row")
 """What a linear layer casts; see `Recipe.cells`."""
 HISTORY_FIELDS = ("margin", "amax_history_len", "amax_compute_algo", "bootstrap")
 """Fields of a predicted cell that `get_recipe` takes; what each means stands in `QuantizationSpec`."""
@@ -221,13 +234,10 @@ class Recipe(RefusesUnknownFields):
             >>> [str(spec) for spec in RECIPES["blockwise"].cells("weight")]
             ['E4M3[128x128, pow2]', 'E4M3[128x128, pow2]']
         """
-        if tensor == "input":
-            return self.fprop.lhs, self.wgrad.rhs
-        if tensor == "weight":
-            return self.fprop.rhs, self.dgrad.rhs
-        if tensor == "grad_output":
-            return self.dgrad.lhs, self.wgrad.lhs
-        raise ValueError(unknown_name("tensor", tensor, TENSORS))
+        if tensor not in TENSORS:
+            raise ValueError(unknown_name("tensor", tensor, TENSORS))
+        row, col = (getattr(getattr(self, gemm), side) for gemm, side in (CELL_OF[tensor, d] for d in ("row", "col")))
+        return row, col
 
     def for_layer(self, layer: str) -> Recipe:
         """The recipe of the layer of that full name: overrides applied, none left."""

@@ -103,21 +103,6 @@ def encode_(
     return codes if fmt.dtype is None else codes.view(fmt.dtype)
 
 
-def clipping(fmt: Format) -> tuple[float, bool]:
-    """Where clipping begins: up to half a step above the largest number rounds to it, the tie only if that is even.
-
-    Returns:
-        (that end, whether a magnitude right there is clipped).
-
-    Example:
-        >>> from ottava.formats import E4M3
-        >>> clipping(E4M3)
-        (464.0, False)
-    """
-    step = math.ldexp(fmt.eps, fmt.emax)
-    return fmt.max + step / 2, fmt.max / step % 2 != 0
-
-
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """The numbers that codes in `fmt.storage_dtype` stand for, as fp32 in memory of their own; exact.
 

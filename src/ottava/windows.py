@@ -8,7 +8,6 @@ from torch import Tensor
 from ottava.kernels import triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer, WeightQuantizer
-from ottava.scaling import compute_scale
 
 
 class _Pack:
@@ -66,20 +65,11 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         touched = last > 0
         rolled = torch.cat([last[:, None], pack.history[:, :-1]], dim=1)
         pack.history.copy_(torch.where(touched[:, None], rolled, pack.history))
-        window = _window(spec, pack.history)
-        scale = compute_scale(window, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
-        usable = touched & (window > 0) & window.isfinite()  # a user's algorithm may answer anything
-        pack.scale.copy_(torch.where(usable, scale, pack.scale))
+        scale, usable = spec.from_window(pack.history)
+        pack.scale.copy_(torch.where(touched & usable, scale, pack.scale))
         pack.nonfinite_count.add_(nonfinite.to(torch.int64))
         pack.guard_count.add_(guard.to(torch.int64))
         pack.staged.mul_(1 - due[:, None])
     for door in doors:
         if isinstance(door, WeightQuantizer) and door.spec is not None:
             door.cached = None  # the next forward casts anew, and its amax enters the next window
-
-
-def _window(spec: QuantizationSpec, history: Tensor) -> Tensor:
-    algorithm = spec.amax_compute_algo
-    if callable(algorithm):
-        return torch.stack([algorithm(row) for row in history.unbind()])
-    return history.amax(dim=1) if algorithm == "max" else history[:, 0].clone()

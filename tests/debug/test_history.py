@@ -159,6 +159,13 @@ def test_amax_within_rounding_of_the_top_does_not_clip() -> None:
         assert outcome.total.clipped == clipped
 
 
+def test_a_tie_at_the_top_goes_where_the_cast_takes_it() -> None:
+    """464 to 448, whose neighbour 480 is odd; 61440 to 65536, which E5M2 does not have: clipped."""
+    for fmt, amaxes, clipped in (("E4M3", [448.0, 464.0], 0), ("E5M2", [57344.0, 61440.0], 1)):
+        (outcome,) = replay(Recording.of({"fc.input": (fmt, amaxes)}), [Setting(1)]).outcomes
+        assert outcome.total.clipped == clipped
+
+
 # --- doors that really ran --------------------------------------------------------------------------------------------
 
 

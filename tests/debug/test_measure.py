@@ -20,7 +20,7 @@ from ottava.casts import cast_both
 from ottava.debug.measure import BAND_ROWS, found_by, measure, measure_packed, survey
 from ottava.debug.sample import take_bands_of
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import DETAIL_WIDTHS, DETAILS, GRANULARITIES, SUM_WIDTH, Detail, Tally, tally_fields
+from ottava.debug.tally import DETAILS, GRANULARITIES, Detail, Tally, tally_fields
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 
@@ -316,7 +316,6 @@ def test_a_cast_knows_what_a_survey_would_say(spec: QuantizationSpec, turned: bo
 def test_details_differ_in_the_histograms_over_elements_only() -> None:
     """Each leaves out what those after it add, and nothing else; the bits of all else are the same."""
     assert set(DETAILS) == {f.metadata["detail"] for f in tally_fields()} == set(get_args(Detail))
-    assert DETAIL_WIDTHS["blocks"] == SUM_WIDTH
     x = hard(200, 130, torch.float32)
     x_q = ottava.quantize(x, QuantizationSpec(ottava.E4M3, BLOCK_128X128))
     full = measure(x, x_q)

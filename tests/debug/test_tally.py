@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import ottava
+from ottava.debug import measure
 from ottava.debug.tally import (
+    DETAIL_WIDTHS,
     EXTREME_FIELDS,
+    EXTREMES,
     SUM_FIELDS,
-    SUM_WIDTH,
+    SUMMED,
     Tally,
     tally_fields,
+    tile_fields,
     unpack,
 )
+from ottava.kernels import native_measure
+from ottava.kernels.triton_statistics import new_slot
 
 
 def filled(seed: int) -> Tally:
@@ -35,7 +48,7 @@ def test_fields_are_sorted_into_sums_and_extremes() -> None:
     assert len(SUM_FIELDS) + len(EXTREME_FIELDS) == len(fields(Tally))
     assert {f.name for f in tally_fields("histogram")} <= {f.name for f in SUM_FIELDS}
     assert {*tally_fields("histogram")} | {*tally_fields("number")} == {*tally_fields()}
-    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == SUM_WIDTH
+    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == DETAIL_WIDTHS["blocks"]
 
 
 def test_merging_has_a_zero_and_no_order_and_no_brackets() -> None:
@@ -93,3 +106,76 @@ def test_tallies_do_not_share_their_histograms() -> None:
     """A default is made for each."""
     Tally().exponents[0] = 5
     assert Tally().exponents[0] == 0
+
+
+# --- another sum -----------------------------------------------------------------------------------------------------
+
+LACKS = "{}: the field 'sx3' is a number in debug/tally.py, but missing in the kernel; make them agree"
+NATIVE = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)
+LINES = (
+    ("debug/tally.py", "    sx4: Number", "    sx3: Number = field(default=0.0, metadata=_SUM)\n    sx4: Number"),
+    ("debug/measure.py", '"sx4": 4,', '"sx3": 3, "sx4": 4,'),
+    ("debug/measure.py", '            "sx4": (', '            "sx3": (squares * y).sum(1),\n            "sx4": ('),
+    ("kernels/native_numbers.h", " X(row_sqnr", " X(sx3, 0) X(row_sqnr"),
+    (
+        "kernels/native_measure.h",
+        "        if (histograms) this->row",
+        "        for (int64_t i = 0; i < job.cols; i++) out[places[sum::sx3]] += __builtin_pow(T::value(here[i]), 3);\n"
+        "        if (histograms) this->row",
+    ),
+)
+SCRIPT = """
+import ottava, torch
+from ottava.debug import measure, slots
+from ottava.kernels import native_measure
+x = torch.linspace(-1, 3, 130 * 40).reshape(130, 40)
+x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
+print(measure.measure(x, x_q).sx3)
+native_measure.supports_measure = lambda *_: "not now"
+print(measure.measure(x, x_q).sx3)
+try:
+    slots.Slots(torch.nn.Linear(1, 1))
+except ValueError as error:
+    print(error)
+"""
+
+
+@NATIVE
+def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a zero: each says by name that it lacks a third moment, and that it has one of other bins."""
+    x = torch.ones(2, 2)
+    look = native_measure.Look(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), measure.survey(x))
+    sums, extremes = SUMMED["blocks"], tuple(EXTREMES.items())
+    with pytest.raises(ValueError, match=LACKS.format("native_measure")):
+        native_measure.measure([look], native_measure.Layout((("sx3", 0), *sums.items()), extremes, 9), 0)
+    with pytest.raises(ValueError, match=r"'sx3' is a number in debug/tally\.py, but missing"):
+        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), (*extremes, ("sx3", 0)), 9), 0)
+    with pytest.raises(ValueError, match="native_measure: extremes are amax, amin"):
+        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9), 0)
+    with pytest.raises(ValueError, match=r"'exponents' is of 8 bins in .*, but of 1024 bins in"):
+        native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9), 0)
+    with pytest.raises(ValueError, match=LACKS.format("triton_statistics")):
+        new_slot("cpu", tile_fields("numbers") | {"sx3": 0})
+    monkeypatch.setattr(native_measure, "supports_measure", lambda *_: "not now")
+    monkeypatch.setattr(measure, "SUMMED", {"blocks": sums | {"sx3": 0}})
+    with pytest.raises(ValueError, match=LACKS.format("measure")):
+        measure.measure_all([look])
+
+
+@NATIVE
+def test_a_sum_is_a_field_and_a_line_a_kernel(tmp_path: Path) -> None:
+    """A third moment, added as a contributor does in a copy of the package: that of fp64 from C++ and from torch."""
+    shutil.copytree(Path(ottava.__file__).parent, tmp_path / "ottava", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in LINES:
+        file = tmp_path / "ottava" / name
+        source = file.read_text()
+        assert source.count(old) == 1, (name, old)
+        file.write_text(source.replace(old, new))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=300)
+    assert not said.returncode, said.stderr
+    native, walked, slots = said.stdout.splitlines()
+    truth = float(torch.linspace(-1, 3, 130 * 40).double().pow(3).sum())
+    assert float(native) == pytest.approx(truth, rel=1e-6)
+    assert float(walked) == pytest.approx(truth, rel=1e-6)
+    assert slots == LACKS.format("triton_statistics")

@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ottava.debug.tally import EXPONENT_BINS
 from ottava.formats import E4M3, E5M2
 from ottava.kernels import triton_device
 from ottava.kernels.triton_quantize import amax_launch, cast_launch, predicted_launch
@@ -59,9 +60,12 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     for name, redo in (("predicted", False), ("guard", True)):
         found[name] = (triton_device.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
     found["amax"] = (triton_device.amax_kernel, amax_launch(("tensor", "rows", "cols")))
-    found["statistics"] = (triton_device.statistics_kernel, statistics_launch(tensor))
-    found["statistics 1x128"] = (triton_device.statistics_kernel, statistics_launch(block))
-    found["one element"] = (triton_device.statistics_kernel, {**statistics_launch(tensor), **dict.fromkeys(SIZES, 1)})
+    found["statistics"] = (triton_device.statistics_kernel, statistics_launch(tensor, EXPONENT_BINS))
+    found["statistics 1x128"] = (triton_device.statistics_kernel, statistics_launch(block, EXPONENT_BINS))
+    found["one element"] = (
+        triton_device.statistics_kernel,
+        {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
+    )
     found["roll"] = (triton_device.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 

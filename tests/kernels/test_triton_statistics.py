@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
 from ottava.debug.measure import measure
-from ottava.debug.tally import EXPONENT_BINS, Tally, tally_fields
+from ottava.debug.tally import EXPONENT_BINS, Tally, tile_fields
 from ottava.formats import BF16, E2M1, E4M3, E5M2
-from ottava.kernels import triton_statistics
-from ottava.kernels.triton_statistics import NUMBERS, fill_slot, new_slot, read_slot, supports_statistics
+from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW
 
@@ -38,6 +37,7 @@ SPECS = [
     QuantizationSpec(E2M1, BLOCK_1X32, "e8m0_floor"),
     QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"),
 ]
+NUMBERS, FIELDS = tile_fields("numbers"), tile_fields("exponents")
 COUNTS = tuple(name for name in NUMBERS if name.startswith("n"))
 SUMS = ("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel")
 EXACT = ("amax", "amin", "max_error")
@@ -48,7 +48,7 @@ def cast(x: Tensor, spec: QuantizationSpec, scale: float | None = None) -> Quant
 
 
 def filled(x: Tensor, x_q: QuantizedTensor, *, every: int = 1, phase: int = 0, on: int = 1) -> dict[str, Any]:
-    slot = new_slot(DEVICE)
+    slot = new_slot(DEVICE, FIELDS)
     fill(slot, x, x_q, every, phase, on)
     return read_slot(slot)
 
@@ -57,7 +57,7 @@ def test_a_slot_without_the_histogram_has_the_same_numbers() -> None:
     """It is that much shorter."""
     x = torch.randn(70, 300)
     x_q = cast(x, QuantizationSpec(E4M3))
-    slot = new_slot(DEVICE, histogram=False)
+    slot = new_slot(DEVICE, NUMBERS)
     fill(slot, x, x_q, 1, 0)
     assert len(slot) == len(NUMBERS)
     truth = filled(x, x_q)
@@ -143,7 +143,7 @@ def test_the_phases_together_are_the_whole() -> None:
     """Each tile is in one of them; beyond `every` they begin again; the samples differ."""
     x = torch.randn(70, 400)
     x_q = cast(x, QuantizationSpec(E4M3))
-    slot = new_slot(DEVICE)
+    slot = new_slot(DEVICE, FIELDS)
     parts = []
     for phase in range(3, 6):
         fill(slot, x, x_q, 3, phase)
@@ -168,16 +168,15 @@ def test_a_sample_is_those_tiles() -> None:
 def test_off_is_off() -> None:
     """The flag is on the device: nothing is written."""
     x = torch.randn(20, 30)
-    slot = new_slot(DEVICE)
+    slot = new_slot(DEVICE, FIELDS)
     fill(slot, x, cast(x, QuantizationSpec(E4M3)), 1, 0, on=0)
-    assert torch.equal(slot, new_slot(DEVICE))
+    assert torch.equal(slot, new_slot(DEVICE, FIELDS))
 
 
 def test_fields_and_bins_are_those_of_a_tally() -> None:
     """A slot read is keywords of a `Tally`, and merges as one."""
-    assert EXPONENT_BINS == triton_statistics.EXPONENT_BINS
-    assert set(NUMBERS) < {f.name for f in tally_fields("number")}
-    empty = Tally(**read_slot(new_slot("cpu")))
+    assert len(new_slot("cpu", FIELDS)) == len(NUMBERS) + EXPONENT_BINS
+    empty = Tally(**read_slot(new_slot("cpu", FIELDS)))
     assert empty + empty == empty
 
 
@@ -188,7 +187,7 @@ def test_refusals_say_why() -> None:
     x = torch.ones(4, 8)
     x_q = cast(x, QuantizationSpec(E4M3))
     with pytest.raises(ValueError, match=r"fill_slot: every is 0; needs 1 \(each tile\) or more"):
-        fill_slot(new_slot("cpu"), x, x_q, every=0, phase=torch.tensor(0), on=torch.tensor(1))
+        fill_slot(new_slot("cpu", FIELDS), x, x_q, every=0, phase=torch.tensor(0), on=torch.tensor(1))
     with FakeTensorMode():
         there = torch.empty(4, 8, device="cuda")
         wide = replace(x_q, spec=QuantizationSpec(BF16))
@@ -201,7 +200,7 @@ def test_a_graph_goes_on_rotating() -> None:
     """Captured once, without a wait: the phase and the flag are read at each replay."""
     x = torch.randn(256, 512, device="cuda")
     x_q = ottava.quantize(x, QuantizationSpec(E4M3))
-    slot, phase = new_slot(DEVICE), torch.zeros((), dtype=torch.int64, device="cuda")
+    slot, phase = new_slot(DEVICE, FIELDS), torch.zeros((), dtype=torch.int64, device="cuda")
     on = torch.ones((), dtype=torch.int32, device="cuda")
     fill_slot(slot, x, x_q, every=4, phase=phase, on=on)
     torch.cuda.synchronize()
@@ -213,7 +212,7 @@ def test_a_graph_goes_on_rotating() -> None:
             phase.add_(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    slot.copy_(new_slot(DEVICE))
+    slot.copy_(new_slot(DEVICE, FIELDS))
     for _ in range(4):
         graph.replay()
     on.zero_()

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
+from ottava.formats import dtype_name
 from ottava.kernels import native_build, native_cpu, native_gemm
 
 Library = tuple[str, str]
@@ -39,7 +38,7 @@ def libraries() -> dict[str, Library]:
     for name in native_build.sources():
         per_dtype = name in ("native_quantize", "native_sample", "native_measure", "native_stochastic")
         for dtype, macro in native_cpu.VARIANTS.items() if per_dtype else ((None, ""),):
-            found[f"{name} {_short(dtype)}" if dtype is not None else name] = name, macro
+            found[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
     return found
 
 
@@ -82,7 +81,3 @@ def compiled_by() -> str:
         return ""
     told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     return f"{told.splitlines()[0]}, {native_gemm.LEVELS[library.ottava_gemm_level()]}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -116,13 +116,15 @@ def _kind(value: float, fmt: Format) -> str:
 
 def _describe(fmt: Format) -> dict[str, Any]:
     """All numbers of a format as JSON values."""
+    from ottava.formats import dtype_name
+
     names = (
         *("name", "bits", "signed", "exponent_bits", "mantissa_bits", "bias", "max", "lowest", "min_normal"),
         *("min_subnormal", "eps", "emin", "emax", "range_bits", "has_zero", "has_infinity", "has_nan"),
     )
     return {name: getattr(fmt, name) for name in names} | {
-        "dtype": None if fmt.dtype is None else _short(fmt.dtype),
-        "storage_dtype": _short(fmt.storage_dtype),
+        "dtype": None if fmt.dtype is None else dtype_name(fmt.dtype),
+        "storage_dtype": dtype_name(fmt.storage_dtype),
     }
 
 
@@ -130,10 +132,6 @@ def _code_as_json(code: Code, bits: int) -> dict[str, Any]:
     """As JSON, which knows neither infinity nor NaN: `value` is null there, `kind` and `sign` tell."""
     finite = math.isfinite(code.value)
     return {"hex": _hex(code.code, bits)} | code._asdict() | {"value": code.value if finite else None}
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _hex(code: int, bits: int) -> str:
@@ -169,6 +167,8 @@ def _widest(console: Console, tables: Iterable[Table]) -> Table:
 
 def _overview(known: list[Format], *, storage: bool) -> Table:
     """One line a format, its torch type last."""
+    from ottava.formats import dtype_name
+
     table = _table()
     table.add_column("format", style="bold", overflow="fold")
     for heading in ("bits", "s|e|m", "largest", "normal from", "smallest", "eps", "range"):
@@ -187,7 +187,7 @@ def _overview(known: list[Format], *, storage: bool) -> Table:
             f"{fmt.range_bits:.1f}",
             "yes" if fmt.has_infinity else "-",
             "yes" if fmt.has_nan else "-",
-            *([_short(fmt.storage_dtype)] if storage else []),
+            *([dtype_name(fmt.storage_dtype)] if storage else []),
         )
     return table
 
@@ -209,6 +209,8 @@ def _show(console: Console, fmt: Format, codes: list[Code]) -> None:
 
 
 def _facts(fmt: Format) -> list[tuple[str, str]]:
+    from ottava.formats import dtype_name
+
     sign = "1 sign bit" if fmt.signed else "no sign"
     mantissa = f"{fmt.mantissa_bits} mantissa bit{'' if fmt.mantissa_bits == 1 else 's'}"
     specials = [word for word, there in (("infinity", fmt.has_infinity), ("NaN", fmt.has_nan)) if there]
@@ -221,7 +223,7 @@ def _facts(fmt: Format) -> list[tuple[str, str]]:
         ("eps", f"{fmt.eps:.8g} = {_power(fmt.eps)}: rounding a normal number errs by at most {50 * fmt.eps:.3g} %"),
         ("range", f"{fmt.range_bits:.1f} octaves from the smallest to the largest"),
         ("specials", " and ".join(specials) or "none: every code is a number"),
-        ("held in", f"torch.{_short(fmt.storage_dtype)}" + ("" if fmt.dtype else ", one code a byte")),
+        ("held in", f"torch.{dtype_name(fmt.storage_dtype)}" + ("" if fmt.dtype else ", one code a byte")),
         ("recipes", ", ".join(cast)),
         ("scales of", ", ".join(scaled)),
     ]

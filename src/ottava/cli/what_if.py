@@ -6,7 +6,7 @@ import json
 import math
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,6 +42,7 @@ def what_if(
     from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
     from ottava.debug.run.reader import Run
     from ottava.debug.run.schema import RunError
+    from ottava.debug.statistics import json_values
     from ottava.recipe import get_recipe
 
     wanted = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
@@ -65,7 +66,7 @@ def what_if(
             "cheapest": best,
             "predictions": [one.to_dict() for one in predictions],
         }
-        typer.echo(json.dumps(_finite(values), allow_nan=False))
+        typer.echo(json.dumps(json_values(values), allow_nan=False))
     else:
         typer.echo(_text(run, predictions, best, detailed=layers is not None))
     return 1 if None in best.values() else 0
@@ -75,15 +76,6 @@ def _recording(run: Path) -> Recording | None:
     from ottava.debug.recording import FILE_NAME, read_series
 
     return read_series(run) if (run / FILE_NAME).is_file() else None
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None], *, detailed: bool) -> str:

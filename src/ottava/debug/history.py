@@ -243,8 +243,7 @@ def _predict(setting: Setting, kind: _Casts) -> tuple[Tensor, Tensor, Tensor]:
     predicted = kind.scale(window, setting.margin)
     current = kind.scale(amax, setting.margin)
     used = torch.where(window > 0, predicted, current)
-    # products in fp32, as in the cast and in the guard; up to half a step above the largest number rounds to it
-    clipped = amax * used > fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)
+    clipped = fmt.clips(amax * used)  # products in fp32, as in the cast and in the guard
     top = amax * predicted
     inside = (top <= fmt.max) & (top >= fmt.max * 2.0**-kind.guard_bits)
     fires = (amax > 0) & (window > 0) & ~inside & (current.reciprocal() != predicted.reciprocal())

@@ -8,7 +8,6 @@ summed in fp64. Counts are exact.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,23 +21,25 @@ from ottava.debug.tally import (
     DETAILS,
     EXPONENT_BINS,
     EXTREME_FIELDS,
+    EXTREMES,
     GRANULARITIES,
     RELATIVE_BINS,
     ROW_SQNR_BINS,
     ROW_SQNR_DB,
     SPREAD_BINS,
     SUM_FIELDS,
-    SUM_WIDTH,
+    SUMMED,
     Detail,
     Tally,
     unpack,
 )
+from ottava.errors import refuse_other_sums
 from ottava.formats import Format
 from ottava.kernels import native_measure, native_sample
-from ottava.kernels.native_measure import Layout, Look, layout
+from ottava.kernels.native_measure import Layout, Look
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.rounding import clipping, decode, floor_log2, power_of_two
-from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity, compute_scale
+from ottava.rounding import decode, floor_log2, power_of_two
+from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
@@ -52,7 +53,7 @@ class Packed(NamedTuple):
     """A tally as two vectors on the tensor's device, see `tally.unpack`. To merge: sums add, extremes take the max."""
 
     sums: Tensor
-    """fp64 (SUM_WIDTH,)."""
+    """fp64 (width,)."""
     extremes: Tensor
     """fp64, one per field of EXTREME_FIELDS, minima negated."""
 
@@ -136,7 +137,7 @@ def measure_packed(
 
 
 def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
-    """The tallies of several casts, made or still to be made: sums (looks, SUM_WIDTH), extremes (looks, ...).
+    """The tallies of several casts, made or still to be made: sums (looks, width), extremes (looks, ...).
 
     Example:
         >>> import ottava
@@ -156,7 +157,7 @@ def cast_of(look: Look) -> QuantizedTensor:
     spec, scale = look.cast, look.scale
     if look.by_whole:
         largest = look.extent[:1].to(torch.float32).reshape(1, 1)
-        scale = compute_scale(largest, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        scale = spec.scale_of(largest).scale
     if spec.rounding != "stochastic":
         return quantize(look.x, spec, scale=scale)
     with torch.random.fork_rng([look.x.device] if look.x.device.type == "cuda" else []):
@@ -177,15 +178,15 @@ def _walked(look: Look, detail: Detail) -> Packed:
     walk.sums |= {"n_total": extent[3], "n_casts": _f64(1, x), "n_nonfinite": extent[2]}
     walk.extremes["amax"] = extent[1]
     _scales(walk, x_q, walk.amax)
+    if x.numel():
+        for asked, filled in ((SUMMED[detail], walk.sums), (EXTREMES, walk.extremes)):
+            refuse_other_sums("measure", asked, {name: len(t) if t.dim() else 0 for name, t in filled.items()})
     return walk.packed()
 
 
 @functools.cache
 def _layout(detail: Detail) -> Layout:
-    """Where each of SUM_FIELDS begins in `Packed.sums`."""
-    widths = [f.metadata["bins"] or 1 for f in SUM_FIELDS]
-    places = dict(zip((f.name for f in SUM_FIELDS), itertools.accumulate([0, *widths[:-1]]), strict=True))
-    return layout(places, SUM_WIDTH, DETAIL_WIDTHS[detail])
+    return Layout(tuple(SUMMED[DETAILS[-1]].items()), tuple(EXTREMES.items()), DETAIL_WIDTHS[detail])
 
 
 def _f64(value: float, like: Tensor) -> Tensor:
@@ -202,16 +203,11 @@ class _Walk:
         self.format: Format = x_q.spec.format
         shape = (x.shape[0], x.shape[1])
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
-        self.clip, tie_clips = clipping(self.format)
-        self.beyond = torch.ge if tie_clips else torch.gt
         self.unit = _unit(amax)
-        zero = torch.zeros((), dtype=torch.float64, device=x.device)
-        self.sums: dict[str, Tensor] = {
-            f.name: zero.new_zeros(f.metadata["bins"]) if f.metadata["bins"] else zero for f in SUM_FIELDS
-        }
-        self.extremes: dict[str, Tensor] = {
-            f.name: zero if f.metadata["merge"] == "max" and f.default == 0 else zero - math.inf for f in EXTREME_FIELDS
-        }
+        self.zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        self.sums: dict[str, Tensor] = {}
+        self.extremes: dict[str, Tensor] = {}
+        """Minima negated."""
 
     def band(self, start: int, stop: int) -> None:
         """Takes in the rows from start to stop."""
@@ -250,13 +246,13 @@ class _Walk:
         self._add("n", size)
         self._add("n_nonzero", nonzero)
         kept = torch.count_nonzero(q)
-        if self.format.has_zero:
-            self._add("n_underflow", nonzero - kept)
+        self._add("n_underflow", nonzero - kept if self.format.has_zero else self.zero)
         small = (numbers.abs() < 2.0**self.format.emin).sum()
         self._add("n_subnormal", small - (numbers.numel() - torch.count_nonzero(numbers)))
+        self._add("n_overflow", self.zero)
         top = scale_inv * (self.format.max * (1 - 2.0**-20))  # rounded, so a little lower
         if magnitude.device.type != "cpu" or bool((magnitude >= top).any()):
-            clipped = self.beyond(magnitude.to(torch.float64), self.clip * scale_inv.to(torch.float64))
+            clipped = self.format.clips(magnitude.to(torch.float64), scale_inv.to(torch.float64))
             # where even the scale of a block underflowed, an element is lost, not clipped
             self._add("n_overflow", (clipped & (q != 0)).sum())
 
@@ -289,8 +285,8 @@ class _Walk:
     def _extend(self, bits: Tensor, error: Tensor) -> None:
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
         amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
-        self.extremes["amin"] = torch.maximum(self.extremes["amin"], -amin)
-        self.extremes["max_error"] = torch.maximum(self.extremes["max_error"], error.abs().amax().to(torch.float64))
+        for name, here in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
+            self.extremes[name] = torch.maximum(self.extremes.get(name, here), here)
 
     def _histograms(
         self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice
@@ -319,12 +315,14 @@ class _Walk:
             self._add(f"energy_below_{name}", energy / self.unit**2)
 
     def _add(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value
+        self.sums[name] = self.sums.get(name, self.zero) + value
 
     def packed(self) -> Packed:
         """The two vectors."""
-        sums = torch.cat([self.sums[f.name].to(torch.float64).reshape(-1) for f in SUM_FIELDS])
-        return Packed(sums, torch.stack([self.extremes[f.name] for f in EXTREME_FIELDS]))
+        sums = [self.sums.get(f.name, self.zero.expand(f.metadata["bins"] or 1)) for f in SUM_FIELDS]
+        nothing = {f.name: f.default * (-1 if f.metadata["merge"] == "min" else 1) for f in EXTREME_FIELDS}  # type: ignore[operator]
+        extremes = [self.extremes.get(name, self.zero + start) for name, start in nothing.items()]
+        return Packed(torch.cat([t.to(torch.float64).reshape(-1) for t in sums]), torch.stack(extremes))
 
 
 def _unit(largest: Tensor) -> Tensor:
@@ -352,9 +350,7 @@ def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
     scales = torch.where(used, scale_inv.reciprocal(), math.nan)
     walk.extremes["scale_max"] = scales.nan_to_num(0.0).amax()
     walk.extremes["scale_min"] = -scales.nan_to_num(math.inf).amin()
-    if not x_q.spec.predicted:
-        return
-    known, error = _prediction_error(x_q, amax)
+    known, error = _prediction_error(x_q, amax) if x_q.spec.predicted else (walk.zero > 0, walk.zero)
     walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
     walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
     walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)
@@ -364,7 +360,7 @@ def _prediction_error(x_q: QuantizedTensor, amax: Tensor) -> tuple[Tensor, Tenso
     """(whether there is a current scale, log2(scale used / that one))."""
     spec = x_q.spec
     # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
-    now = compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale_inv
+    now = spec.scale_of(amax.reshape(1, 1)).scale_inv
     used = x_q.scale_inv.to(torch.float64).flatten()
     octaves = -torch.where(used > 0, used, 1.0).log2()
     return amax > 0, torch.where(amax > 0, octaves.sum() + now.to(torch.float64).log2().reshape(()), 0.0)

@@ -39,7 +39,7 @@ class Observation:
         self.tallies: dict[Key, Tally] = {}
 
     def __repr__(self) -> str:
-        casts = sorted(self.table(), key=lambda row: _known(row["row_sqnr_p50_db"]))
+        casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))
         rows = [("layer", "tensor", "cast", *_SHOWN)]
         for row in casts:
             symbol = SYMBOLS[row["tensor"]] + (".T" if row["direction"] == "col" else "")
@@ -113,17 +113,19 @@ class _Watcher:
 
     def __call__(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         x: Tensor = args[0]
-        row, col = output
-        if isinstance(row, QuantizedTensor):
-            self.take((self.layer, self.tensor, "row", row.spec), x, row)
-        shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
-        if isinstance(col, QuantizedTensor) and not shared:
-            self.take((self.layer, self.tensor, "col", col.spec), x.t(), col)
+        for direction, of, x_q in casts_of(x, *output):
+            self.take((self.layer, self.tensor, direction, x_q.spec), of, x_q)
 
 
-def _known(value: float) -> float:
+def known_or_last(value: float) -> float:
+    """To sort by, smallest first: what is not known comes last."""
     return math.inf if math.isnan(value) else value
 
 
-def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return a.data.data_ptr() == b.data.data_ptr()
+def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, QuantizedTensor]]:
+    """The casts among what a door gave for x: ("row", x, its cast), and ("col", x.T, its cast) if that is another."""
+    memory = row.data.data_ptr() if isinstance(row, QuantizedTensor) else None
+    if memory is not None:
+        yield "row", x, row
+    if isinstance(col, QuantizedTensor) and col.data.data_ptr() != memory:
+        yield "col", x.t(), col

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.debug.observer import Key, watch_doors
-from ottava.debug.tally import Detail, Tally
+from ottava.debug.tally import Detail, Tally, tile_fields
 from ottava.errors import need
 from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.quantized_tensor import QuantizedTensor
@@ -49,11 +49,11 @@ class Slots:
             raise ValueError(f"Slots: every is {every}; needs 1 (each tile) or more")
         if detail not in ("numbers", "exponents"):
             raise ValueError(f"Slots: detail is {detail!r}; needs 'numbers' or 'exponents': tiles know no other blocks")
-        self.detail = detail
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.every = every
         self.refused: dict[Key, str] = {}
         """Casts that no kernel here looks at, with the reason."""
+        self._empty = new_slot(device, tile_fields(detail))
         self._slots: dict[Key, Tensor] = {}
         self._phase = torch.zeros((), dtype=torch.int64, device=device)
         self._on = torch.ones((), dtype=torch.int32, device=device)
@@ -70,14 +70,11 @@ class Slots:
     def clear(self) -> None:
         """Forgets what was seen, in place."""
         for slot in self._slots.values():
-            slot.copy_(self._new_slot(slot.device))
+            slot.copy_(self._empty)
 
     def tallies(self) -> dict[Key, Tally]:
         """What was seen since the last `clear`. Waits for the device."""
         return {key: Tally(**read_slot(slot)) for key, slot in self._slots.items()}
-
-    def _new_slot(self, device: torch.device) -> Tensor:
-        return new_slot(device, histogram=self.detail != "numbers")
 
     def remove(self) -> None:
         """No more; what was seen stays."""
@@ -95,5 +92,5 @@ class Slots:
             self.refused[key] = reason
             return
         if key not in self._slots:
-            self._slots[key] = self._new_slot(x.device)
+            self._slots[key] = self._empty.to(x.device, copy=True)
         fill_slot(self._slots[key], x, x_q, every=self.every, phase=self._phase, on=self._on)

@@ -20,9 +20,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.debug.tally import ROW_SQNR_DB, Bins, Number, Tally
+from ottava.debug.tally import ROW_SQNR_DB, Bins, Number, Tally, plain
 
 Worse = Literal["high", "low", ""]
+
+
+def json_values(value: Any) -> Any:
+    """The same in plain JSON, which has no word for infinity or NaN: None."""
+    if isinstance(value, Mapping):
+        return {key: json_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,11 @@ class Statistic:
 def _ratio(part: Number, whole: Number) -> Number:
     part, whole = np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return _plain(np.where(whole != 0, part / np.where(whole != 0, whole, 1.0), math.nan))
-
-
-def _plain(value: Any) -> Number:
-    return float(value) if np.ndim(value) == 0 else value
+        return plain(np.where(whole != 0, part / np.where(whole != 0, whole, 1.0), math.nan))
 
 
 def _where(condition: Any, value: Any) -> Number:
-    return _plain(np.where(condition, value, math.nan))
+    return plain(np.where(condition, value, math.nan))
 
 
 def _percent(part: Number, whole: Number) -> Number:
@@ -61,7 +66,7 @@ def _percent(part: Number, whole: Number) -> Number:
 
 def _decibels(noise_over_signal: Number) -> Number:
     with np.errstate(divide="ignore"):
-        return _plain(-10 * np.log10(noise_over_signal))  # no noise: inf
+        return plain(-10 * np.log10(noise_over_signal))  # no noise: inf
 
 
 def _cosine_and_gain(t: Tally) -> tuple[Number, Number]:
@@ -76,7 +81,7 @@ def _rms(t: Tally) -> Number:
 
 def _std(t: Tally) -> Number:
     mean = _ratio(t.sx, t.n)
-    return _plain(np.sqrt(np.maximum(_ratio(t.sxx, t.n) - mean * mean, 0.0)))
+    return plain(np.sqrt(np.maximum(_ratio(t.sxx, t.n) - mean * mean, 0.0)))
 
 
 def _amin(t: Tally) -> Number:
@@ -85,12 +90,12 @@ def _amin(t: Tally) -> Number:
 
 def _dynamic_range(t: Tally) -> Number:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _plain(np.log2(_ratio(t.amax, _amin(t))))
+        return plain(np.log2(_ratio(t.amax, _amin(t))))
 
 
 def _scale_spread(t: Tally) -> Number:
     mean = _ratio(t.scale_log2, t.n_scales)
-    return _plain(np.sqrt(np.maximum(_ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
+    return plain(np.sqrt(np.maximum(_ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
 
 
 def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
@@ -123,7 +128,7 @@ def _row_sqnr(share: float) -> Callable[[Tally], Number]:
 
 def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
     bins = int(limit_db / ROW_SQNR_DB)
-    return lambda t: _percent(_plain(np.asarray(t.row_sqnr)[..., :bins].sum(-1)), t.n_rows)
+    return lambda t: _percent(plain(np.asarray(t.row_sqnr)[..., :bins].sum(-1)), t.n_rows)
 
 
 _ENTRIES = (
@@ -175,17 +180,17 @@ _ENTRIES = (
         "high",
         lambda t: _ratio(t.srel, t.n_nonzero),
     ),
-    Statistic("cosine", "", "cosine between the tensor and its cast", "low", lambda t: _plain(_cosine_and_gain(t)[0])),
+    Statistic("cosine", "", "cosine between the tensor and its cast", "low", lambda t: plain(_cosine_and_gain(t)[0])),
     Statistic(
         "gain",
         "",
         "what the cast must be multiplied with to fit x best: above 1, it shrinks",
         "",
-        lambda t: _plain(_cosine_and_gain(t)[1]),
+        lambda t: plain(_cosine_and_gain(t)[1]),
     ),
     Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: _ratio(t.see, t.n)),
     Statistic("max_error", "of x", "largest error of an element", "high", lambda t: t.max_error),
-    Statistic("rms", "of x", "root of the mean square", "", lambda t: _plain(_rms(t))),
+    Statistic("rms", "of x", "root of the mean square", "", lambda t: plain(_rms(t))),
     Statistic("mean", "of x", "mean", "", lambda t: _ratio(t.sx, t.n)),
     Statistic("std", "of x", "standard deviation", "", _std),
     Statistic("dynamic_range_bits", "octaves", "log2(amax / amin)", "high", _dynamic_range),

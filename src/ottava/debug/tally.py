@@ -2,8 +2,10 @@
 
 Sums and counts add, extremes take the larger or smaller, histograms add bin by bin: so a tally of micro-batches, ranks
 or shards is exactly that of the whole. Nothing else is stored; every statistic is derived from it when it is read
-(`statistics`), so formulas can be corrected later and runs can be merged. Adding a sum is one field here and one line
-in `measure`.
+(`statistics`), so formulas can be corrected later and runs can be merged.
+
+`Tally` is the one table of what is summed. Adding a sum is one field here, and its line in each that fills it:
+`measure`, native_numbers.h, and triton_statistics for what a tile knows. One that lacks the line is refused by name.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ GRANULARITIES = ("row", "1x128", "1x32", "128x128")
 """Blocks for which it is recorded how far below their amax elements lie, whatever the recipe: `what_if` asks."""
 
 
-_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers"})
-_MAX = MappingProxyType({"merge": "max", "bins": 0, "detail": "numbers"})
-_MIN = MappingProxyType({"merge": "min", "bins": 0, "detail": "numbers"})
+_SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
+_MAX = MappingProxyType({**_SUM, "merge": "max"})
+_MIN = MappingProxyType({**_SUM, "merge": "min"})
+# of rows, blocks or scales, of which a tile of elements knows nothing
+_WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**known, "tile": False}) for known in (_SUM, _MAX, _MIN))
 
 
 def _histogram(bins: int, detail: Detail = "numbers") -> Any:
-    return field(default_factory=partial(np.zeros, bins), metadata={"merge": "sum", "bins": bins, "detail": detail})
+    metadata = {"merge": "sum", "bins": bins, "detail": detail, "tile": detail == "exponents"}
+    return field(default_factory=partial(np.zeros, bins), metadata=metadata)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +82,11 @@ class Tally:
     """Cast to a subnormal number of the format: fewer bits than it has."""
     n_overflow: Number = field(default=0.0, metadata=_SUM)
     """Beyond the largest number of the format by more than its rounding range: clipped."""
-    n_rows: Number = field(default=0.0, metadata=_SUM)
+    n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Rows that are not all zeros."""
     n_casts: Number = field(default=0.0, metadata=_SUM)
     """Casts merged here: micro-batches x ranks."""
-    n_scales: Number = field(default=0.0, metadata=_SUM)
+    n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Scales: one a block."""
     sx: Number = field(default=0.0, metadata=_SUM)
     """Sum of x."""
@@ -97,13 +102,13 @@ class Tally:
     """Sum of x * e."""
     srel: Number = field(default=0.0, metadata=_SUM)
     """Sum of |e| / |x| over non-zero x."""
-    scale_log2: Number = field(default=0.0, metadata=_SUM)
+    scale_log2: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale)."""
-    scale_log2_squared: Number = field(default=0.0, metadata=_SUM)
+    scale_log2_squared: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale)**2."""
-    n_predicted: Number = field(default=0.0, metadata=_SUM)
+    n_predicted: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Casts with a scale that was predicted."""
-    scale_error: Number = field(default=0.0, metadata=_SUM)
+    scale_error: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale used / current scale) over those casts, octaves."""
     amax: Number = field(default=0.0, metadata=_MAX)
     """Largest finite magnitude."""
@@ -111,13 +116,13 @@ class Tally:
     """Smallest magnitude that is not 0; inf if there is none."""
     max_error: Number = field(default=0.0, metadata=_MAX)
     """Largest |e|."""
-    scale_max: Number = field(default=0.0, metadata=_MAX)
+    scale_max: Number = field(default=0.0, metadata=_WIDE_MAX)
     """Largest scale; x * scale is what is rounded."""
-    scale_min: Number = field(default=math.inf, metadata=_MIN)
+    scale_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest scale."""
-    scale_error_max: Number = field(default=-math.inf, metadata=_MAX)
+    scale_error_max: Number = field(default=-math.inf, metadata=_WIDE_MAX)
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
-    scale_error_min: Number = field(default=math.inf, metadata=_MIN)
+    scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest one: below 0, low bits are lost."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by their own SQNR."""
@@ -142,7 +147,7 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}
         pairs = ((f, merge[f.metadata["merge"]](getattr(self, f.name), getattr(other, f.name))) for f in fields(self))
-        return Tally(**{f.name: value if f.metadata["bins"] else _plain(value) for f, value in pairs})
+        return Tally(**{f.name: value if f.metadata["bins"] else plain(value) for f, value in pairs})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tally):
@@ -152,7 +157,8 @@ class Tally:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A float of what has no dimension."""
     return float(value) if np.ndim(value) == 0 else value
 
 
@@ -163,16 +169,26 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
             yield f
 
 
+def tile_fields(detail: Detail) -> dict[str, int]:
+    """Field -> bins (0 for a number) of what a tile of elements tells in that detail: nothing of rows or blocks."""
+    asked = {**SUMMED[detail], **EXTREMES}
+    return {f.name: asked[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in asked}
+
+
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
 EXTREME_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] != "sum")
-SUM_WIDTH = sum(f.metadata["bins"] or 1 for f in SUM_FIELDS)
-DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
+SUMMED: Mapping[Detail, Mapping[str, int]] = MappingProxyType(
     {
-        detail: sum(f.metadata["bins"] or 1 for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1])
+        detail: {f.name: f.metadata["bins"] for f in SUM_FIELDS if f.metadata["detail"] in DETAILS[: i + 1]}
         for i, detail in enumerate(DETAILS)
     }
 )
-"""How much of a vector of SUM_WIDTH is filled, from its beginning: fields are in the order of DETAILS."""
+"""Field -> bins (0 for a number) of what is summed in each detail."""
+EXTREMES: Mapping[str, int] = MappingProxyType(dict.fromkeys((f.name for f in EXTREME_FIELDS), 0))
+DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
+    {detail: sum(bins or 1 for bins in asked.values()) for detail, asked in SUMMED.items()}
+)
+"""How much of a vector of sums is filled, from its beginning: fields are in the order of DETAILS."""
 
 
 class Tallies(Mapping[Key, Tally]):
@@ -218,15 +234,15 @@ def unpack(sums: Bins, extremes: Bins) -> Tally:
     """A tally from what `measure` fills.
 
     Args:
-        sums: (..., SUM_WIDTH) in the order of SUM_FIELDS, histograms laid out flat among them.
+        sums: (..., width) in the order of SUM_FIELDS, histograms laid out flat among them.
         extremes: (..., len(EXTREME_FIELDS)), minima negated, so that all of them merge by max.
     """
     values: dict[str, Any] = {}
     start = 0
     for f in SUM_FIELDS:
         bins = f.metadata["bins"]
-        values[f.name] = sums[..., start : start + bins] if bins else _plain(sums[..., start])
+        values[f.name] = sums[..., start : start + bins] if bins else plain(sums[..., start])
         start += bins or 1
     for i, f in enumerate(EXTREME_FIELDS):
-        values[f.name] = _plain(extremes[..., i] * (-1.0 if f.metadata["merge"] == "min" else 1.0))
+        values[f.name] = plain(extremes[..., i] * (-1.0 if f.metadata["merge"] == "min" else 1.0))
     return Tally(**values)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.formats import dtype_name
 from ottava.kernels import native_build
 from ottava.quantized_tensor import QuantizedTensor
 
@@ -123,8 +124,8 @@ def call_name(
     """
     sides = [f"{x.spec.format}[{x.spec.granularity}]" for x in (a, b)]
     sizes = f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]}"
-    extras = (f" bias {_short(bias.dtype)}" if bias is not None else "") + (" fast" if fast_accum else "")
-    return f"{sides[0]} x {sides[1]} {sizes} {_short(out_dtype)}{extras}"
+    extras = (f" bias {dtype_name(bias.dtype)}" if bias is not None else "") + (" fast" if fast_accum else "")
+    return f"{sides[0]} x {sides[1]} {sizes} {dtype_name(out_dtype)}{extras}"
 
 
 def known(
@@ -240,7 +241,3 @@ def _read(path: Path) -> tuple[str, Choice] | None:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

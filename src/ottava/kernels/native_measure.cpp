@@ -31,8 +31,8 @@ inline void need(bool there) {
 
 void measure_scales(const Job& job, const Library& library) {
   const int64_t* places = library.places;
-  double &count = job.sums[places[SCALES]], &first = job.sums[places[SCALE_LOG2]];
-  double& second = job.sums[places[SCALE_LOG2_SQUARED]];
+  double &count = job.sums[places[sum::n_scales]], &first = job.sums[places[sum::scale_log2]];
+  double& second = job.sums[places[sum::scale_log2_squared]];
   for (int64_t i = 0; i < job.scale_count; i++) {
     const double scale_inv = double(job.scale_inv[i]);
     if (!(scale_inv > 0)) continue;
@@ -42,17 +42,17 @@ void measure_scales(const Job& job, const Library& library) {
     count++;
     first += octaves;
     second += octaves * octaves;
-    job.extremes[SCALE_MAX] = larger(job.extremes[SCALE_MAX], 1 / scale_inv);
-    job.extremes[SCALE_MIN] = larger(job.extremes[SCALE_MIN], -1 / scale_inv);
+    job.extremes[extreme::scale_max] = larger(job.extremes[extreme::scale_max], 1 / scale_inv);
+    job.extremes[extreme::scale_min] = larger(job.extremes[extreme::scale_min], -1 / scale_inv);
   }
   const float amax = float(job.extent[LARGEST_FINITE]);
   if (!job.predicted || !(amax > 0)) return;
   float scale, scale_inv;  // of the latter each scale has exactly one: that of an unchanged amax has no error at all
   library.scales(&amax, 1, job.cast, &scale, &scale_inv);
   const double error = first + __builtin_log2(double(scale_inv));
-  job.sums[places[PREDICTED]] = 1;
-  job.sums[places[SCALE_ERROR]] = job.extremes[SCALE_ERROR_MAX] = error;
-  job.extremes[SCALE_ERROR_MIN] = -error;
+  job.sums[places[sum::n_predicted]] = 1;
+  job.sums[places[sum::scale_error]] = job.extremes[extreme::scale_error_max] = error;
+  job.extremes[extreme::scale_error_min] = -error;
 }
 
 // scratch: of each thread.
@@ -83,7 +83,7 @@ void measure(const Job& job, const Library& library, Scratch* scratch, int threa
     for (int64_t i = 0; i < count; i++) {
       const int thread = team > 1 ? thread_number() : 0;
       double* slot = slots.get() + i * (width + 3);
-      slot[width + AMIN] = -__builtin_inf();
+      slot[width + extreme::amin] = -__builtin_inf();
       const int64_t top = (start + i) * span;
       walk.band(top, smaller(span, job.rows - top), scratch[thread], slot, slot + width);
     }
@@ -93,15 +93,15 @@ void measure(const Job& job, const Library& library, Scratch* scratch, int threa
       if ((end - span) % BAND == 0) fill(whole, width, 0.0);
       for (int64_t k = 0; k < width; k++) whole[k] += slot[k];
       for (int64_t k = 0; k < width && (end % BAND == 0 || end >= job.rows); k++) job.sums[k] += whole[k];
-      job.extremes[AMIN] = larger(job.extremes[AMIN], slot[width + AMIN]);
-      job.extremes[MAX_ERROR] = larger(job.extremes[MAX_ERROR], slot[width + MAX_ERROR]);
+      job.extremes[extreme::amin] = larger(job.extremes[extreme::amin], slot[width + extreme::amin]);
+      job.extremes[extreme::max_error] = larger(job.extremes[extreme::max_error], slot[width + extreme::max_error]);
     }
   }
   const int64_t* places = library.places;
-  job.sums[places[TOTAL]] = job.extent[ELEMENTS];
-  job.sums[places[CASTS]] = 1;
-  job.sums[places[NONFINITE]] = job.extent[NOT_FINITE];
-  job.extremes[AMAX] = job.extent[LARGEST_FINITE];
+  job.sums[places[sum::n_total]] = job.extent[ELEMENTS];
+  job.sums[places[sum::n_casts]] = 1;
+  job.sums[places[sum::n_nonfinite]] = job.extent[NOT_FINITE];
+  job.extremes[extreme::amax] = job.extent[LARGEST_FINITE];
   measure_scales(job, library);
 }
 
@@ -137,8 +137,8 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
 // Returns 0, or 1 if there was no memory.
 template <class T>
 int run(const Job& job, const Library& library, Scratch* scratch, int threads) {
-  for (int k = AMAX; k <= SCALE_ERROR_MIN; k++) job.extremes[k] = -__builtin_inf();  // of nothing
-  job.extremes[AMAX] = job.extremes[MAX_ERROR] = job.extremes[SCALE_MAX] = 0;
+  for (int k = 0; k < extreme::COUNT; k++) job.extremes[k] = -__builtin_inf();  // of nothing
+  job.extremes[extreme::amax] = job.extremes[extreme::max_error] = job.extremes[extreme::scale_max] = 0;
   try {
     if (job.codes == nullptr) cast_and_measure<T>(job, library, scratch, threads);
     else measure<T>(job, library, scratch, threads);
@@ -149,6 +149,11 @@ int run(const Job& job, const Library& library, Scratch* scratch, int threads) {
 }
 
 }  // namespace
+
+#define OTTAVA_NAME(name, bins) #name " " #bins " "
+// Name and bins of what is summed, in the order of `Library::places`; then of what is merged by the largest.
+extern "C" const char* ottava_sums() { return OTTAVA_SUMS(OTTAVA_NAME); }
+extern "C" const char* ottava_extremes() { return OTTAVA_EXTREMES(OTTAVA_NAME); }
 
 // Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
 // if there was no memory.

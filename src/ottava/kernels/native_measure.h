@@ -18,13 +18,13 @@ typedef void Scales(const float* amax, int64_t n, const Cast* cast, float* scale
 extern "C" struct Library {  // native_measure._Library: of native_quantize.cpp, and of tally.py
   Quantize* quantize;  // null where no job asks for it
   Scales* scales;
-  const int64_t* places;  // where each of Field begins in a vector of `width` numbers
+  const int64_t* places;  // where each of OTTAVA_SUMS begins in a vector of `width` numbers
   int64_t width;
 };
 
 namespace {
 
-constexpr int GRANULARITIES = 4, EXPONENT_BINS = 1024, RELATIVE_BINS = 164;
+constexpr int GRANULARITIES = 4, EXPONENT_BINS = bins::exponents, RELATIVE_BINS = bins::below_row;
 // Additions to memory are what a histogram costs. Where numbers lie close together, which they do, two are done in one:
 // bins below amax that are NEAR, STEPS from the bin of an element in one block to that in another, a WINDOW of exponents.
 constexpr int NEAR = 96, STEPS = 32, WINDOW = 64;
@@ -96,10 +96,10 @@ struct Walk {
     }
     if (!histograms) return;
     apart(s);
-    for (int i = 0; i < EXPONENT_BINS; i++) out[places[QUARTERS] + i] = double(s.exponents[i]);
+    for (int i = 0; i < EXPONENT_BINS; i++) out[places[sum::exponents] + i] = double(s.exponents[i]);
     if (job.detail < BLOCKS) return;
     for (int g = 0; g < GRANULARITIES; g++) {
-      double *count = out + places[BELOW + 2 * g], *energy = out + places[BELOW + 2 * g + 1];
+      double *count = out + places[sum::below_row + 2 * g], *energy = out + places[sum::below_row + 2 * g + 1];
       for (int i = 0; i < RELATIVE_BINS; i++) {
         energy[i] = s.below[g][i][0];
         count[i] = s.below[g][i][1];

@@ -1,43 +1,33 @@
 """Sums about casts in C++ (`native_measure.cpp`), for `debug.measure`: one walk, with the histograms that are asked
 for; and the casts themselves, where nobody made them yet.
 
-What is summed is told to the library by name and place; this file knows neither tallies nor statistics.
+What is summed is told to the library by name and place, and the library says by name what it sums; this file knows
+neither tallies nor statistics.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ottava.errors import refuse_other_sums
 from ottava.formats import Format
 from ottava.kernels import native_cpu
 from ottava.kernels.gate import pointer, refusal
 from ottava.kernels.native_build import Built, load
 from ottava.kernels.native_sample import not_a_matrix, steps
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import clipping
 from ottava.scaling import PER_TENSOR
 
 NAME = "native_measure"
-
-FIELDS = (
-    *("n", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow", "n_rows"),
-    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "row_sqnr", "block_spread", "exponents"),
-    *("below_row", "energy_below_row", "below_1x128", "energy_below_1x128"),
-    *("below_1x32", "energy_below_1x32", "below_128x128", "energy_below_128x128"),
-    *("n_scales", "scale_log2", "scale_log2_squared"),
-    *("n_total", "n_casts", "n_nonfinite", "n_predicted", "scale_error"),
-)
-"""What is summed, in the order of `Field` in native_numbers.h."""
-EXTREMES = ("amax", "amin", "max_error", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
-"""What is merged by the largest, minima negated, in the order of `Extreme` there."""
 
 _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -98,6 +88,7 @@ def built(dtype: torch.dtype = torch.bfloat16) -> Built:
 def _declare(library: ctypes.CDLL) -> None:
     library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
     library.ottava_measure.restype = ctypes.c_int
+    library.ottava_sums.restype = library.ottava_extremes.restype = ctypes.c_char_p
 
 
 def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
@@ -126,49 +117,60 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
 
 
 class Layout(NamedTuple):
-    """Where sums go, see `layout`."""
+    """What is asked for, by name, and where it goes: the table of `debug.tally`."""
 
-    places: ctypes.Array[ctypes.c_int64]
-    width: int
+    sums: tuple[tuple[str, int], ...]
+    """Name and bins (0 for a number) of what is summed, in the order of a vector of sums."""
+    extremes: tuple[tuple[str, int], ...]
+    """The same of what is merged by the largest, minima negated."""
     used: int
+    """How much of a vector of sums, from its beginning, the fields of a detail take."""
+
+    @property
+    def places(self) -> list[int]:
+        """Where each field begins in a vector of sums, and its length."""
+        return list(itertools.accumulate((bins or 1 for _, bins in self.sums), initial=0))
 
 
-def layout(places: Mapping[str, int], width: int, used: int) -> Layout:
-    """Where `measure` puts its sums; to be made once.
-
-    Args:
-        places: where each of FIELDS begins in a vector of sums.
-        width: length of that vector.
-        used: how much of it, from its beginning, the fields of a detail take.
-
-    Example:
-        >>> layout(dict.fromkeys(FIELDS, 0), 10, 4).used
-        4
-    """
-    return Layout((_SIZES * len(FIELDS))(*(places[name] for name in FIELDS)), width, used)
+@functools.lru_cache(maxsize=64)
+def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
+    """Where a library puts each of its sums. Raises ValueError where it does not sum what is asked for."""
+    library = built(dtype).library
+    assert library is not None  # supports_measure was asked
+    words = [told().decode().split() for told in (library.ottava_sums, library.ottava_extremes)]
+    sums, extremes = (dict(zip(w[::2], map(int, w[1::2]), strict=True)) for w in words)
+    refuse_other_sums(NAME, dict(layout.sums), sums)
+    refuse_other_sums(NAME, dict(layout.extremes), extremes)
+    if list(extremes) != list(dict(layout.extremes)):
+        raise ValueError(f"{NAME}: extremes are {', '.join(extremes)}; debug/tally.py needs them in its own order")
+    begins = dict(zip(dict(layout.sums), layout.places, strict=False))
+    return (_SIZES * len(sums))(*(begins[name] for name in sums))
 
 
 def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor, Tensor]:
     """Sums over the finite elements of each x; call `supports_measure` for each look first.
 
     Args:
-        layout: where in a vector of sums they go.
+        layout: what is asked for, and where in a vector of sums it goes.
         detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
     Returns:
-        (fp64 (looks, layout.width), 0 where no field lies; fp64 (looks, len(EXTREMES))). One look is shared among as
-        many threads as torch uses, of several each takes some; the bits do not depend on their number.
+        (fp64 (looks, layout.places[-1]), 0 where no field lies; fp64 (looks, len(layout.extremes))). One look is shared
+        among as many threads as torch uses, of several each takes some; the bits do not depend on their number.
+    Raises:
+        ValueError: other fields are asked for than C++ sums.
     """
-    sums = torch.zeros(len(looks), layout.width, dtype=torch.float64, device="cpu")
-    extremes = torch.empty(len(looks), len(EXTREMES), dtype=torch.float64, device="cpu")
+    width = layout.places[-1]
+    sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
+    extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
         own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
         jobs = (_Job * len(own))()
         kept = [_fill(job, looks[i]) for job, i in zip(jobs, own, strict=True)]
         for job, i in zip(jobs, own, strict=True):
             job.detail = detail
-            job.sums = pointer(sums) + 8 * layout.width * i
-            job.extremes = pointer(extremes) + 8 * len(EXTREMES) * i
-        told = _Library(places=ctypes.addressof(layout.places), width=layout.used)
+            job.sums = pointer(sums) + 8 * width * i
+            job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
+        told = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
         if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in own):
             casts = native_cpu.built(dtype).library
             assert casts is not None  # supports_measure was asked
@@ -189,8 +191,6 @@ class _Constants(NamedTuple):
     plan: native_cpu.CastSettings
     numbers: tuple[int, ...]
     """mantissa_bits, bias, bits, special_code of a Job."""
-    tie_clips: int
-    clip: float
 
 
 def _constants(spec: QuantizationSpec) -> _Constants:
@@ -201,14 +201,11 @@ def _constants(spec: QuantizationSpec) -> _Constants:
 def _constants_of(key: str, fmt: Format) -> _Constants:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
-    clip, tie_clips = clipping(fmt)
     return _Constants(
         native_cpu.settings(
             replace(spec, rounding="nearest_even")
         ),  # codes that are there may have been rounded otherwise
         (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
-        int(tie_clips),
-        clip,
     )
 
 
@@ -227,7 +224,7 @@ def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
     job.block_rows, job.block_cols = spec.granularity.block_shape((rows, cols))
     job.grid_cols, job.scale_count = grid[1], grid[0] * grid[1]
     job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
-    job.tie_clips, job.clip, job.predicted = known.tie_clips, known.clip, int(spec.predicted)
+    job.tie_clips, job.clip, job.predicted = int(fmt.tie_clips), fmt.clip, int(spec.predicted)
     return job
 
 

@@ -32,19 +32,31 @@ extern "C" struct Job {  // native_measure._Job
   const float* squares;  // of a sample: amaxes of the 128x128 blocks that its rows are from; null: x is all there is
   int64_t square_rows;   // of x from each of them
   double* sums;      // (width), zeros
-  double* extremes;  // see Extreme
+  double* extremes;  // see OTTAVA_EXTREMES
 };
 
 namespace {
 
 enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native_measure.DETAILS: each has what those before it have
-enum Field {  // native_measure.FIELDS
-  N, NONZERO, UNDERFLOW_, SUBNORMAL, OVERFLOW_, ROWS, SX, SABS, SXX, SX4, SEE, SXE, SREL,
-  ROW_SQNR, SPREAD, QUARTERS, BELOW, SCALES = BELOW + 8, SCALE_LOG2, SCALE_LOG2_SQUARED,
-  TOTAL, CASTS, NONFINITE, PREDICTED, SCALE_ERROR
-};
-enum Extreme { AMAX, AMIN, MAX_ERROR, SCALE_MAX, SCALE_MIN, SCALE_ERROR_MAX, SCALE_ERROR_MIN };  // minima negated
-constexpr int SUMS = 7, SQNR_BINS = 128, SPREAD_BINS = 32;
+// What is summed, by its name in debug/tally.py, and the bins of a histogram; the library says which it knows.
+#define OTTAVA_SUMS(X) \
+  X(n, 0) X(n_nonzero, 0) X(n_underflow, 0) X(n_subnormal, 0) X(n_overflow, 0) X(n_rows, 0) \
+  X(sx, 0) X(sabs, 0) X(sxx, 0) X(sx4, 0) X(see, 0) X(sxe, 0) X(srel, 0) \
+  X(row_sqnr, 128) X(block_spread, 32) X(exponents, 1024) \
+  X(below_row, 164) X(energy_below_row, 164) X(below_1x128, 164) X(energy_below_1x128, 164) \
+  X(below_1x32, 164) X(energy_below_1x32, 164) X(below_128x128, 164) X(energy_below_128x128, 164) \
+  X(n_scales, 0) X(scale_log2, 0) X(scale_log2_squared, 0) \
+  X(n_total, 0) X(n_casts, 0) X(n_nonfinite, 0) X(n_predicted, 0) X(scale_error, 0)
+// What is merged by the largest, minima negated, in the order of that file.
+#define OTTAVA_EXTREMES(X) \
+  X(amax, 0) X(amin, 0) X(max_error, 0) X(scale_max, 0) X(scale_min, 0) X(scale_error_max, 0) X(scale_error_min, 0)
+
+#define OTTAVA_NUMBER(name, bins) name,
+#define OTTAVA_BINS(name, bins) constexpr int name = bins;
+namespace sum { enum { OTTAVA_SUMS(OTTAVA_NUMBER) }; }
+namespace extreme { enum { OTTAVA_EXTREMES(OTTAVA_NUMBER) COUNT }; }
+namespace bins { OTTAVA_SUMS(OTTAVA_BINS) }
+constexpr int SUMS = 7, SQNR_BINS = bins::row_sqnr, SPREAD_BINS = bins::block_spread;
 constexpr int64_t PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
 
 #if !OTTAVA_WIDE
@@ -168,29 +180,30 @@ struct Rows {
     Row row;
     if (!swift(x, codes, number, exponent, s, row)) careful(x, codes, number, unit_of(largest), s, row = Row{});
     if (row.clipped < 0) clipped(x, codes, number, chunks, largest, s, out);
-    else out[places[OVERFLOW_]] += double(row.clipped);
+    else out[places[sum::n_overflow]] += double(row.clipped);
 #pragma GCC unroll 7
     for (int k = 0; k < SUMS; k++) group.sums[k] += row.sums[k] * units[k];
     group.nonzero += row.nonzero, group.kept += row.kept, group.subnormal += row.subnormal, group.infinite += row.infinite;
-    if (row.smallest > 0) extremes[AMIN] = larger(extremes[AMIN], -double(row.smallest));
+    if (row.smallest > 0) extremes[extreme::amin] = larger(extremes[extreme::amin], -double(row.smallest));
     group.max_error = row.max_error > group.max_error ? row.max_error : group.max_error;
     const double signal = total(row.sums[2]);  // sxx
     if (!(signal > 0)) return;
-    out[places[ROWS]]++;
-    out[places[ROW_SQNR] + DECIBELS.bin(total(row.sums[4]) / signal)]++;
+    out[places[sum::n_rows]]++;
+    out[places[sum::row_sqnr] + DECIBELS.bin(total(row.sums[4]) / signal)]++;
   }
 
   // Adds rows that were summed, of so many elements; gives how many of these are not zero.
   __attribute__((noinline)) int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out, double* extremes) const {
-    for (int l = 0; l < LANES; l++) extremes[MAX_ERROR] = larger(extremes[MAX_ERROR], double(group.max_error[l]));
+    double& worst = extremes[extreme::max_error];
+    for (int l = 0; l < LANES; l++) worst = larger(worst, double(group.max_error[l]));
     for (auto& counts : s.spread)
-      for (int i = 0; i < SPREAD_BINS; i++) out[places[SPREAD] + i] += counts[i];
+      for (int i = 0; i < SPREAD_BINS; i++) out[places[sum::block_spread] + i] += counts[i];
     std::memset(s.spread, 0, sizeof(s.spread));
-    for (int k = 0; k < SUMS; k++) out[places[SX + k]] += total(group.sums[k]);
-    out[places[N]] += double(elements - group.infinite);
-    out[places[NONZERO]] += double(group.nonzero);
-    out[places[UNDERFLOW_]] += double(group.nonzero - group.kept);
-    out[places[SUBNORMAL]] += double(group.subnormal);
+    for (int k = 0; k < SUMS; k++) out[places[sum::sx + k]] += total(group.sums[k]);
+    out[places[sum::n]] += double(elements - group.infinite);
+    out[places[sum::n_nonzero]] += double(group.nonzero);
+    out[places[sum::n_underflow]] += double(group.nonzero - group.kept);
+    out[places[sum::n_subnormal]] += double(group.subnormal);
     return group.nonzero;
   }
 
@@ -242,7 +255,7 @@ struct Rows {
         if (!(chunks[(left + i) / CHUNK] > 0) || chunks[(left + i) / CHUNK] < far) continue;
         const int64_t count = smaller(PIECE, n - i);
         if (double(T::value(largest_of(x + left + i, count))) < far) continue;
-        out[places[OVERFLOW_]] +=
+        out[places[sum::n_overflow]] +=
             double(count_clipped(x + left + i, codes + left + i, count, s.scale + (each ? i : 0), each, 1.0f));
       }
     }

@@ -441,7 +441,7 @@ def statistics_kernel(
     TR: tl.constexpr,
     TC: tl.constexpr,
 ):
-    """Adds what a cast did to one tile in `every` to a slot, in the order of `triton_statistics.NUMBERS`.
+    """Adds what a cast did to one tile in `every` to a slot, in the order of `triton_statistics._NUMBERS`.
 
     Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
     """

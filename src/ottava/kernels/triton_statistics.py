@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.errors import refuse_other_sums
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton_quantize import has_triton
@@ -27,13 +28,11 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "triton"
 
-NUMBERS = (
+_NUMBERS = (
     *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
     *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
 )
-"""What a slot holds first, under the names and with the meaning of the debugger's tally."""
-EXPONENT_BINS = 1024
-"""Then, unless it is left out, the histogram `exponents`: a quarter octave each, bits 30 to 21 of |x| in fp32."""
+"""What `statistics_kernel` sums, in its order, by names of debug/tally.py; then, unless it is left out, `exponents`."""
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _AMPERE = (8, 0)
@@ -65,10 +64,18 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
     return None
 
 
-def new_slot(device: torch.device | str, *, histogram: bool = True) -> Tensor:
-    """fp64 (len(NUMBERS) + EXPONENT_BINS,), or (len(NUMBERS),) without the histogram: of nothing yet."""
-    slot = torch.zeros(len(NUMBERS) + EXPONENT_BINS * histogram, dtype=torch.float64, device=device)
-    slot[NUMBERS.index("amin")].fill_(math.inf)
+def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
+    """A slot of nothing yet: fp64, a number for each field but `exponents`, whose bins come last.
+
+    Args:
+        fields: what is asked for -> bins, 0 for a number; `exponents` may be left out.
+    Raises:
+        ValueError: other fields are asked for than the kernel sums.
+    """
+    bins = fields.get("exponents", 0)
+    refuse_other_sums("triton_statistics", fields, dict.fromkeys(_NUMBERS, 0) | ({"exponents": bins} if bins else {}))
+    slot = torch.zeros(len(_NUMBERS) + bins, dtype=torch.float64, device=device)
+    slot[_NUMBERS.index("amin")].fill_(math.inf)
     return slot
 
 
@@ -87,16 +94,15 @@ def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phas
         raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
     spec = x_q.spec
     launched(x, x_q.data, x_q.scale_inv, slot, phase, on)
-    launch = statistics_launch(spec, len(slot) - len(NUMBERS))
+    launch = statistics_launch(spec, len(slot) - len(_NUMBERS))
     tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
     scale_rows, scale_cols = x_q.scale_inv.stride()
     blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
-    step = math.ldexp(spec.format.eps, spec.format.emax)  # half of it beyond the largest number still rounds to that
     with torch.cuda.device_of(x):  # Triton launches on the current device
         importlib.import_module("ottava.kernels.triton_device").statistics_kernel[(-(-tiles // every),)](
             *(x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on),
             *(*x.shape, *x.stride(), *x_q.data.stride(), *blocks),
-            *(every, float(spec.format.max + step / 2), 2.0**spec.format.emin),
+            *(every, spec.format.clip, 2.0**spec.format.emin),
             **launch,
         )
 
@@ -105,27 +111,26 @@ def read_slot(slot: Tensor) -> dict[str, Any]:
     """Field of a tally -> a number, or the histogram, if the slot has it, as a numpy array. Waits for the device.
 
     Example:
-        >>> read_slot(new_slot("cpu"))["amin"]
+        >>> read_slot(new_slot("cpu", dict.fromkeys(_NUMBERS, 0)))["amin"]
         inf
     """
     values = slot.cpu()
-    histogram = {"exponents": values[len(NUMBERS) :].numpy()} if len(values) > len(NUMBERS) else {}
-    return dict(zip(NUMBERS, values.tolist(), strict=False)) | histogram
+    histogram = {"exponents": values[len(_NUMBERS) :].numpy()} if len(values) > len(_NUMBERS) else {}
+    return dict(zip(_NUMBERS, values.tolist(), strict=False)) | histogram
 
 
 @functools.lru_cache(maxsize=256)
-def statistics_launch(spec: QuantizationSpec, bins: int = EXPONENT_BINS) -> Mapping[str, Any]:
+def statistics_launch(spec: QuantizationSpec, bins: int) -> Mapping[str, Any]:
     """The compile-time parameters with which `statistics_kernel` is launched; bins: 0 for no histogram."""
     fmt, granularity = spec.format, spec.granularity
-    step = math.ldexp(fmt.eps, fmt.emax)
     constants = {
         "BR": granularity.rows or 1,
         "BC": granularity.cols or 1,
         "MANTISSA": fmt.mantissa_bits,
         "BIAS": fmt.bias,
         "SIGN": fmt.bits - 1,
-        "TIES_CLIP": fmt.max / step % 2 != 0,  # a tie goes to the even one of its neighbours
+        "TIES_CLIP": fmt.tie_clips,
         "BINS": bins,
-        "NUMBERS": len(NUMBERS),
+        "NUMBERS": len(_NUMBERS),
     }
     return MappingProxyType({**constants, **_TILE})

@@ -213,12 +213,8 @@ def plan_layer(name: str, shape: tuple[int, int, int], recipe: Recipe, device: D
     resolved = recipe.for_layer(name)
     sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     gemms = {gemm: _gemm(sizes[gemm], getattr(resolved, gemm), device) for gemm in GEMMS}
-    fprop, dgrad, wgrad = resolved.fprop, resolved.dgrad, resolved.wgrad
-    casts = (
-        _cast(m * k, fprop.lhs, wgrad.rhs, device)
-        + _cast(n * k, fprop.rhs, dgrad.rhs, device)
-        + _cast(m * n, dgrad.lhs, wgrad.lhs, device)
-    )
+    elements = {"input": m * k, "weight": n * k, "grad_output": m * n}
+    casts = sum(_cast(count, *resolved.cells(tensor), device) for tensor, count in elements.items())
     layer = LayerPlan(name, shape, gemms, casts, "")
     saved = layer.bf16 - layer.planned + casts
     emulated = [gemm for gemm, one in gemms.items() if one.kernel == "emulated"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ottava.debug.statistics import json_values
 from ottava.train.verdict import Noise, Verdict, has_diverged, judge
 
 SCHEMA_VERSION = 1
@@ -194,7 +195,7 @@ class DemoResult:
                     "fp8_fraction": m.fp8_fraction,
                     "skipped": dict(m.skipped),
                     "receipt": [dict(row) for row in m.receipt],
-                    "numbers": [_finite_values(row) for row in m.numbers],
+                    "numbers": json_values(m.numbers),
                 }
                 for recipe, m in self.machinery.items()
             },
@@ -210,22 +211,14 @@ class DemoResult:
         return {
             "recipe": run.recipe,
             "seed": run.seed,
-            "final_loss": _finite(run.final_loss),
-            "high_precision_loss": _finite(run.high_precision_loss),
+            "final_loss": json_values(run.final_loss),
+            "high_precision_loss": json_values(run.high_precision_loss),
             "diverged_at": run.diverged_at,
             "tokens_per_second": run.tokens_per_second,
             "speed_ratio": self.speed_ratio(run),
-            "losses": [_finite(loss) for loss in run.losses],
-            "validation": [[step, _finite(loss)] for step, loss in run.validation],
+            "losses": json_values(run.losses),
+            "validation": json_values(run.validation),
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _finite_values(row: Mapping[str, object]) -> dict[str, object]:
-    return {key: _finite(value) if isinstance(value, float) else value for key, value in row.items()}
 
 
 def listed(names: Sequence[str]) -> str:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 import ottava
-from ottava.debug.analysis.expected_error import clip_limit, current_scale, expect
+from ottava.debug.analysis.expected_error import current_scale, expect
 from ottava.debug.measure import measure
 from ottava.debug.tally import Tally, tally_fields
 from ottava.formats import E4M3, E5M2, FORMATS
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, RECIPES
-from ottava.rounding import round_to_format
 from ottava.scaling import PER_ROW, Granularity
 
 ROWS, COLS = 256, 512
@@ -171,11 +170,12 @@ def test_zeros_are_no_elements() -> None:
         assert (said.elements[0], said.flushed[0]) == (1, 0), spec
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.signed and f.has_zero and f.bits <= 8])
-def test_clip_limit_is_where_rounding_ends(name: str) -> None:
-    """Just below it, the largest number is the nearest on an endless grid; at twice it nothing is near."""
-    fmt = FORMATS[name]
-    limit = clip_limit(fmt)
-    step = fmt.eps * 2.0**fmt.emax
-    assert limit - fmt.max == step / 2
-    assert round_to_format(torch.tensor([limit]), fmt).item() == fmt.max
+def test_a_tie_at_the_top_goes_where_the_cast_takes_it() -> None:
+    """What is expected of one element on either side of it, and on it, is what is measured."""
+    for fmt in (f for f in FORMATS.values() if f.signed and f.has_zero and f.bits <= 8):
+        spec = QuantizationSpec(fmt, scaling="delayed")
+        for x in (torch.tensor([[fmt.clip * (1 + side)]]) for side in (-(2.0**-20), 0.0, 2.0**-20)):
+            tally = measure(x, ottava.quantize(x, spec, scale=torch.tensor(1.0)))
+            said = expect(rows_of(tally), spec, scale=np.ones(1))
+            assert said is not None
+            assert said.clipped[0] == tally.n_overflow == fmt.clips(x).item()

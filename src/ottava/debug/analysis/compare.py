@@ -30,18 +30,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.debug.analysis.facts import context_of, healthy_sqnr_db
+from ottava.debug import limits
+from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SYMBOLS, RunError
 from ottava.errors import unknown_name
-from ottava.formats import FORMATS
+from ottava.formats import E4M3, FORMATS
 
 Align = Literal["step", "tokens"]
 Place = tuple[str, str, str]
 """(layer, tensor, direction)."""
 
-_BITS_PER_DB, _OCTAVES_PER_BIT = 1 / 6.02, 8.0
+_BITS_PER_DB, _OCTAVES_PER_BIT = 1 / limits.DECIBELS_A_BIT, 8.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
 _AROUND = 2  # looks on either side that make the band
 _FORWARD = ("input", "weight", "output")
@@ -196,8 +197,8 @@ def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
         steps = rows["step"][order]
         at = steps.astype(np.float64) if position is None else np.interp(steps, *position)
         values = {metric.name: np.asarray(rows.metric(metric.name), dtype=np.float64)[order] for metric in METRICS}
-        mantissa = FORMATS[slot.format].mantissa_bits if slot.format in FORMATS else 3
-        found[place] = _Series(steps, at, values, mantissa + 1, healthy_sqnr_db(mantissa))
+        fmt = FORMATS.get(slot.format, E4M3)
+        found[place] = _Series(steps, at, values, fmt.mantissa_bits + 1, limits.healthy_db(fmt))
     return found
 
 

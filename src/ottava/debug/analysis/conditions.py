@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ottava.debug.run.reader import number_of
 from ottava.errors import unknown_name
 
 Values = npt.NDArray[Any]
@@ -126,14 +127,7 @@ def numbers(values: Values | Sequence[Any]) -> Values:
     """
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values.astype(np.float64)
-    return np.array([_number(value) for value in values], dtype=np.float64)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return np.nan
+    return np.array([number_of(value) for value in values], dtype=np.float64)
 
 
 def _answer(node: Node, rows: Rows, missing: set[str]) -> Values:

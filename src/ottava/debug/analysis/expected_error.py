@@ -29,7 +29,7 @@ from ottava.debug.tally import EXPONENT_BINS, GRANULARITIES, RELATIVE_BINS, SPRE
 from ottava.formats import E4M3, Format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.rounding import round_to_format
-from ottava.scaling import PER_TENSOR, Granularity, compute_scale
+from ottava.scaling import PER_TENSOR, Granularity
 
 Array = npt.NDArray[np.float64]
 
@@ -93,13 +93,7 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
 def current_scale(amax: Array, spec: QuantizationSpec) -> Array:
     """(rows,): what current scaling multiplies with."""
     amaxes = torch.from_numpy(np.asarray(amax, dtype=np.float32))
-    scale = compute_scale(amaxes, spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
-    return np.asarray(scale.numpy(), dtype=np.float64)
-
-
-def clip_limit(fmt: Format) -> float:
-    """Where clipping begins: up to half a step above the largest number rounds to it."""
-    return fmt.max + math.ldexp(fmt.eps, fmt.emax - 1)
+    return np.asarray(spec.scale_of(amaxes).scale.numpy(), dtype=np.float64)
 
 
 def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Expected | None:
@@ -201,7 +195,7 @@ def _round(x: Array, scale: Array, spec: QuantizationSpec) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(exact > 0, np.abs(exact - q) / exact, 1.0)
     flushed = (q == 0) if spec.format.has_zero else np.zeros_like(q, dtype=bool)
-    columns = (flushed, exact > clip_limit(spec.format), relative, relative**2, x**2, (relative * x) ** 2)
+    columns = (flushed, spec.format.clips(exact), relative, relative**2, x**2, (relative * x) ** 2)
     return np.stack([np.mean(column, axis=-1) for column in columns], axis=-1)
 
 

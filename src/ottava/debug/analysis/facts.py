@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.debug import limits
 from ottava.debug.analysis.conditions import Missing, Node, Values
 from ottava.debug.analysis.loss import robust_distance
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
@@ -102,9 +103,9 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         **{s.name: Fact(f"{s.meaning} [{s.unit}]", _metric(s.name)) for s in STATISTICS.values()},
         **{name: Fact("column of the statistics", _column(name)) for name in ("step", "kind", *SlotKey._fields)},
         "position": Fact("first, inner or last block", CastRows.positions),
-        "floor_db": Fact("row SQNR of a healthy tensor in this format", lambda r: r.by_format(healthy_sqnr_db)),
-        "warn_db": Fact("25 dB for E4M3, 20 for E5M2", lambda r: r.by_format(lambda m: 10.0 + 5 * m)),
-        "critical_db": Fact("15 dB for E4M3, 12 for E5M2", lambda r: r.by_format(lambda m: 6.0 + 3 * m)),
+        "floor_db": Fact("row SQNR of a healthy tensor in this format", lambda r: r.by_format(limits.healthy_db)),
+        "warn_db": Fact("25 dB for E4M3, 20 for E5M2", lambda r: r.by_format(limits.warn_db)),
+        "critical_db": Fact("15 dB for E4M3, 12 for E5M2", lambda r: r.by_format(limits.critical_db)),
         "gain_error": Fact("|gain - 1|", lambda r: np.abs(r.value("gain") - 1)),
         "cosine_distance": Fact("1 - cosine", lambda r: 1 - r.value("cosine")),
         "clipped": Fact("elements clipped", lambda r: np.asarray(r.table.tallies.n_overflow)),
@@ -117,16 +118,6 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
     }
 )
 """Names in conditions over casts."""
-
-
-def healthy_sqnr_db(mantissa_bits: int) -> float:
-    """Row SQNR of values spread over the octaves of a format: its rounding is all that it loses.
-
-    Example:
-        >>> round(healthy_sqnr_db(3), 2)    # E4M3
-        31.56
-    """
-    return 13.5 + 6.02 * mantissa_bits
 
 
 def _sizes(rows: CastRows) -> Values:

@@ -19,9 +19,8 @@ from ottava.debug.analysis.rows import Context, RunRows
 from ottava.debug.analysis.rules import Remedy
 from ottava.debug.layer_names import end_blocks, layer_index
 from ottava.debug.run.schema import SYMBOLS
-from ottava.recipe import RECIPES
+from ottava.recipe import CELL_OF, GEMMS, RECIPES, TENSORS
 
-_GEMMS_OF = (("input", ("fprop", "wgrad")), ("weight", ("fprop", "dgrad")), ("grad_output", ("dgrad", "wgrad")))
 _LISTS_LAYERS = re.compile(r"\$\{(pattern|quoted|regex|names)\}")
 _SPELLED_OUT = 3  # layers; above it, patterns are looked for
 
@@ -84,7 +83,7 @@ def render(
         found = _blocks(layers)
     else:
         found = patterns(layers, known) if layers else ["*"]
-    gemms = dict(_GEMMS_OF).get(tensor, ("fprop", "dgrad", "wgrad"))
+    gemms = [CELL_OF[tensor, d][0] for d in ("row", "col")] if tensor in TENSORS else GEMMS
     names = list(layers) or ["every layer"]
     predicted = recipe if recipe in RECIPES and RECIPES[recipe].predicted else "delayed"
     values = {

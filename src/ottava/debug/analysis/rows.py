@@ -20,7 +20,7 @@ from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.layer_names import end_blocks, layer_index, only_simulated
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
-from ottava.formats import FORMATS
+from ottava.formats import FORMATS, Format
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ class CastRows(AnyRows):
 
         return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
 
-    def by_format(self, of: Callable[[int], float]) -> Values:
-        """A number that depends on the mantissa bits of the row's format."""
-        known = {name: of(fmt.mantissa_bits) for name, fmt in FORMATS.items()}
+    def by_format(self, of: Callable[[Format], float]) -> Values:
+        """A number that depends on the row's format."""
+        known = {name: of(fmt) for name, fmt in FORMATS.items()}
         return np.array([known.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
 
     def peers(self, node: Node) -> Values:

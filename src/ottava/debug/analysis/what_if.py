@@ -13,7 +13,7 @@ A cell clears if in every recorded step underflow, SQNR and element SQNR clear t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,28 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from ottava.debug import limits
 from ottava.debug.analysis.expected_error import Array, Expected, current_scale, expect
 from ottava.debug.history import predict_scales
 from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.statistics import json_values
 from ottava.formats import Format
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import RECIPES, Recipe
+from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
 from ottava.scaling import BLOCK_128X128, PER_TENSOR
-
-CELLS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
-    {
-        ("input", "row"): ("fprop", "lhs"),
-        ("input", "col"): ("wgrad", "rhs"),
-        ("weight", "row"): ("fprop", "rhs"),
-        ("weight", "col"): ("dgrad", "rhs"),
-        ("grad_output", "row"): ("dgrad", "lhs"),
-        ("grad_output", "col"): ("wgrad", "lhs"),
-    }
-)
-"""(tensor, direction) -> the cell of a recipe that casts it."""
 
 HIGH_PRECISION = "high precision"
 _COST_OF_HIGH_PRECISION = 12.0
@@ -95,11 +85,9 @@ def _element_sqnr(e: Expected) -> Array:
 
 
 FLOORS = (
-    Floor("underflow_pct", "%", lambda fmt: 1.0, above=False, of=_underflow),
-    # 25 dB for E4M3, 20 dB for E5M2: 5 dB a mantissa bit, 6 below what a healthy tensor has
-    Floor("sqnr_db", "dB", lambda fmt: 10.0 + 5 * fmt.mantissa_bits, above=True, of=_sqnr),
-    # one flushed element in a hundred is 20 dB
-    Floor("element_sqnr_db", "dB", lambda fmt: 5.0 + 5 * fmt.mantissa_bits, above=True, of=_element_sqnr),
+    Floor("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False, of=_underflow),
+    Floor("sqnr_db", "dB", limits.warn_db, above=True, of=_sqnr),
+    Floor("element_sqnr_db", "dB", limits.element_db, above=True, of=_element_sqnr),
 )
 
 
@@ -134,17 +122,13 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; None for what is not known, and for an SQNR without error."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
+        return dict(json_values(vars(self)))
 
 
 def default_recipes() -> tuple[Recipe, ...]:
     """The registered FP8 recipes: not bf16, which always clears, nor those of narrower formats, which are guesses."""
-
-    def cells(recipe: Recipe) -> Iterator[QuantizationSpec]:
-        specs = (getattr(getattr(recipe, gemm), side) for gemm, side in CELLS.values())
-        return (spec for spec in specs if spec is not None)
-
-    return tuple(r for r in RECIPES.values() if r.quantized and all(spec.format.bits == 8 for spec in cells(r)))
+    cells = {r: [spec for tensor in TENSORS for spec in r.cells(tensor) if spec is not None] for r in RECIPES.values()}
+    return tuple(r for r, specs in cells.items() if r.quantized and all(spec.format.bits == 8 for spec in specs))
 
 
 def predict(
@@ -189,7 +173,7 @@ def predict(
     scales = _Scales(table if amaxes is None else amaxes, recording)
     found: list[Prediction] = []
     for key, rows, assumed in _tensors(table):
-        gemm, side = CELLS[key.tensor, key.direction]
+        gemm, side = CELL_OF[key.tensor, key.direction]
         numbers: dict[str, Expected | None] = {}
         in_blocks = rows.take(np.flatnonzero(rows.has_histograms("below_row")))
         for recipe in wanted:
@@ -302,7 +286,7 @@ def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
     other direction."""
     seen: dict[tuple[str, str], dict[str, tuple[SlotKey, Table]]] = {}
     for key, rows in table.take(np.flatnonzero(table.has_histograms())).groups():
-        if (key.tensor, key.direction) in CELLS and not only_simulated(key.layer, key.source):
+        if (key.tensor, key.direction) in CELL_OF and not only_simulated(key.layer, key.source):
             seen.setdefault((key.layer, key.tensor), {}).setdefault(key.direction, (key, rows))
     for directions in seen.values():
         for direction in ("row", "col"):

@@ -14,7 +14,7 @@ from ottava.debug.run.writer import RunWriter
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import RECIPES
+from ottava.recipe import RECIPES, TENSORS
 from ottava.untrusted import MAX_STEP, MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
 UNKNOWN = "unknown"
@@ -209,8 +209,7 @@ def spec_of(recipe: str | None, tensor: str) -> QuantizationSpec | None:
     """How a registered recipe casts a tensor; None for what it does not cast, and for recipes nobody knows."""
     if recipe is None or recipe not in RECIPES:
         return None
-    table = RECIPES[recipe]
-    return {"input": table.fprop.lhs, "weight": table.fprop.rhs, "grad_output": table.dgrad.lhs}.get(tensor)
+    return RECIPES[recipe].cells(tensor)[0] if tensor in TENSORS else None
 
 
 def _with_derived(values: dict[str, float]) -> dict[str, float]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -26,18 +25,12 @@ from torch import Tensor, nn
 from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.statistics import json_values
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
+from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
 
 Target = Literal["gradient", "loss"]
-_CELL_TENSORS = MappingProxyType(
-    {
-        "fprop": (("input", "row"), ("weight", "row")),
-        "dgrad": (("grad_output", "row"), ("weight", "col")),
-        "wgrad": (("grad_output", "col"), ("input", "col")),
-    }
-)
 _SPREAD = 0.5
 """Less than this share of the error in one layer, and it is called spread."""
 _NOTHING = 1e-6
@@ -133,7 +126,7 @@ class BisectResult:
             "gemms": [probe.to_dict() for probe in self.gemms],
             "notes": list(self.notes),
         }
-        return _plain(values)  # type: ignore[no-any-return]
+        return json_values(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         probes = (Probe(f"all of {self.recipe}", self.total), *self.probes)
@@ -224,7 +217,7 @@ class _Search:
         gemms = tuple(probe_gemms(seen, self.cells[layer])) if seen is not None else ()
         known = seen is not None and (gemm == "fprop" or seen.dy is not None)
         evidence = cast_evidence(seen, gemm, side, spec) if seen is not None and known else {}
-        tensor, direction = _CELL_TENSORS[gemm][side == "rhs"]
+        tensor, direction = TENSOR_OF[gemm, side]
         share, of_gemm = _share(error, total.error), _share(error, gemm_error)
         suspect = Suspect(layer, gemm, tensor, direction, str(spec), cause, of_gemm, share, evidence)
         if gemms and all(probe.emulated for probe in gemms):
@@ -253,7 +246,8 @@ class _Search:
 
     def _worst_side(self, layer: str, gemm: str) -> str:
         errors = {}
-        for side, (tensor, direction) in zip(("lhs", "rhs"), _CELL_TENSORS[gemm], strict=True):
+        for side in ("lhs", "rhs"):
+            tensor, direction = TENSOR_OF[gemm, side]
             symbol = SYMBOLS[tensor] + (".T" if direction == "col" else "")
             with door_hooks(self.layers[layer], _one_operand(gemm, tensor)):
                 errors[side] = self._probe(f"{gemm} of {layer}, only {symbol} quantized", [layer], [gemm]).error
@@ -294,7 +288,7 @@ class _Search:
 
 def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
     """A hook after which a GEMM gets only the operand of that tensor as quantized, decoded; None: both."""
-    lhs, rhs = _CELL_TENSORS[gemm]
+    lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
 
     def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:
         operands = list(output)
@@ -318,11 +312,3 @@ def _named(layers: Sequence[str]) -> str:
 
 def _share(part: float, whole: float) -> float:
     return min(1.0, (part / whole) ** 2) if whole > 0 else 0.0
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.ambient import autocast
-from ottava.debug.analysis.what_if import CELLS, Prediction, cell_cost, predict
+from ottava.debug import limits
+from ottava.debug.analysis.what_if import Prediction, cell_cost, predict
 from ottava.debug.remedy.guard import EventLog, Spike
 from ottava.debug.remedy.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
 from ottava.debug.remedy.snapshot import Snapshot, Stateful
@@ -28,7 +29,7 @@ from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS
 from ottava.errors import unknown_name
 from ottava.formats import Format, get_format
-from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
+from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
 
 Mode = Literal["propose", "apply"]
 CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -48,10 +49,9 @@ class Limit:
 
 
 LIMITS = (
-    Limit("underflow_pct", "%", lambda fmt: 1.0, above=False),
-    Limit("overflow_pct", "%", lambda fmt: 0.1, above=False),
-    # 25 dB for E4M3, 20 dB for E5M2
-    Limit("row_sqnr_p50_db", "dB", lambda fmt: 10.0 + 5 * fmt.mantissa_bits, above=True),
+    Limit("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False),
+    Limit("overflow_pct", "%", lambda fmt: limits.PERCENT["overflow_pct"][1], above=False),
+    Limit("row_sqnr_p50_db", "dB", limits.warn_db, above=True),
 )
 
 
@@ -301,7 +301,7 @@ class Fallback:
                 threshold = limit.limit(get_format(str(real["format"][i])))
                 if math.isnan(value) or not (value < threshold if limit.above else value > threshold):
                     continue
-                if real["layer"][i] in self._watched and (real["tensor"][i], real["direction"][i]) in CELLS:
+                if real["layer"][i] in self._watched and (real["tensor"][i], real["direction"][i]) in CELL_OF:
                     place = str(real["tensor"][i]), str(real["direction"][i])
                     one = Evidence(*place, limit.metric, float(value), threshold, limit.unit)
                     found.setdefault(str(real["layer"][i]), []).append(one)
@@ -320,7 +320,7 @@ class Fallback:
                 new: GemmRecipe = getattr(candidate.for_layer(name), gemm)
                 one: dict[str, Any] = {gemm: new}
                 said = predict(rows, [layer.recipe.override(only_pattern(name), **one)])
-                said = [p for p in said if p.tensor in tensors and CELLS[p.tensor, p.direction][0] == gemm]
+                said = [p for p in said if p.tensor in tensors and CELL_OF[p.tensor, p.direction][0] == gemm]
                 # of what was not recorded nothing is predicted, so nothing clears; but BF16 casts nothing
                 if all(p.clears for p in said) and (said or not new.quantized):
                     changes[gemm], cells[gemm] = candidate.name, new
@@ -346,7 +346,7 @@ class Fallback:
         resolved, now = own.for_layer(name), self._layers[name].resolved
         changed = {gemm: own.name for gemm in GEMMS if getattr(resolved, gemm) != getattr(now, gemm)}
         predicted = tuple(predict(table.where(layer=name), [own]))
-        tensors = {tensor for (tensor, _), (gemm, _) in CELLS.items() if gemm in changed}
+        tensors = {tensor for (tensor, _), (gemm, _) in CELL_OF.items() if gemm in changed}
         known = tensors <= {p.tensor for p in predicted if p.steps}
         watched.good = watched.good + 1 if known and all(p.clears for p in predicted) else 0
         if watched.good < self.recovery:
@@ -447,7 +447,7 @@ def _concerned(evidence: Sequence[Evidence], rows: Table) -> dict[str, set[str]]
     for one in evidence:
         for direction in ("row", "col"):
             if direction == one.direction or (one.tensor, direction) not in cast:
-                found.setdefault(CELLS[one.tensor, direction][0], set()).add(one.tensor)
+                found.setdefault(CELL_OF[one.tensor, direction][0], set()).add(one.tensor)
     return {gemm: found[gemm] for gemm in GEMMS if gemm in found}
 
 

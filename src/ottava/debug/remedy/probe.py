@@ -29,7 +29,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.watch.dumps import GemmDump
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, GemmRecipe, Recipe
+from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
 
 _EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mean_relative_error", "amax")
 
@@ -49,16 +49,10 @@ class Operands:
 
     def side(self, gemm: str, side: str) -> tuple[str, Tensor]:
         """The tensor of a cell, as long name, and as that GEMM takes it: contracted over its last dimension."""
-        assert self.dy is not None or gemm == "fprop"
-        tensors: dict[str, tuple[str, Any]] = {
-            "fprop.lhs": ("input", self.x),
-            "fprop.rhs": ("weight", self.w),
-            "dgrad.lhs": ("grad_output", self.dy),
-            "dgrad.rhs": ("weight", self.w.t()),
-            "wgrad.lhs": ("grad_output", self.dy.t() if self.dy is not None else None),
-            "wgrad.rhs": ("input", self.x.t()),
-        }
-        return tensors[f"{gemm}.{side}"]
+        tensor, direction = TENSOR_OF[gemm, side]
+        found = {"input": self.x, "weight": self.w, "grad_output": self.dy}[tensor]
+        assert found is not None  # only fprop is asked for where no backward ran
+        return tensor, found if direction == "row" else found.t()
 
 
 @dataclass(frozen=True)

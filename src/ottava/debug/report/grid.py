@@ -6,6 +6,7 @@ of them (`scales`), never a mean, so that no spike is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ottava.debug.layer_names import KINDS, layer_index, layer_kind
-from ottava.debug.report.scales import SCALES, Values, format_floor
+from ottava.debug.limits import healthy_db
+from ottava.debug.report.scales import SCALES, Values
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
 from ottava.debug.statistics import STATISTICS
+from ottava.formats import FORMATS
 
 Index = npt.NDArray[np.int64]
 _KIND_ORDER = ("qkv", "proj", "fc1", "fc2", "router", "linear", "lm_head")
@@ -58,7 +61,7 @@ class Grid:
     values: Mapping[str, Values]
     """Statistic -> (slots, looks); those that are known nowhere are left out."""
     floor: Values
-    """(slots,): `format_floor`."""
+    """(slots,): dB that its format gives a bell-shaped tensor; NaN for a format that nobody knows."""
 
     @classmethod
     def of(cls, table: Table, most: int, metrics: tuple[str, ...] = tuple(STATISTICS), by: str = "") -> Grid:
@@ -78,7 +81,7 @@ class Grid:
         fields = zip(*(table[name] for name in SlotKey._fields), strict=True)
         down = np.array([number[SlotKey(*key)] for key in fields], dtype=np.int64)
         across = np.searchsorted(edges, table["step"], side="right") - 1
-        floor = np.array([format_floor(slot.format) for slot in slots])
+        floor = np.array([healthy_db(FORMATS[s.format]) if s.format in FORMATS else math.nan for s in slots])
         columns = {name: table.metric(name) for name in metrics}
         alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
         order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last one to be written wins

@@ -7,7 +7,6 @@ numbers, which is there without a script as well.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -27,7 +26,7 @@ from ottava.debug.report.grid import Grid
 from ottava.debug.report.payload import payload
 from ottava.debug.report.timeline import marks, not_finite_from, thin, worst_runs
 from ottava.debug.run.reader import Run
-from ottava.debug.statistics import STATISTICS
+from ottava.debug.statistics import STATISTICS, json_values
 
 REPORT = "report.html"
 _MOST_POINTS = 800
@@ -172,15 +171,7 @@ def render_report(
 
 def _json(values: Any) -> str:
     """JSON that may stand in a script element; numbers that are not finite become null."""
-    return json.dumps(_finite(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json_values(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _breakable(name: str) -> Markup:

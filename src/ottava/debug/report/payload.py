@@ -8,7 +8,6 @@ about a third. If that is still too much for one page, neighbouring looks share 
 from __future__ import annotations
 
 import base64
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def _formats() -> dict[str, dict[str, float]]:
     return {
         name: {
             "max": fmt.max,
-            "clip": fmt.max + math.ldexp(fmt.eps, fmt.emax) / 2,  # up to there rounds to max
+            "clip": fmt.clip,
             "normal": fmt.min_normal,
             "subnormal": fmt.min_subnormal,
             "eps": fmt.eps,

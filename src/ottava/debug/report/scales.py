@@ -2,7 +2,7 @@
 
 The ends do not decide anything; rules do (`diagnose`). They put statistics of different units onto one axis, so that a
 heat map looks alike in every run, and the worst tensor of a look can be named. Signal to noise is read against what the
-format gives a bell-shaped tensor, 6.02 dB a mantissa bit and 13.5 more: 31.5 dB in E4M3, 25.5 in E5M2.
+format gives a bell-shaped tensor (`limits.healthy_db`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ottava.formats import FORMATS
-
 Values = npt.NDArray[np.float64]
-DECIBELS_A_BIT, DECIBELS_AT_NONE = 6.02, 13.5
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,3 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
 )
 """Statistics without an entry have units of their own tensor (amax, mse): they are coloured from their least to their
 largest number, in a colour that does not warn."""
-
-
-def format_floor(name: str) -> float:
-    """SQNR in dB that a format gives a bell-shaped tensor; NaN for a format that nobody knows.
-
-    Example:
-        >>> round(format_floor("E4M3"), 1), round(format_floor("E5M2"), 1), format_floor("?")
-        (31.6, 25.5, nan)
-    """
-    known = FORMATS.get(name)
-    return math.nan if known is None else DECIBELS_AT_NONE + DECIBELS_A_BIT * known.mantissa_bits

@@ -216,7 +216,7 @@ class Run:
             raise RunError(
                 f"{self.path / name}: has {len(names):,} different names of numbers; at most {_MOST_NUMBERS}"
             )
-        columns = {key: np.array([_number(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
+        columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
 
     @cached_property
@@ -282,10 +282,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise RunError(f"{path}: {error}") from error
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
+    """A float of what is a number, or says one; else NaN."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

@@ -25,8 +25,7 @@ from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.kernels.native_measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import compute_scale
+from ottava.recipe import TENSORS, Recipe, get_recipe
 
 _SMALL_BYTES = 2**20
 """Of a tensor that is rather copied than measured on its own."""
@@ -47,17 +46,10 @@ class Light(NamedTuple):
     """fp32 (n,): of the cast, where it has one scale; else NaN."""
 
 
-_CELLS = MappingProxyType(
-    {
-        "input": ("fprop.lhs", "wgrad.rhs"),
-        "weight": ("fprop.rhs", "dgrad.rhs"),
-        "grad_output": ("dgrad.lhs", "wgrad.lhs"),
-        # what this layer does not cast is measured as the next one would cast it
-        "output": ("fprop.lhs", "fprop.lhs"),
-        "grad_input": ("dgrad.lhs", "dgrad.lhs"),
-        "grad_weight": ("wgrad.lhs", "wgrad.lhs"),
-    }
+_CAST_AS = MappingProxyType(
+    {"output": ("input", "row"), "grad_input": ("grad_output", "row"), "grad_weight": ("grad_output", "col")}
 )
+"""What this layer does not cast is measured as the next one would cast it."""
 
 
 class Collector:
@@ -225,10 +217,7 @@ class Collector:
         history = list(self._history.get(place, ()))[: spec.amax_history_len]
         if not history:
             return None
-        window = torch.stack(history)
-        algorithm = spec.amax_compute_algo
-        amax = algorithm(window) if callable(algorithm) else window.amax() if algorithm == "max" else window[0]
-        return compute_scale(amax.reshape(1, 1), spec.format, scale_format=spec.scale_format, margin=spec.margin).scale
+        return spec.from_window(torch.stack(history))[0].reshape(1, 1)
 
     def _cells_of(self, layer: str, tensor: str) -> list[tuple[SlotKey, QuantizationSpec]]:
         key = (layer, tensor)
@@ -242,7 +231,7 @@ class Collector:
 
     def _predicted(self) -> Iterator[tuple[Recipe, str, QuantizationSpec]]:
         for recipe in self._recipes:
-            for tensor in _CELLS:
+            for tensor in (*TENSORS, *_CAST_AS):
                 yield from ((recipe, d, spec) for d, spec in cells(recipe, tensor) if spec.predicted)
 
     @contextmanager
@@ -267,18 +256,13 @@ def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
         >>> [(d, str(spec)) for d, spec in cells(get_recipe("blockwise"), "input")]
         [('row', 'E4M3[1x128, pow2]'), ('col', 'E4M3[1x128, pow2]')]
     """
-    row, col = (_cell(recipe, path) for path in _CELLS[tensor])
+    like, direction = _CAST_AS.get(tensor, (tensor, ""))
+    row, col = recipe.cells(like)
+    if direction:
+        row, col = (row if direction == "row" else col), None
     found = [("row", row)] if row is not None else []
-    if col is not None and tensor in ("input", "weight", "grad_output"):
-        shared = row == col and col.granularity.transposes
-        found += [] if shared else [("col", col)]
-    return found
-
-
-def _cell(recipe: Recipe, path: str) -> QuantizationSpec | None:
-    gemm, side = path.split(".")
-    found: QuantizationSpec | None = getattr(getattr(recipe, gemm), side)
-    return found
+    shared = col is not None and row == col and col.granularity.transposes
+    return found if col is None or shared else [*found, ("col", col)]
 
 
 def _key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:

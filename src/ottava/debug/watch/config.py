@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
+from ottava.debug import limits
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.tally import Detail
 from ottava.errors import unknown_name
@@ -61,7 +62,7 @@ class Triggers(Section):
     """A loss so many robust standard deviations above the median of the last 64; None: never."""
     clipping: float | None = 1e-3
     """Share of the elements of a cast that were clipped. FP8-LM (arXiv 2310.18313) takes 1e-5 as too many already."""
-    row_sqnr_db: float | None = 12.0
+    row_sqnr_db: float | None = limits.NOISE_DB
     """SQNR of the median row below which a cast is mostly noise."""
     nonfinite: bool = True
     """An infinity or NaN in a tensor, or a loss that is not finite."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.debug.observer import casts_of
 from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.operands import repeats_a_forward, unobserved
@@ -109,11 +110,8 @@ class DoorTap:
         ):
             row, col = col.t(), None  # one cast serves both, whichever GEMM asks for it
         extent = None
-        if isinstance(row, QuantizedTensor):
-            extent = self.collector.cast(layer, tensor, "row", x, row, source="door", recipe=recipe)
-        shared = isinstance(row, QuantizedTensor) and isinstance(col, QuantizedTensor) and _same_memory(row, col)
-        if isinstance(col, QuantizedTensor) and not shared:
-            self.collector.cast(layer, tensor, "col", x.t(), col, source="door", recipe=recipe, extent=extent)
+        for direction, of, x_q in casts_of(x, row, col):
+            extent = self.collector.cast(layer, tensor, direction, of, x_q, source="door", recipe=recipe, extent=extent)
         self.collector.finished(layer, tensor)
 
     def _place(self, door: Quantizer) -> tuple[str, str] | None:
@@ -133,7 +131,3 @@ class DoorTap:
         if tensor == "grad_output":
             return True
         return record and not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
-
-
-def _same_memory(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return a.data.data_ptr() == b.data.data_ptr()

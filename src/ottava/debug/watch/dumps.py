@@ -30,7 +30,7 @@ from ottava.debug.run.writer import RunWriter
 from ottava.errors import unknown_name
 from ottava.files import replacing
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import Recipe
+from ottava.recipe import GEMMS, Recipe
 from ottava.untrusted import UntrustedError, parse_json, regular_size
 
 _FORMAT = "ottava.debug.dump/1"
@@ -144,7 +144,7 @@ class Dumper:
             overrides=(),
             **{
                 gemm: dataclasses.replace(cells, lhs=_maybe(cells.lhs), rhs=_maybe(cells.rhs))
-                for gemm in ("fprop", "dgrad", "wgrad")
+                for gemm in GEMMS
                 for cells in [getattr(recipe, gemm)]
             },
         )

@@ -470,7 +470,7 @@ def _casts(layer: Any) -> bool:
     """Whether the last call of an ottava layer cast anything: in high precision its doors stay shut."""
     call = layer.last_call
     recipe = layer.resolved if call is None else call.recipe
-    return any(gemm.quantized for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    return bool(recipe.casts)
 
 
 def _living_linears() -> int:

@@ -21,12 +21,15 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ottava.debug import limits
 from ottava.debug.event_file import EventWriter
+from ottava.debug.observer import known_or_last
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import ROW_SQNR_BINS, ROW_SQNR_DB
 from ottava.errors import unknown_name
+from ottava.formats import E4M3, E5M2
 
 _LOG = logging.getLogger(__name__)
 MAX_TAGS = 200
@@ -44,10 +47,8 @@ AGGREGATED = (
 """Statistics of which the worst and the median tensor are shown, for X, W, dY, ... apart."""
 PER_TENSOR = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 """Statistics that are shown of single tensors."""
-WARN_DB = MappingProxyType({"E4M3": (25.0, 15.0), "E5M2": (20.0, 12.0)})
-"""Row SQNR under which a tensor is marked ! and !!, by format; 31.5 and 25.5 dB are as good as it gets."""
-WARN_PCT = MappingProxyType({"underflow_pct": (1.0, 10.0), "overflow_pct": (1e-3, 1e-1)})
-"""Percentages above which a tensor is marked ! and !!."""
+WARN_DB = MappingProxyType({fmt.name: (limits.warn_db(fmt), limits.critical_db(fmt)) for fmt in (E4M3, E5M2)})
+"""Row SQNR under which a tensor is marked ! and !!, by format."""
 
 
 class SinkError(ValueError):
@@ -149,7 +150,7 @@ def ranked(table: Table) -> list[Row]:
     for i, slot in enumerate(SlotKey(*values) for values in zip(*(table[n] for n in SlotKey._fields), strict=True)):
         values = {name: float(column[i]) for name, column in columns.items()}
         rows.append(Row(slot, values, _marks(slot, values)))
-    rows.sort(key=lambda row: (-max(row.marks.values(), default=0), _known(row.values["row_sqnr_p50_db"])))
+    rows.sort(key=lambda row: (-max(row.marks.values(), default=0), known_or_last(row.values["row_sqnr_p50_db"])))
     return rows
 
 
@@ -172,15 +173,11 @@ def aggregates(table: Table, rows: Sequence[Row]) -> dict[str, float]:
     return result
 
 
-def _known(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
 def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
     warn, critical = WARN_DB.get(slot.format, (-math.inf, -math.inf))
     value = values["row_sqnr_p50_db"]
     marks = {"row_sqnr_p50_db": int(value < warn) + int(value < critical)}
-    for name, (warn, critical) in WARN_PCT.items():
+    for name, (warn, critical) in limits.PERCENT.items():
         marks[name] = int(values[name] > warn) + int(values[name] > critical)
     marks["nonfinite"] = 2 * int(values["nonfinite"] > 0)
     return {name: mark for name, mark in marks.items() if mark}
