@@ -36,7 +36,7 @@ def test_every_row_of_the_literature_is_a_rule() -> None:
     assert {"T0", "T1", "T2", "T3", "T4"} <= set(BOOK.triage)
 
 
-@pytest.mark.parametrize("rule", BOOK.rules.values(), ids=str)
+@pytest.mark.parametrize("rule", BOOK.rules.values(), ids=lambda rule: rule.id)
 def test_every_rule_says_cause_refutation_remedy_and_source(rule: object) -> None:
     for field in ("title", "cause", "refute_by", "remedies", "source"):
         assert getattr(rule, field)
