@@ -48,7 +48,7 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
 
     Example:
         >>> import ottava
-        >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
         >>> report = ottava.convert(model, "tensorwise")
         >>> [layer.name for layer in quantized_layers(model)]
         ['0']
