@@ -123,7 +123,7 @@ CASES = (other_recipes, other_autocasts, one_that_says_nothing, uneven_batches, 
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     answers: dict[str, str] = {}
     for case in CASES:
@@ -144,7 +144,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     context = mp.spawn(run, args=(str(tmp_path),), nprocs=2, join=False)
     try:
         for process in context.processes:
-            process.join(120)
+            process.join(400)
     finally:
         for process in context.processes:
             if process.is_alive():
