@@ -112,7 +112,7 @@ def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
     """What is about to run."""
     from rich.markup import escape
 
-    from ottava.train.summary import listed
+    from ottava.text import listed
 
     settings = folder.settings
     for line in folder.news:
@@ -145,8 +145,7 @@ def _results_table(result: DemoResult) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ottava.train.display import signed
-    from ottava.train.report import loss_text
+    from ottava.text import fixed, signed
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", no_wrap=True)
@@ -158,9 +157,9 @@ def _results_table(result: DemoResult) -> Table:
         table.add_row(
             run.recipe,
             str(run.seed),
-            "diverged" if run.diverged else loss_text(run.final_loss),
+            "diverged" if run.diverged else fixed(run.final_loss),
             "" if delta is None else signed(delta),
-            loss_text(run.high_precision_loss),
+            fixed(run.high_precision_loss),
             f"{run.tokens_per_second:,.0f}",
             f"{result.speed_ratio(run):.2f}",
         )

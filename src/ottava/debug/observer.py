@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.measure import measure
-from ottava.debug.report.text import number
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers
+from ottava.text import number
 
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""

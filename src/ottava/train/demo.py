@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ottava.debug import observe
-from ottava.train.charts import smooth
+from ottava.pages.charts import smooth
 from ottava.train.demo_folder import DemoFolder
 from ottava.train.display import Display, RunView
 from ottava.train.loop import Trainer

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ottava.debug.report.text import number
 from ottava.debug.run.schema import SYMBOLS
+from ottava.text import number
 
 SENTENCES: Mapping[str, str] = MappingProxyType(
     {
