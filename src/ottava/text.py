@@ -9,7 +9,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _COUNTS = frozenset({"elements"})
@@ -125,6 +125,18 @@ def signed(value: float) -> str:
         ('+0.003', '−0.003', '0.000')
     """
     return "0.000" if round(value, 3) == 0 else f"{value:+.3f}".replace("-", _MINUS)
+
+
+def columns(*rows: Sequence[object]) -> list[str]:
+    """Rows as lines of text, their columns two spaces apart.
+
+    Example:
+        >>> columns(("recipe", "dB"), ("tensorwise", 31.5), ("mxfp8", ""))
+        ['recipe      dB', 'tensorwise  31.5', 'mxfp8']
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def finite(value: Any) -> Any:

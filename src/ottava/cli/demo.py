@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ottava.text import fixed, listed, signed, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def demo(
         result = trained.result()
         trained.write(result)
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), allow_nan=False))
+        typer.echo(to_json(result.to_dict()))
     else:
         _conclude(console, folder, result)
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
@@ -112,8 +113,6 @@ def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
     """What is about to run."""
     from rich.markup import escape
 
-    from ottava.text import listed
-
     settings = folder.settings
     for line in folder.news:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -144,8 +143,6 @@ def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
 def _results_table(result: DemoResult) -> Table:
     from rich import box
     from rich.table import Table
-
-    from ottava.text import fixed, signed
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", no_wrap=True)

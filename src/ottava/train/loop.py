@@ -32,6 +32,7 @@ from ottava.debug.watch import Watch, watch
 from ottava.nn.calibrate import calibrate
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
+from ottava.settings import flatten
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     Checkpoint,
@@ -48,7 +49,7 @@ from ottava.train.checkpoint import (
 from ottava.train.config import OptimizerConfig, TrainConfig
 from ottava.train.model import ByteTransformer, loss
 from ottava.train.requirements import gather
-from ottava.train.run_folder import RunFolder, StepRecord, flatten
+from ottava.train.run_folder import RunFolder, StepRecord
 
 RECEIPT_VERSION = 1
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes

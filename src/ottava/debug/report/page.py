@@ -17,12 +17,13 @@ from ottava import text
 from ottava.debug.analysis.compare import compare
 from ottava.debug.analysis.diagnose import diagnose
 from ottava.debug.analysis.what_if import Prediction, predict, thinned
-from ottava.debug.recording import FILE_NAME, read_series
+from ottava.debug.recording import recorded
 from ottava.debug.report import sections
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.payload import payload
 from ottava.debug.report.timeline import marks, not_finite_from, thin, worst_runs
 from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.files import replacing
 from ottava.pages.frame import render, script_json
@@ -94,8 +95,7 @@ def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
     asked = table
     if len(table) > _MOST_PREDICTED_ROWS:
         asked = thinned(table, max(4, _MOST_PREDICTED_ROWS // len(table.slots())))
-    recording = read_series(run.path) if (run.path / FILE_NAME).is_file() else None
-    return predict(asked, recording=recording, amaxes=everything), (len(asked), len(table))
+    return predict(asked, recording=recorded(run.path), amaxes=everything), (len(asked), len(table))
 
 
 def render_report(
@@ -201,6 +201,6 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
         if found is not None:
             slot = grid.slots[found.slot]
             value = text.number(found.value, STATISTICS[found.metric].unit)
-            row |= {"layer": slot.layer, "tensor": sections.symbol(slot.tensor), "metric": found.metric, "value": value}
+            row |= {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": found.metric, "value": value}
         rows.append(row)
     return rows

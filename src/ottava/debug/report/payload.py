@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES, Values
 from ottava.debug.run.reader import Table
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.formats import FORMATS
 from ottava.text import rounded_alike
@@ -69,7 +69,7 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
     arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
     histograms, counts = _histograms(table, grid)
     facts: dict[str, Any] = {
-        "slots": [{**slot._asdict(), "symbol": SYMBOLS.get(slot.tensor, slot.tensor)} for slot in grid.slots],
+        "slots": [{**slot._asdict(), "symbol": symbol(slot.tensor)} for slot in grid.slots],
         "groups": grid.groups(),
         "looks": grid.looks,
         "metrics": [_metric(name, grid.values[name]) for name in names],

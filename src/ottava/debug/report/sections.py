@@ -15,7 +15,7 @@ from typing import Any
 from ottava.debug.analysis.what_if import Prediction, cheapest, summary
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.text import duration, listed, number, steps_text
 
@@ -37,11 +37,6 @@ WORST_COLUMNS = (
 )
 """Statistics of the table of all tensors, where the run knows them."""
 WHAT_IF_ROWS = 40
-
-
-def symbol(tensor: str) -> str:
-    """X for "input", as papers write it; what nobody knows stays."""
-    return SYMBOLS.get(tensor, tensor)
 
 
 def finding(entry: Json, grid: Grid) -> dict[str, Any]:
