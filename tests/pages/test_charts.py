@@ -99,8 +99,7 @@ def test_tooltips_hold_the_measured_values() -> None:
     drawn = chart(line(1.0, math.nan, name="a"), Line(name="b", points=[(1, 2.5)], style=1), line(9.0, name="c"))
     root = ElementTree.fromstring(render(drawn, chart_id="c", tooltips=True))
     data = json.loads(root.get("data-chart", ""))
-    assert data["xs"] == [0, 1]
-    assert [series["ys"] for series in data["series"]] == [[1.0, None], [None, 2.5], [9.0, None]]
+    assert [series["points"] for series in data["series"]] == [[[0, 1.0], [1, None]], [[1, 2.5]], [[0, 9.0]]]
     assert "data-chart" not in render(drawn, chart_id="c")
 
 

@@ -176,7 +176,10 @@ def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """What is wider than its box scrolls, and so is cut in a picture; only the numbers by step of 13 runs may."""
-    script = """<script>addEventListener("load", () => { document.title = "measured " + JSON.stringify({
+    script = """<script>addEventListener("load", () => {
+      const chart = document.querySelector("svg[data-chart]"), box = chart.getBoundingClientRect();
+      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 99 }));
+      document.title = "measured " + JSON.stringify({ tip: document.getElementById("tip").innerText.split("\\n"),
       cut: [...document.querySelectorAll(".scroll")].filter((e) => e.checkVisibility()
         && !e.closest("details:not(.recipe)") && e.scrollWidth > e.clientWidth).map((e) => e.textContent.slice(0, 80)),
       charts: [...document.querySelectorAll(".chart")].map((e) => e.getBoundingClientRect().width) }); });</script>"""
@@ -197,3 +200,4 @@ def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
     assert measured["cut"] == []
     assert len(measured["charts"]) == 2
     assert min(measured["charts"]) >= 560  # the width that their text is sized for
+    assert measured["tip"][:3] == ["step 200", "bf16", "1.700"]  # what the pointer at the right end is told

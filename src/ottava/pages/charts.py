@@ -9,13 +9,14 @@ Drawn on the server, because a report must open offline, in ten years, in any br
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
 from types import MappingProxyType
+
+from ottava.text import to_json
 
 Point = tuple[float, float]
 
@@ -136,7 +137,7 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
     """
     frame = _Frame.of(chart)
     title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
-    data = f' data-chart="{escape(json.dumps(_tooltip_data(chart, frame)), quote=True)}"' if tooltips else ""
+    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips else ""
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{chart_id}" role="img" '
@@ -201,7 +202,7 @@ class _Frame:
         return cls(
             left=_MARGIN_LEFT,
             right=chart.width - _MARGIN_RIGHT,
-            top=_MARGIN_TOP + 18 * _legend_rows(chart),
+            top=_MARGIN_TOP + 18 * max((row + 1 for _, _, row in _legend_layout(chart)), default=0),
             bottom=chart.height - _MARGIN_BOTTOM,
             x_range=chart.x_range or _extent(xs, padding=0),
             y_range=chart.y_range or _extent(ys, padding=0.04),
@@ -218,8 +219,8 @@ class _Frame:
 
 
 def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    known = [value for value in values if math.isfinite(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
     if low == high:
         return low - 0.5, high + 0.5
     return low - padding * (high - low), high + padding * (high - low)
@@ -244,27 +245,18 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _legend_entries(chart: Chart) -> list[Line | Band]:
-    return [line for line in chart.lines if not line.faint] + list(chart.bands)
-
-
-def _legend_width(entry: Line | Band) -> float:
-    return 46 + 6.4 * len(entry.name)
-
-
 def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
     """Each legend entry with its x and its row; text widths are estimated, since no font is measured here."""
-    placed, x, row = [], 0.0, 0
-    for entry in _legend_entries(chart):
-        if x and x + _legend_width(entry) > chart.width:
+    placed: list[tuple[Line | Band, float, int]] = []
+    entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint), *chart.bands]
+    x, row = 0.0, 0
+    for entry in entries:
+        width = 46 + 6.4 * len(entry.name)
+        if x and x + width > chart.width:
             x, row = 0.0, row + 1
         placed.append((entry, x, row))
-        x += _legend_width(entry)
+        x += width
     return placed
-
-
-def _legend_rows(chart: Chart) -> int:
-    return max((row for _, _, row in _legend_layout(chart)), default=-1) + 1
 
 
 def _legend(chart: Chart, frame: _Frame) -> str:
@@ -321,23 +313,15 @@ def _band(band: Band, frame: _Frame) -> str:
     return f'<path class="band" d="M{upper}L{lower}z"/>'
 
 
-def _tooltip_data(chart: Chart, frame: _Frame) -> dict[str, object]:
-    """What the report's few lines of script need to answer a pointer: the measured points of each named line."""
-    named = [line for line in chart.lines if not line.faint]
-    xs = sorted({x for line in named for x, _ in line.points})
-    return {
-        "x_label": chart.x_label,
-        "box": [frame.left, frame.right, frame.top, frame.bottom],
-        "x_range": frame.x_range,
-        "signed": chart.signed,
-        "xs": xs,
-        "series": [
-            {"name": line.name, "color": color(line.style), "ys": [_value_at(line, x) for x in xs]} for line in named
-        ],
-    }
-
-
-def _value_at(line: Line, x: float) -> float | None:
-    """The measured value at x; None where there is none or it is not finite (JSON has no nan)."""
-    value = next((y for at, y in line.points if at == x), math.nan)
-    return round(value, 4) if math.isfinite(value) else None
+def _tooltip_data(chart: Chart, frame: _Frame) -> str:
+    """What `follow` in draw.js needs to answer a pointer: the measured points of each named line."""
+    named = (line for line in chart.lines if not line.faint)
+    return to_json(
+        {
+            "x_label": chart.x_label,
+            "box": {"left": frame.left, "right": frame.right, "top": frame.top, "bottom": frame.bottom},
+            "x_range": frame.x_range,
+            "signed": chart.signed,
+            "series": [{"name": line.name, "color": color(line.style), "points": line.points} for line in named],
+        }
+    )
