@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import symbol
-from ottava.debug.statistics import json_values
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
+from ottava.text import finite
 
 Target = Literal["gradient", "loss"]
 _SPREAD = 0.5
@@ -126,7 +126,7 @@ class BisectResult:
             "gemms": [probe.to_dict() for probe in self.gemms],
             "notes": list(self.notes),
         }
-        return json_values(values)  # type: ignore[no-any-return]
+        return finite(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         probes = (Probe(f"all of {self.recipe}", self.total), *self.probes)
