@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
 FLOORS = (
-    ("errors", "files", "first_use", "untrusted"),
-    ("formats", "settings"),
+    ("errors", "files", "first_use", "text", "untrusted"),
+    ("formats", "pages", "settings"),
     ("rounding",),
     ("scaling",),
     ("quantized_tensor",),

@@ -111,6 +111,19 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     tree[names[-1]] = value
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings as one level.
+
+    Example:
+        >>> flatten({"steps": 2, "model": {"layers": 5}})
+        {'steps': 2, 'model.layers': 5}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
     """Each problem as one line: the key's full path, then what is wrong with it."""
     for problem in error.errors():

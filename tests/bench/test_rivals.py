@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import sys
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 import ottava
 from ottava.bench.method import Run
-from ottava.bench.rivals import RECIPES, RIVALS, contenders, missing
+from ottava.bench.rivals import EMULATORS, RECIPES, RIVALS, contenders, emulated, missing
 
 SMOKE = Run(torch.device("cpu"), smoke=True, rounds=2, compiled=False)
 
@@ -58,3 +60,29 @@ def test_compiled_contenders_give_what_eager_ones_give() -> None:
     for name in ("bf16", "tensorwise"):
         eager, compiled = found[name].forward(x), found[f"{name} compiled"].forward(x)
         assert (eager - compiled).norm() <= 2**-7 * eager.norm()
+
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 32, bias=False))).bfloat16()
+X = torch.randn(16, 64, dtype=torch.bfloat16)
+PACKAGES = {"torchao tensorwise": "torchao", "microxcaling mxfp8": "mx"}
+
+
+@pytest.mark.parametrize("name", EMULATORS)
+def test_an_emulator_comes_as_near_to_bf16_as_ours(name: str) -> None:
+    """Its error against BF16 is that of the recipe of ours with the same name, within a quarter: it did quantize."""
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
+    (theirs,) = emulated(lambda: copy.deepcopy(MODEL), [name]).values()
+    ours = copy.deepcopy(MODEL)
+    ottava.convert(ours, {"tensorwise": "tensorwise", "mxfp8": "mxfp8_floor"}[name.split()[1]], filter=lambda *_: True)
+    truth = MODEL(X)
+    own, other = ((model(X) - truth).float().norm() for model in (ours, theirs))
+    assert 0.75 * own < other < 1.25 * own
+    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), MODEL.parameters(), strict=True))
+
+
+def test_an_emulator_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No contender, and no error."""
+    monkeypatch.setitem(sys.modules, "mx.mx_ops", None)
+    assert emulated(lambda: copy.deepcopy(MODEL), ["microxcaling mxfp8"]) == {}

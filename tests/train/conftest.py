@@ -47,6 +47,8 @@ def _receipt() -> list[dict[str, object]]:
         "padding": "",
         "fp8": True,
         "native": False,
+        "saved_bytes": 0,
+        "high_precision_bytes": 0,
         "note": "",
         "weight": 49152,
     }

@@ -11,11 +11,9 @@ from ottava.train.display import (
     LiveDisplay,
     PlainDisplay,
     RunView,
-    duration,
     live_table,
     open_display,
     plain_line,
-    signed,
     sparkline,
 )
 
@@ -135,13 +133,3 @@ def test_a_long_sparkline_is_thinned_out_and_ends_with_the_last_value() -> None:
     assert len(line) == 10
     assert line[-1] == "█"
     assert list(line) == sorted(line)
-
-
-def test_signed_and_duration_read_like_a_person_writes() -> None:
-    assert [signed(v) for v in (0.0031, -0.0031, 0.0004, -0.0004)] == [
-        "+0.003",
-        "\N{MINUS SIGN}0.003",
-        "0.000",
-        "0.000",
-    ]
-    assert [duration(s) for s in (0, 59.4, 185, 7800)] == ["0 s", "59 s", "3 min 05 s", "2 h 10 min"]

@@ -16,11 +16,8 @@ from ottava.train.report import (
     difference_chart,
     heat_grids,
     loss_chart,
-    ranges,
-    receipt_groups,
     render_picture,
     render_report,
-    split_layer,
 )
 from ottava.train.summary import DemoResult, RunResult
 
@@ -147,19 +144,6 @@ def test_strip_puts_a_lower_loss_to_the_left(usual_demo: DemoResult, make_run: C
     assert all(0 <= position <= 100 for row in positions.values() for position in row)
 
 
-def test_receipt_rows_that_differ_by_layer_number_only_are_one(usual_demo: DemoResult) -> None:
-    """5 layers x 3 linears x 3 GEMMs and the head: 9 rows of 5, and 1."""
-    rows = list(usual_demo.machinery["tensorwise"].receipt)
-    groups = receipt_groups(rows)
-    assert [group["count"] for group in groups] == [5] * 9 + [1]
-    assert sum(int(str(group["count"])) for group in groups) == len(rows)
-    assert groups[0]["layer"] == "layers.*.attention.qkv_proj"
-    assert groups[0]["numbers"] == "0-4"
-    one_differs = [rows[0] | {"kernel": "other"}, *rows[1:]]
-    assert [group["numbers"] for group in receipt_groups(one_differs)[:2]] == ["0", "0-4"]
-    assert "1-4" in [group["numbers"] for group in receipt_groups(one_differs)]
-
-
 def test_heat_shows_the_worse_direction_and_its_tooltip_both(usual_demo: DemoResult) -> None:
     """Columns of the last gradient underflow by 40 %, its rows by 0.02 %; weights are exact: infinite decibels."""
     sqnr, underflow = heat_grids(usual_demo.machinery["tensorwise"].numbers).values()
@@ -192,7 +176,10 @@ def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """What is wider than its box scrolls, and so is cut in a picture; only the numbers by step of 13 runs may."""
-    script = """<script>addEventListener("load", () => { document.title = "measured " + JSON.stringify({
+    script = """<script>addEventListener("load", () => {
+      const chart = document.querySelector("svg[data-chart]"), box = chart.getBoundingClientRect();
+      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 99 }));
+      document.title = "measured " + JSON.stringify({ tip: document.getElementById("tip").innerText.split("\\n"),
       cut: [...document.querySelectorAll(".scroll")].filter((e) => e.checkVisibility()
         && !e.closest("details:not(.recipe)") && e.scrollWidth > e.clientWidth).map((e) => e.textContent.slice(0, 80)),
       charts: [...document.querySelectorAll(".chart")].map((e) => e.getBoundingClientRect().width) }); });</script>"""
@@ -213,11 +200,4 @@ def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
     assert measured["cut"] == []
     assert len(measured["charts"]) == 2
     assert min(measured["charts"]) >= 560  # the width that their text is sized for
-
-
-def test_split_layer_and_ranges() -> None:
-    assert split_layer("model.layers.12.mlp.experts.3.w1") == ("model.layers.*.mlp.experts.3.w1", 12)
-    assert split_layer("0") == ("*", 0)
-    assert split_layer("lm_head") == ("lm_head", None)
-    assert ranges([4, 0, 1, 2, 2]) == "0-2, 4"
-    assert ranges([None]) == ""
+    assert measured["tip"][:3] == ["step 200", "bf16", "1.700"]  # what the pointer at the right end is told

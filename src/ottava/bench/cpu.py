@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
-from ottava.bench.emulators import EMULATORS, emulated
 from ottava.bench.models import Block, SmolLM2
+from ottava.bench.rivals import EMULATORS, emulated
 from ottava.bench.rounds import Timing, interleaved, versions
 from ottava.casts import quantize
 from ottava.debug.measure import Packed, found_by, measure_all, survey

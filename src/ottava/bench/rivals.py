@@ -1,4 +1,5 @@
-"""Who is measured beside ottava: BF16 as it is and compiled, torchao, Liger's kernels, TransformerEngine.
+"""Who is measured beside ottava: BF16 as it is and compiled, torchao, Liger's kernels, TransformerEngine; on a CPU who
+else emulates FP8: torchao and Microsoft's microxcaling.
 
 Each takes the same BF16 module and makes a contender of it. One that cannot be imported is left out, and the report
 names it with the reason; one that fails while it is built or run fails the run, loudly.
@@ -7,7 +8,7 @@ names it with the reason; one that fails while it is built or run fails the run,
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,6 +104,26 @@ def _transformer_engine(model: nn.Module, run: Run, recipe: str) -> nn.Module:
     return _InTransformerEngine(holder[0], lambda: te.autocast(enabled=True, recipe=made))
 
 
+def _microxcaling(model: nn.Module, run: Run) -> nn.Module:
+    """E4M3 in blocks of 32 for all operands of all GEMMs, which its elementwise BF16 rounding does not precede."""
+    importlib.import_module("mx.mx_ops")  # other packages are called mx too
+    mx: Any = importlib.import_module("mx")
+    settings = {
+        "scale_bits": 8,
+        "w_elem_format": "fp8_e4m3",
+        "a_elem_format": "fp8_e4m3",
+        "block_size": 32,
+        "bfloat": 0,
+    }
+    specs = mx.finalize_mx_specs({**settings, "custom_cuda": False})
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            own = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)
+            own.to(module.weight.dtype).load_state_dict(module.state_dict())
+            model.set_submodule(name, own)
+    return model
+
+
 RIVALS: Mapping[str, Rival] = MappingProxyType(
     {
         "torchao tensorwise": Rival("torchao.float8", partial(_torchao, recipe="tensorwise"), compiled=True),
@@ -113,7 +134,11 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
         "te block": Rival("transformer_engine.pytorch", partial(_transformer_engine, recipe="block")),
     }
 )
-"""Adding one is one entry here."""
+"""On a GPU. Adding one is one entry here."""
+EMULATORS: Mapping[str, Rival] = MappingProxyType(
+    {"torchao tensorwise": RIVALS["torchao tensorwise"], "microxcaling mxfp8": Rival("mx.mx_ops", _microxcaling)}
+)
+"""On a CPU."""
 
 
 def missing() -> dict[str, str]:
@@ -160,3 +185,22 @@ def contenders(run: Run, make: Callable[[], nn.Module], recipes: tuple[str, ...]
                 Contender(f"{name} compiled" if compiled else name, model, torch.compile(model) if compiled else model)
             )
     return found
+
+
+def emulated(make: Callable[[], nn.Module], names: Iterable[str] = tuple(EMULATORS)) -> dict[str, nn.Module]:
+    """Those emulators that are installed, each with a BF16 model of its own that it has converted.
+
+    Args:
+        make: gives the model, always with the same numbers; its Linears lie inside it.
+
+    Example:
+        >>> set(emulated(lambda: nn.Sequential(nn.Linear(32, 32)).bfloat16())) <= set(EMULATORS)
+        True
+    """
+    run, models = Run(torch.device("cpu"), smoke=False, rounds=1), {}
+    for name in names:
+        try:
+            models[name] = EMULATORS[name].change(make(), run)
+        except ImportError:  # `bench.cpu.machine` names its version, or None
+            continue
+    return models

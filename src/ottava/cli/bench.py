@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ottava.text import to_json
+
 if TYPE_CHECKING:
     from ottava.bench.method import Run
 
@@ -77,7 +79,7 @@ def cpu(
     if as_json:
         said = machine() | {"keep_memory": keep_memory}
         result = {"schema_version": SCHEMA_VERSION, "machine": said, "cases": [case.to_dict() for case in cases]}
-        typer.echo(json.dumps(result, allow_nan=False))
+        typer.echo(to_json(result))
     return 0
 
 

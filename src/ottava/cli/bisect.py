@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from ottava.text import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,11 +64,9 @@ def bisect(
     wanted = recipe if recipe is not None else None
     told = _known_target(target)
     result = search(model, data, loss, wanted, target=told, random=states, on_probe=None if as_json else tell)
-    if as_json:
-        facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
-        typer.echo(json.dumps({**facts, **result.to_dict()}, allow_nan=False))
-    else:
-        typer.echo(f"{checkpoint.path}, batch of step {position}\n\n{result}")
+    facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
+    facts |= result.to_dict()
+    typer.echo(to_json(facts) if as_json else f"{checkpoint.path}, batch of step {position}\n\n{result}")
     return 1 if result.suspect is not None and not result.spread else 0
 
 
@@ -161,11 +160,9 @@ def _operands(path: Path, *, as_json: bool) -> int:
             f"{path}: is not a dump of GEMM operands; those of a layer's x, w and dy are (Dumper.dump_gemms)"
         )
     probes = probe_gemms(dump, dump.recipe)
-    if as_json:
-        facts = {"schema_version": SCHEMA_VERSION, "layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
-        typer.echo(json.dumps({**facts, "gemms": [probe.to_dict() for probe in probes]}, allow_nan=False))
-        return 0
-    typer.echo(_table(dump, probes))
+    facts = {"schema_version": SCHEMA_VERSION, "layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
+    facts |= {"gemms": [probe.to_dict() for probe in probes]}
+    typer.echo(to_json(facts) if as_json else _table(dump, probes))
     return 0
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ottava.text import columns, to_json
 
 if TYPE_CHECKING:
     from ottava.debug.analysis.compare import Comparison
@@ -39,20 +40,17 @@ def compare(
 
     runs = [Run.open(path) for path in (good, bad, *(control or ()))]
     result = compare_runs(runs[0], runs[1], align=align, controls=runs[2:])
-    if as_json:
-        values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
-        typer.echo(json.dumps(values, allow_nan=False))
-    else:
-        typer.echo(_text(result, top))
+    values = {"schema_version": SCHEMA_VERSION, "good": str(good), "bad": str(bad), **result.to_dict()}
+    typer.echo(to_json(values) if as_json else _text(result, top))
     return 1 if result.diverged else 0
 
 
 def _text(result: Comparison, top: int) -> str:
-    from ottava.debug.run.schema import SYMBOLS
+    from ottava.debug.run.schema import symbol
 
     lines = [result.verdict, "", "Settings that differ" if result.config else "Settings: none differ"]
     if result.config:
-        lines += _table(["", "good", "bad"], [[f"  {d['key']}", d["good"], d["bad"]] for d in result.config])
+        lines += columns(("", "good", "bad"), *((f"  {d['key']}", d["good"], d["bad"]) for d in result.config))
     if result.unmatched:
         lines += ["", f"Only in one run: {', '.join(result.unmatched[:8])}"]
     if result.first is not None and result.first["then"]:
@@ -60,7 +58,7 @@ def _text(result: Comparison, top: int) -> str:
     rows = [
         [
             f"  {entry['layer']}",
-            SYMBOLS.get(entry["tensor"], entry["tensor"]) + (".T" if entry["direction"] == "col" else ""),
+            symbol(entry["tensor"], entry["direction"]),
             entry["metric"],
             f"{entry['good']:.4g}",
             f"{entry['bad']:.4g}",
@@ -72,10 +70,4 @@ def _text(result: Comparison, top: int) -> str:
     ]
     lines += ["", f"Largest differences, of {result.steps_compared} looks"]
     head = ["  layer", "tensor", "statistic", "good", "bad", "effect", "bits lost", "step"]
-    return "\n".join(lines + (_table(head, rows) if rows else ["  none"]))
-
-
-def _table(head: list[str], rows: list[list[Any]]) -> list[str]:
-    cells = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(lines + (columns(head, *rows) if rows else ["  none"]))

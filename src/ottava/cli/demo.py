@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ottava.text import fixed, listed, signed, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def demo(
         result = trained.result()
         trained.write(result)
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), allow_nan=False))
+        typer.echo(to_json(result.to_dict()))
     else:
         _conclude(console, folder, result)
     return 1 if any(verdict.is_bad for verdict in result.verdicts) else 0
@@ -112,8 +113,6 @@ def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
     """What is about to run."""
     from rich.markup import escape
 
-    from ottava.train.summary import listed
-
     settings = folder.settings
     for line in folder.news:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -145,9 +144,6 @@ def _results_table(result: DemoResult) -> Table:
     from rich import box
     from rich.table import Table
 
-    from ottava.train.display import signed
-    from ottava.train.report import loss_text
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", no_wrap=True)
     for heading in ("seed", "loss", "Δ to BF16", "loss in BF16", "tokens/s", "× BF16"):
@@ -158,9 +154,9 @@ def _results_table(result: DemoResult) -> Table:
         table.add_row(
             run.recipe,
             str(run.seed),
-            "diverged" if run.diverged else loss_text(run.final_loss),
+            "diverged" if run.diverged else fixed(run.final_loss),
             "" if delta is None else signed(delta),
-            loss_text(run.high_precision_loss),
+            fixed(run.high_precision_loss),
             f"{run.tokens_per_second:,.0f}",
             f"{result.speed_ratio(run):.2f}",
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ottava.text import to_json
 
 if TYPE_CHECKING:
     from ottava.debug.analysis.diagnose import Diagnosis, Finding
@@ -72,11 +73,8 @@ def diagnose(
     if ask:
         answers = _interview(watched, twin, book, answers)
     result = explain(watched, baseline=twin, rules=book, answers=answers)
-    if as_json:
-        values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
-        typer.echo(json.dumps(values, allow_nan=False))
-    else:
-        typer.echo(_text(result, framework, every))
+    values = {"schema_version": SCHEMA_VERSION, "run": str(run), **result.to_dict()}
+    typer.echo(to_json(values) if as_json else _text(result, framework, every))
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
@@ -143,14 +141,14 @@ def _wants(result: Diagnosis) -> list[str]:
 
 
 def _finding(number: int, finding: Finding, framework: str) -> list[str]:
-    from ottava.debug.run.schema import SYMBOLS
+    from ottava.debug.run.schema import symbol
 
     steps = f", steps {finding.steps[0]} to {finding.steps[1]}" if finding.steps else ""
     lines = [
         f"{number}. {finding.severity} {finding.id}  {finding.title}  (confidence {finding.confidence:.0%}{steps})"
     ]
     for seen in finding.evidence:
-        where = f"{seen.layer}.{SYMBOLS.get(seen.tensor, seen.tensor)}  " if seen.layer else ""
+        where = f"{seen.layer}.{symbol(seen.tensor)}  " if seen.layer else ""
         value, limit = (f"{v:.4g}" if isinstance(v, float) else v for v in (seen.value, seen.threshold))
         unit = f" {seen.unit}" if seen.unit else ""
         at = "" if seen.step is None else f", step {seen.step}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+
+from ottava.text import columns, to_json
 
 SCHEMA_VERSION = 1
 WRONG, MISSING = 1, 3
@@ -34,10 +35,7 @@ def doctor(
     here, such as a C++ compiler.
     """
     found = examine()
-    if as_json:
-        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, **found}, allow_nan=False))
-    else:
-        typer.echo(report(found))
+    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **found}) if as_json else report(found))
     wrong = any(row["check"] != "ok" for row in found["recipes"])
     return WRONG if wrong else MISSING if found["lost"] else 0
 
@@ -207,10 +205,8 @@ def report(found: dict[str, Any]) -> str:
     ]
     lines += [f"native    {one['name']}: {one['reason'] or 'built'}" for one in found["libraries"]]
     lines += [f"measured  {what}: {ranking}" for what, ranking in found["measured"].items()]
-    header = {name: name for name in ("recipe", "gemm", "operands", "quantize", "kernel", "check")}
-    rows = [header, *found["recipes"]]
-    widths = {key: max(len(row[key]) for row in rows) for key in header}
-    lines += ["", *("  ".join(row[key].ljust(widths[key]) for key in header).rstrip() for row in rows), ""]
+    header = ("recipe", "gemm", "operands", "quantize", "kernel", "check")
+    lines += ["", *columns(header, *([row[key] for key in header] for row in found["recipes"])), ""]
     wrong = [f"  {row['recipe']}.{row['gemm']}: {row['check']}" for row in found["recipes"] if row["check"] != "ok"]
     if wrong:
         lines += ["What is wrong:", *wrong]

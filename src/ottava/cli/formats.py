@@ -6,12 +6,13 @@ Nothing here is written down twice: all numbers come from `ottava.formats`, all 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+
+from ottava.text import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +67,7 @@ def formats(
         described = [_describe(fmt) for fmt in ([chosen] if chosen else FORMATS.values())]
         if listed:
             described[0]["codes"] = [_code_as_json(code, described[0]["bits"]) for code in codes]
-        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "formats": described}, allow_nan=False))
+        typer.echo(to_json({"schema_version": SCHEMA_VERSION, "formats": described}))
         return 0
     console = Console()
     if not console.is_terminal:  # a pipe has no width; 80 would fold the tables

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ottava.text import to_json
 
 SCHEMA_VERSION = 1
 
@@ -25,9 +26,5 @@ def inspect(
     from ottava.debug.state_file import read_scaling_state
 
     found = read_scaling_state(file)
-    if as_json:
-        values = {"schema_version": SCHEMA_VERSION, **found.to_dict()}
-        typer.echo(json.dumps(values, allow_nan=False))
-    else:
-        typer.echo(str(found))
+    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **found.to_dict()}) if as_json else str(found))
     return 1 if found.problems else 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ottava.text import to_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +59,7 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
         model = _build(name)
     result = plan_model(model, recipe, tokens=tokens, device=Device.read(device) if device else None)
     values = {"schema_version": SCHEMA_VERSION, "model": name, **result.to_dict()}
-    typer.echo(json.dumps(values, allow_nan=False) if as_json else str(result))
+    typer.echo(to_json(values) if as_json else str(result))
     return 0
 
 
@@ -97,11 +98,8 @@ def _plan_history(history: Path, as_json: bool) -> int:
     if not bool(recording.amax.any()):
         raise RecordingError(f"{history}: no tensor was cast in its {len(recording.steps)} recorded steps; train some")
     result = replay(recording)
-    if as_json:
-        values = {"schema_version": SCHEMA_VERSION, "run_dir": str(history), **result.to_dict()}
-        typer.echo(json.dumps(values, allow_nan=False))
-    else:
-        layers = len({tensor.layer for tensor in recording.tensors})
-        typer.echo(f"{history}: {len(recording.steps):,} steps, {len(recording.tensors)} tensors of {layers} layers\n")
-        typer.echo(str(result))
+    values = {"schema_version": SCHEMA_VERSION, "run_dir": str(history), **result.to_dict()}
+    layers = len({tensor.layer for tensor in recording.tensors})
+    what = f"{history}: {len(recording.steps):,} steps, {len(recording.tensors)} tensors of {layers} layers"
+    typer.echo(to_json(values) if as_json else f"{what}\n\n{result}")
     return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ottava.text import to_json
 
 SCHEMA_VERSION = 1
 
@@ -34,11 +35,9 @@ def report(
     made = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
     path = made.write(out or run / "report.html")
     verdict, sentence, size = made.diagnosis["verdict"], made.diagnosis["sentence"], path.stat().st_size
-    if as_json:
-        values = {"schema_version": SCHEMA_VERSION, "run_dir": str(run), "report": str(path), "bytes": size}
-        typer.echo(json.dumps(values | {"verdict": verdict, "sentence": sentence}, allow_nan=False))
-    else:
-        typer.echo(f"{sentence}\n{path}  {size / 1000:,.0f} kB")
+    values = {"schema_version": SCHEMA_VERSION, "run_dir": str(run), "report": str(path), "bytes": size}
+    values |= {"verdict": verdict, "sentence": sentence}
+    typer.echo(to_json(values) if as_json else f"{sentence}\n{path}  {size / 1000:,.0f} kB")
     if open_it:
         typer.launch(path.resolve().as_uri())
     return int(verdict == "critical")

@@ -101,7 +101,7 @@ def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], 
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:
     """The run as the display shows it."""
-    from ottava.train.charts import smooth
+    from ottava.pages.charts import smooth
     from ottava.train.display import RunView
 
     curve = smooth([record.loss for record in trainer.history])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ottava.text import to_json
+
 if TYPE_CHECKING:
     from ottava.debug.analysis.what_if import Prediction
-    from ottava.debug.recording import Recording
 
 SCHEMA_VERSION = 1
 
@@ -40,9 +40,9 @@ def what_if(
     if the folder has no histograms.
     """
     from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
+    from ottava.debug.recording import recorded
     from ottava.debug.run.reader import Run
     from ottava.debug.run.schema import RunError
-    from ottava.debug.statistics import json_values
     from ottava.recipe import get_recipe
 
     wanted = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
@@ -54,32 +54,24 @@ def what_if(
             known = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
             raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {known}, ...")
         table = table.where(layer=names)
-    predictions = predict(table, wanted, recording=_recording(run))
+    predictions = predict(table, wanted, recording=recorded(run))
     if not predictions:
         raise RunError(f"{run}: holds no histograms to predict from ({table.not_recorded() or 'of other layers only'})")
     best = cheapest(predictions)
-    if as_json:
-        values = {
-            "schema_version": SCHEMA_VERSION,
-            "run_dir": str(run),
-            "recipes": summary(predictions),
-            "cheapest": best,
-            "predictions": [one.to_dict() for one in predictions],
-        }
-        typer.echo(json.dumps(json_values(values), allow_nan=False))
-    else:
-        typer.echo(_text(run, predictions, best, detailed=layers is not None))
+    values = {
+        "schema_version": SCHEMA_VERSION,
+        "run_dir": str(run),
+        "recipes": summary(predictions),
+        "cheapest": best,
+        "predictions": [one.to_dict() for one in predictions],
+    }
+    typer.echo(to_json(values) if as_json else _text(run, predictions, best, detailed=layers is not None))
     return 1 if None in best.values() else 0
-
-
-def _recording(run: Path) -> Recording | None:
-    from ottava.debug.recording import FILE_NAME, read_series
-
-    return read_series(run) if (run / FILE_NAME).is_file() else None
 
 
 def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None], *, detailed: bool) -> str:
     from ottava.debug.analysis.what_if import HIGH_PRECISION, summary
+    from ottava.debug.run.schema import symbol
 
     steps = max(one.steps for one in predictions)
     lines = [f"{run}: {steps:,} recorded steps, {len(best)} layers; predicted from histograms", ""]
@@ -104,31 +96,23 @@ def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None],
     elif any(not one.clears for one in predictions):
         lines += ["", "what is in the way (worst first):"]
         known = sorted((p for p in predictions if not p.clears and p.steps), key=lambda p: p.element_sqnr_db)
-        lines += [f"  {_place(p)}  {p.recipe}: {p.why}" for p in known[:8]]
+        lines += [f"  {p.layer} {symbol(p.tensor, p.direction)}  {p.recipe}: {p.why}" for p in known[:8]]
         lines += [f"  ... {len(known) - 8} more; see --layers PATTERN or --json"] if len(known) > 8 else []
     return "\n".join(lines)
 
 
 def _row(one: Prediction) -> str:
+    from ottava.debug.run.schema import symbol
+
     mark = "ok" if one.clears else one.why
     numbers = _numbers(one.underflow_pct, one.sqnr_db, one.element_sqnr_db)
-    return f"{_short(one.layer, 32):32}  {_symbol(one):6}  {one.recipe:20}  {numbers}  {mark}"
+    return f"{_short(one.layer, 32):32}  {symbol(one.tensor, one.direction):6}  {one.recipe:20}  {numbers}  {mark}"
 
 
 def _numbers(underflow: float | None, *decibels: float | None) -> str:
     cells = [f"{underflow:7.2f} %" if underflow is not None and not math.isnan(underflow) else f"{'-':>9}"]
     cells += [f"{value:7.1f}" if value is not None and not math.isnan(value) else f"{'-':>7}" for value in decibels]
     return "  ".join(cells)
-
-
-def _place(one: Prediction) -> str:
-    return f"{one.layer} {_symbol(one)}"
-
-
-def _symbol(one: Prediction) -> str:
-    from ottava.debug.run.schema import SYMBOLS
-
-    return SYMBOLS[one.tensor] + (".T" if one.direction == "col" else "")
 
 
 def _short(text: str, width: int) -> str:

@@ -69,6 +69,19 @@ def layer_index(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
+def starred(name: str) -> tuple[str, int | None]:
+    """A name with its first whole number starred, and that number.
+
+    Example:
+        >>> starred("layers.3.mlp.down_proj"), starred("lm_head")
+        (('layers.*.mlp.down_proj', 3), ('lm_head', None))
+    """
+    parts, number = name.split("."), layer_index(name)
+    if number is not None:
+        parts[next(i for i, part in enumerate(parts) if part.isdecimal())] = "*"
+    return ".".join(parts), number
+
+
 def end_blocks(names: Iterable[str]) -> tuple[int, int] | None:
     """The numbers of the first and the last block; None where there are no two.
 

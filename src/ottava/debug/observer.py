@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ottava.debug.measure import measure
-from ottava.debug.report.text import number
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers
+from ottava.text import columns, number
 
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
@@ -42,12 +42,16 @@ class Observation:
         casts = sorted(self.table(), key=lambda row: known_or_last(row["row_sqnr_p50_db"]))
         rows = [("layer", "tensor", "cast", *_SHOWN)]
         for row in casts:
-            symbol = SYMBOLS[row["tensor"]] + (".T" if row["direction"] == "col" else "")
             numbers = (number(row[name], STATISTICS[name].unit) for name in _SHOWN)
-            rows.append((row["layer"], symbol, f"{row['format']}[{row['granularity']}]", *numbers))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines) if casts else "no cast was seen: no ottava layer ran in FP8 in this context"
+            rows.append(
+                (
+                    row["layer"],
+                    symbol(row["tensor"], row["direction"]),
+                    f"{row['format']}[{row['granularity']}]",
+                    *numbers,
+                )
+            )
+        return "\n".join(columns(*rows)) if casts else "no cast was seen: no ottava layer ran in FP8 in this context"
 
     def add(self, key: Key, tally: Tally) -> None:
         """Merges one cast."""

@@ -215,6 +215,11 @@ class AmaxLog:
         os.truncate(self.path, kept)
 
 
+def recorded(run_dir: Path) -> Recording | None:
+    """The recording of a run; None where the folder has none."""
+    return read_series(run_dir) if (run_dir / FILE_NAME).is_file() else None
+
+
 def read_series(run_dir: Path | str) -> Recording:
     """The recording of a run.
 

@@ -25,15 +25,6 @@ from ottava.debug.tally import ROW_SQNR_DB, Bins, Number, Tally, plain
 Worse = Literal["high", "low", ""]
 
 
-def json_values(value: Any) -> Any:
-    """The same in plain JSON, which has no word for infinity or NaN: None."""
-    if isinstance(value, Mapping):
-        return {key: json_values(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @dataclass(frozen=True)
 class Statistic:
     """One number from a tally, or a column of them from a table of tallies."""

@@ -18,6 +18,7 @@ from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
 from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import GEMMS, GemmRecipe
+from ottava.text import columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,9 @@ class Receipt:
 
     def __str__(self) -> str:
         header = ("layer", "gemm", "operands", "kernel", "M x N x K", "padding", "saved", "note")
-        cells = [
-            (name, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note)
-            for name, r in grouped(self.rows)
-        ]
-        widths = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in [header, *cells]
-        ]
+        rows = grouped(self.rows)
+        cells = ((name, r.gemm, r.operands, r.kernel, r.shape, r.padding, _saved(r), r.note) for name, r in rows)
+        lines = columns(header, *cells)
         lines.append(f"{self.fp8_fraction:.1%} of the linear work in FP8, {self.native_fraction:.1%} on FP8 hardware")
         return "\n".join(lines)
 

@@ -14,14 +14,12 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-import torch
-
 from ottava.debug import observe
-from ottava.train.charts import smooth
+from ottava.pages.charts import smooth
+from ottava.text import to_json
 from ottava.train.demo_folder import DemoFolder
 from ottava.train.display import Display, RunView
 from ottava.train.loop import Trainer
-from ottava.train.model import loss
 from ottava.train.report import render_picture, render_report
 from ottava.train.summary import REFERENCE, DemoResult, Machinery, RunResult
 
@@ -93,16 +91,8 @@ class Run:
         trainer = self.trainer
         # The trainer wrote the receipt after its last step; by now an evaluation has run on the same layers.
         receipt: dict[str, Any] = json.loads((trainer.folder.path / "receipt.json").read_text(encoding="utf-8"))
-        inputs, targets = trainer.corpus.batch(
-            seed=self.seed,
-            step=trainer.config.steps + 1,
-            batch_size=trainer.config.batch_size,
-            length=trainer.config.sequence_length,
-        )
         with observe(trainer.model) as seen:
-            with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.config.dtype == "bfloat16"):
-                value = loss(trainer.model, inputs.to(trainer.device), targets.to(trainer.device))
-            value.backward()
+            trainer.loss_of(trainer.model, trainer.batch(trainer.config.steps + 1)).backward()
         trainer.model.zero_grad()
         return Machinery(
             receipt=receipt["rows"],
@@ -171,7 +161,7 @@ class Demo:
         """Writes report.html, loss.svg and summary.json, and marks the demo as finished."""
         self.folder.write("report.html", render_report(result))
         self.folder.write("loss.svg", render_picture(result))
-        self.folder.write("summary.json", json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n")
+        self.folder.write("summary.json", to_json(result.to_dict(), indent=1) + "\n")
         self.folder.mark(finished=True)
 
     def _trainer(self, recipe: str, seed: int) -> Trainer:

@@ -21,6 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ottava.text import duration, signed
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 22
 _OTHER_WIDTH = 52  # of the table without its first and last column
@@ -133,7 +135,7 @@ def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:
             difference = "" if run.delta is None else f" ({signed(run.delta)})"
             parts.append(f"{run.recipe} {loss_text(run)}{difference}")
     if seconds_left is not None:
-        parts.append(f"{duration(seconds_left)} left")
+        parts.append(f"{duration(round(seconds_left))} left")
     return "  ".join(parts)
 
 
@@ -163,7 +165,7 @@ def live_table(runs: Sequence[RunView], seconds_left: float | None, *, width: in
             style=style,
         )
     share = share_done(runs)
-    left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+    left = "" if seconds_left is None else f"  {duration(round(seconds_left))} left"
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(total=1.0, completed=share, width=46, complete_style="cyan", finished_style="green"),
@@ -196,18 +198,3 @@ def loss_text(run: RunView) -> str:
     if run.loss is None:
         return ""
     return "diverged" if run.diverged else f"{run.loss:.3f}"
-
-
-def signed(value: float) -> str:
-    """+0.003 or -0.003, with a real minus sign; 0.000 has no sign."""
-    return "0.000" if round(value, 3) == 0 else f"{value:+.3f}".replace("-", "\N{MINUS SIGN}")
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: "41 s", "3 min 05 s", "2 h 10 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

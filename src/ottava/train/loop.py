@@ -32,6 +32,7 @@ from ottava.debug.watch import Watch, watch
 from ottava.nn.calibrate import calibrate
 from ottava.nn.convert import ConversionReport, convert
 from ottava.nn.receipt import receipt
+from ottava.settings import flatten
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     Checkpoint,
@@ -48,7 +49,7 @@ from ottava.train.checkpoint import (
 from ottava.train.config import OptimizerConfig, TrainConfig
 from ottava.train.model import ByteTransformer, loss
 from ottava.train.requirements import gather
-from ottava.train.run_folder import RunFolder, StepRecord, flatten
+from ottava.train.run_folder import RunFolder, StepRecord
 
 RECEIPT_VERSION = 1
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
@@ -233,16 +234,17 @@ class Trainer:
 
     def _verify(self, model: nn.Module, proposal: Proposal) -> Verdict:
         """Whether the gradient of that step's batch comes nearer to that of high precision."""
-        return by_gradient(self._batch(proposal.step), self._loss_of)(model, proposal)
+        return by_gradient(self.batch(proposal.step), self.loss_of)(model, proposal)
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The training batch of a step, on the CPU."""
         settings = self.config
         return self.corpus.batch(
             seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
         )
 
-    def _loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of a batch, computed as in training; the model on the trainer's device."""
         with self._compute():
             return loss(model, batch[0].to(self.device), batch[1].to(self.device))
 
@@ -270,11 +272,11 @@ class Trainer:
         """
         settings = self.config
         started = time.perf_counter()
-        inputs, targets = self._batch(step)
+        inputs, targets = self.batch(step)
         learning_rate = settings.optimizer.learning_rate * settings.schedule.factor(step, settings.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        value = self._loss_of(self.model, (inputs, targets))
+        value = self.loss_of(self.model, (inputs, targets))
         value.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optimizer.grad_clip)
         loss_value, grad_norm = _finite(value), _finite(norm)
@@ -391,7 +393,7 @@ class Trainer:
         )
         batches = _CALIBRATION_BATCHES if any(self._scaling.doors()) else 0
         if batches:
-            calibrate(self.model, map(self._batch, range(1, batches + 1)), loss=self._loss_of)
+            calibrate(self.model, map(self.batch, range(1, batches + 1)), loss=self.loss_of)
             self._scaling.take_amax()  # those of no step of this run
             _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
         return {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}

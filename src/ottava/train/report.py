@@ -1,36 +1,24 @@
 """The report of a demo: one HTML file that needs nothing else, and the picture for a README.
 
-This file turns a `DemoResult` into what the template shows: charts, grouped rows, shaded cells. The template
-(report.html.j2) holds all words and all looks. No number is computed here that the result does not hold.
+This file turns a `DemoResult` into what the template shows: charts, shaded cells. The template
+(demo.html.j2) holds all words and all looks. No number is computed here that the result does not hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from types import MappingProxyType
 
-import jinja2
 from markupsafe import Markup
 
-from ottava.train.charts import (
-    CHART_CSS,
-    DARK_PALETTE,
-    LIGHT_PALETTE,
-    Band,
-    Chart,
-    Line,
-    color_index,
-    nice_ticks,
-    palette_css,
-    render,
-    smooth,
-    standalone,
-)
-from ottava.train.display import duration, signed
-from ottava.train.summary import REFERENCE, DemoResult, RunResult, listed
+from ottava.debug.layer_names import starred
+from ottava.nn.receipt import ReceiptRow, grouped
+from ottava.pages.charts import Band, Chart, Line, color, nice_ticks, smooth, standalone
+from ottava.pages.charts import render as drawn
+from ottava.pages.frame import render
+from ottava.train.summary import REFERENCE, DemoResult, RunResult
 
 # The three tensors that a Linear casts, as the report calls them.
 _TENSORS = MappingProxyType({"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"})
@@ -46,28 +34,19 @@ def render_report(result: DemoResult) -> str:
     Raises:
         ValueError: the result has no runs (see `DemoResult`).
     """
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"listed": listed, "signed": signed, "loss": loss_text, "duration": duration}
-    template = environment.from_string(resources.files(__package__).joinpath("report.html.j2").read_text("utf-8"))
-    html: str = template.render(
+    charts = (loss_chart(result), difference_chart(result))
+    return render(
+        __package__,
+        "demo.html.j2",
         result=result,
         styles=styles(result),
-        light=palette_css(LIGHT_PALETTE),
-        dark=palette_css(DARK_PALETTE),
-        chart_css=Markup(CHART_CSS),
-        color_index=color_index,
-        charts=[
-            Markup(render(chart, chart_id=f"chart{i}", tooltips=True))
-            for i, chart in enumerate((loss_chart(result), difference_chart(result)))
-        ],
+        color=color,
+        charts=[Markup(drawn(chart, chart_id=f"chart{i}", tooltips=True)) for i, chart in enumerate(charts)],
         strip=Strip.of(result),
         steps=[step for step, _ in result.runs[0].validation],
-        receipts={recipe: receipt_groups(machinery.receipt) for recipe, machinery in result.machinery.items()},
+        receipts={recipe: grouped([ReceiptRow(**row) for row in m.receipt]) for recipe, m in result.machinery.items()},
         heat={recipe: heat_grids(machinery.numbers) for recipe, machinery in result.machinery.items()},
     )
-    return html
 
 
 def render_picture(result: DemoResult) -> str:
@@ -79,11 +58,6 @@ def render_picture(result: DemoResult) -> str:
 def styles(result: DemoResult) -> dict[str, int]:
     """The number of each recipe's colour, dash and marker: 0 for BF16, then in order."""
     return {REFERENCE: 0} | {run.recipe: i for i, run in enumerate(result.candidates, start=1)}
-
-
-def loss_text(value: float | None) -> str:
-    """Three decimals; a dash where there is no finite number."""
-    return f"{value:.3f}" if value is not None and math.isfinite(value) else "\N{EN DASH}"
 
 
 def loss_chart(result: DemoResult) -> Chart:
@@ -193,50 +167,6 @@ class Strip:
         )
 
 
-def receipt_groups(rows: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Receipt rows that differ in the layer's number only, as one row with the numbers and how many there are.
-
-    Example:
-        >>> rows = [{"layer": f"layers.{i}.o_proj", "gemm": "fprop", "kernel": "reference"} for i in (0, 1, 2, 4)]
-        >>> receipt_groups(rows)
-        [{'layer': 'layers.*.o_proj', 'gemm': 'fprop', 'kernel': 'reference', 'numbers': '0-2, 4', 'count': 4}]
-    """
-    groups: dict[tuple[object, ...], list[int | None]] = {}
-    first: dict[tuple[object, ...], dict[str, object]] = {}
-    for row in rows:
-        pattern, number = split_layer(str(row["layer"]))
-        shown = dict(row) | {"layer": pattern}
-        key = tuple(shown.values())
-        groups.setdefault(key, []).append(number)
-        first.setdefault(key, shown)
-    return [first[key] | {"numbers": ranges(numbers), "count": len(numbers)} for key, numbers in groups.items()]
-
-
-def split_layer(name: str) -> tuple[str, int | None]:
-    """A layer's name with its first number starred, and that number.
-
-    Example:
-        >>> split_layer("layers.3.mlp.down_proj"), split_layer("lm_head")
-        (('layers.*.mlp.down_proj', 3), ('lm_head', None))
-    """
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join([*parts[:i], "*", *parts[i + 1 :]]), int(part)
-    return name, None
-
-
-def ranges(numbers: Sequence[int | None]) -> str:
-    """Numbers as ranges: [0, 1, 2, 4] -> "0-2, 4"; "" where the layer has none."""
-    runs: list[list[int]] = []
-    for number in sorted(n for n in numbers if n is not None):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        elif not runs or number != runs[-1][1]:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 @dataclass(frozen=True)
 class Cell:
     """A number of a heat table, how much it deserves a look (0 to 3), and the words of its tooltip."""
@@ -270,10 +200,10 @@ def _grid(rows: Sequence[Mapping[str, object]], tensor: str, metric: str) -> Hea
     found: dict[tuple[str, int | None], list[Mapping[str, object]]] = {}
     for row in rows:
         if row["tensor"] == tensor:
-            found.setdefault(split_layer(str(row["layer"])), []).append(row)
+            found.setdefault(starred(str(row["layer"])), []).append(row)
     numbers = sorted({number for _, number in found}, key=lambda n: -1 if n is None else n)
     # In the order of the forward, also for gradients, which arrive in the opposite one.
-    order = dict.fromkeys(split_layer(str(row["layer"]))[0] for row in rows)
+    order = dict.fromkeys(starred(str(row["layer"]))[0] for row in rows)
     kinds = [kind for kind in order if any((kind, number) in found for number in numbers)]
     return HeatGrid(
         title=_TENSORS[tensor],

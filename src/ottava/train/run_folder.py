@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from ottava.settings import ConfigError
+from ottava.settings import ConfigError, flatten
+from ottava.text import to_json
 from ottava.train.checkpoint import CheckpointError, atomic_write, naming_full_disks
 from ottava.train.config import TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock
@@ -57,11 +58,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """One line of metrics.jsonl. Floats survive it bit for bit; a NaN, which JSON has no word for, becomes null."""
-        values = {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in asdict(self).items()
-        }
-        return json.dumps(values, allow_nan=False)
+        return to_json(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
@@ -194,19 +191,6 @@ def _like(fresh: Mapping[str, Any], saved: Any) -> dict[str, Any]:
         if name != "commit" and not isinstance(saved.get(name), type(value)):  # a commit may be null
             raise TypeError(f"its {name} is {saved.get(name)!r}")
     return saved
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings as one level.
-
-    Example:
-        >>> flatten({"steps": 2, "model": {"layers": 5}})
-        {'steps': 2, 'model.layers': 5}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _this_process() -> dict[str, Any]:

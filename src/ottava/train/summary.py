@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
-from ottava.debug.statistics import json_values
+from ottava.text import finite, listed
 from ottava.train.verdict import Noise, Verdict, has_diverged, judge
 
 SCHEMA_VERSION = 1
@@ -63,7 +64,7 @@ class RunResult:
 class Machinery:
     """What one FP8 run really did, layer by layer: facts of the engine, not of the training."""
 
-    receipt: Sequence[Mapping[str, object]]
+    receipt: Sequence[Mapping[str, Any]]
     """One row for each GEMM of the last forward and backward, as `ottava.receipt` gives them."""
     fp8_fraction: float
     """Share of the GEMM work whose operands were quantized."""
@@ -173,54 +174,28 @@ class DemoResult:
             return f"{who} {'ends' if len(verdicts) == 1 else 'end'} inside the noise of BF16"
         return "No recipe ends clearly worse than BF16"
 
-    def to_dict(self) -> dict[str, object]:
-        """All numbers, ready for JSON: losses that are not finite become null."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "headline": self.headline,
-            "unit": "nats per byte",
-            "noise": {
-                "losses": list(self.noise.losses),
-                "spread": self.noise.spread,
-                "std": self.noise.std,
-                "limit": self.noise.limit,
-            },
-            "verdicts": [
-                {"recipe": v.recipe, "outcome": v.outcome, "delta": v.delta, "sentence": v.sentence}
-                for v in self.verdicts
-            ],
-            "runs": [self._run_dict(run) for run in self.runs],
-            "machinery": {
-                recipe: {
-                    "fp8_fraction": m.fp8_fraction,
-                    "skipped": dict(m.skipped),
-                    "receipt": [dict(row) for row in m.receipt],
-                    "numbers": json_values(m.numbers),
-                }
-                for recipe, m in self.machinery.items()
-            },
-            "command": self.command,
-            "config": self.config,
-            "text": self.text,
-            "parameters": self.parameters,
-            "facts": dict(self.facts),
-            "training_seconds": self.training_seconds,
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, ready for JSON: those that are not finite become None."""
+        numbers: dict[str, Any] = finite(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "headline": self.headline,
+                "unit": "nats per byte",
+                "noise": {name: getattr(self.noise, name) for name in ("losses", "spread", "std", "limit")},
+                "verdicts": [asdict(verdict) for verdict in self.verdicts],
+                "runs": [self._run_dict(run) for run in self.runs],
+                "machinery": {recipe: asdict(machinery) for recipe, machinery in self.machinery.items()},
+                "command": self.command,
+                "config": self.config,
+                "text": self.text,
+                "parameters": self.parameters,
+                "facts": self.facts,
+                "training_seconds": self.training_seconds,
+            }
+        )
+        return numbers
 
     def _run_dict(self, run: RunResult) -> dict[str, object]:
-        return {
-            "recipe": run.recipe,
-            "seed": run.seed,
-            "final_loss": json_values(run.final_loss),
-            "high_precision_loss": json_values(run.high_precision_loss),
-            "diverged_at": run.diverged_at,
-            "tokens_per_second": run.tokens_per_second,
-            "speed_ratio": self.speed_ratio(run),
-            "losses": json_values(run.losses),
-            "validation": json_values(run.validation),
-        }
-
-
-def listed(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        names = ("recipe", "seed", "final_loss", "high_precision_loss", "diverged_at", "tokens_per_second")
+        numbers = {name: getattr(run, name) for name in (*names, "losses", "validation")}
+        return numbers | {"speed_ratio": self.speed_ratio(run)}

@@ -14,9 +14,9 @@ from test_page import KINDS, NOTHING, Checker, degenerate
 
 from ottava.debug.report import render_report
 from ottava.debug.report.grid import Grid
-from ottava.debug.report.text import number
 from ottava.debug.run.reader import Run
 from ottava.debug.statistics import STATISTICS
+from ottava.text import number
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -124,7 +124,7 @@ def test_browser_and_python_write_numbers_alike(tmp_path: Path) -> None:
         1e-3,
         999500.0,
     ]
-    chart = resources.files("ottava.debug.report").joinpath("chart.js").read_text(encoding="utf-8")
+    chart = resources.files("ottava.pages").joinpath("draw.js").read_text(encoding="utf-8")
     page = tmp_path / "numbers.html"
     script = f"document.title = {[float(v) for v in values]}.map((x) => human(x, 'dB')).join('; ');"
     done = "document.documentElement.dataset.drawn = 'yes';"

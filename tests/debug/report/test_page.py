@@ -16,11 +16,12 @@ import ottava
 from ottava.debug.analysis.what_if import predict
 from ottava.debug.measure import measure_packed
 from ottava.debug.report import make_report, page, render_report
-from ottava.debug.report.text import number
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
+from ottava.pages.charts import DARK, LIGHT
+from ottava.text import number
 
 LAYER = "layers.2.mlp.down_proj"
 NOTHING = {"verdict": "none", "sentence": "No FP8 evidence found; coverage 50 %.", "coverage_pct": 50.0, "findings": []}
@@ -214,7 +215,8 @@ def palettes() -> dict[str, dict[str, str]]:
     """Colours by name, light and dark."""
     css = resources.files("ottava.debug.report").joinpath("report.css").read_text(encoding="utf-8")
     light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
-    return {name: dict(re.findall(r"--(\w+): (#\w+);", text)) for name, text in (("light", light), ("dark", dark))}
+    own = {"light": (LIGHT, light), "dark": (DARK, dark)}
+    return {name: {**shared, **dict(re.findall(r"--(\w+): (#\w+);", text))} for name, (shared, text) in own.items()}
 
 
 def luminance(colour: str) -> float:
@@ -227,7 +229,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(scheme: str) -> None:
     """WCAG AA: 4.5 to 1 for text on either background, 3 to 1 for curves."""
-    colours = {name: luminance(value) for name, value in palettes()[scheme].items()}
+    colours = {name: luminance(value) for name, value in palettes()[scheme].items() if value.startswith("#")}
 
     def contrast(one: str, other: str) -> float:
         low, high = sorted((colours[one], colours[other]))

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from ottava.debug.report.payload import MAX_BYTES, pack, payload, shown_alike, thinned, unpack
-from ottava.debug.report.text import number
+from ottava.debug.report.payload import MAX_BYTES, all_rounded, pack, payload, shown_alike, thinned, unpack
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally, tally_fields
+from ottava.text import number, rounded_alike
 
 
 def test_packing_keeps_twelve_bits_and_what_is_not_finite() -> None:
@@ -27,6 +27,7 @@ def test_numbers_are_shown_the_same_before_and_after() -> None:
     halves = (random.integers(100, 1000, 5_000) + 0.5) * 10.0 ** random.integers(-12, 12, 5_000)
     values = np.concatenate([plain, halves, np.nextafter(halves, 0), -halves, [448.0, 0.1, 2.125, np.inf, 0.0]])
     kept = shown_alike(values)
+    assert all_rounded(values) == pytest.approx([rounded_alike(float(v)) for v in values], rel=1e-15)
     assert [number(float(v)) for v in kept] == [number(float(v)) for v in values]
     assert kept == pytest.approx(values, rel=2.0**-11)
     steps = random.integers(1, 2**24, 1000).astype(np.float64)

@@ -28,11 +28,11 @@ from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
-from ottava.debug.statistics import json_values
 from ottava.formats import Format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
 from ottava.scaling import BLOCK_128X128, PER_TENSOR
+from ottava.text import finite
 
 HIGH_PRECISION = "high precision"
 _COST_OF_HIGH_PRECISION = 12.0
@@ -122,7 +122,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; None for what is not known, and for an SQNR without error."""
-        return dict(json_values(vars(self)))
+        return dict(finite(vars(self)))
 
 
 def default_recipes() -> tuple[Recipe, ...]:

@@ -15,6 +15,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES, TENSORS
+from ottava.settings import flatten
 from ottava.untrusted import MAX_STEP, MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
 UNKNOWN = "unknown"
@@ -180,8 +181,9 @@ class Collected:
                 self.note(f"{path.name}: is left out ({str(error).splitlines()[0]})")
                 continue
             if isinstance(values, Mapping):
-                _flatten(values, "", flat)
-        return flat
+                flat |= flatten(values)
+        plain = (str, int, float, type(None))
+        return {key: value if isinstance(value, plain) else str(value) for key, value in flat.items()}
 
     def _manifest(self, source: Path, steps: list[int]) -> dict[str, Any]:
         names, config = list(self.layers), self._config(source)
@@ -227,11 +229,3 @@ def _with_derived(values: dict[str, float]) -> dict[str, float]:
     if "underflow_pct_numel" in known:
         known.setdefault("underflow_pct", known["underflow_pct_numel"])
     return {name: value for name, value in known.items() if name in STATISTICS}
-
-
-def _flatten(values: Mapping[Any, Any], prefix: str, flat: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            _flatten(value, f"{prefix}{key}.", flat)
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
-from ottava.debug.run.schema import SYMBOLS
-from ottava.debug.statistics import json_values
+from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
+from ottava.text import finite
 
 Target = Literal["gradient", "loss"]
 _SPREAD = 0.5
@@ -75,7 +75,7 @@ class Suspect:
     @property
     def symbol(self) -> str:
         """As papers write the operand: X, W.T, dY."""
-        return SYMBOLS[self.tensor] + (".T" if self.direction == "col" else "")
+        return symbol(self.tensor, self.direction)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class BisectResult:
             "gemms": [probe.to_dict() for probe in self.gemms],
             "notes": list(self.notes),
         }
-        return json_values(values)  # type: ignore[no-any-return]
+        return finite(values)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         probes = (Probe(f"all of {self.recipe}", self.total), *self.probes)
@@ -248,9 +248,9 @@ class _Search:
         errors = {}
         for side in ("lhs", "rhs"):
             tensor, direction = TENSOR_OF[gemm, side]
-            symbol = SYMBOLS[tensor] + (".T" if direction == "col" else "")
+            what = f"{gemm} of {layer}, only {symbol(tensor, direction)} quantized"
             with door_hooks(self.layers[layer], _one_operand(gemm, tensor)):
-                errors[side] = self._probe(f"{gemm} of {layer}, only {symbol} quantized", [layer], [gemm]).error
+                errors[side] = self._probe(what, [layer], [gemm]).error
         return "rhs" if errors["rhs"] > errors["lhs"] else "lhs"
 
     def _cause(self, layer: str, gemm: str, error: float) -> str:

@@ -26,7 +26,7 @@ from ottava.debug.remedy.guard import EventLog, Spike
 from ottava.debug.remedy.replay import Loss, Replay, only_pattern, ottava_layers, spelled_out
 from ottava.debug.remedy.snapshot import Snapshot, Stateful
 from ottava.debug.run.reader import Table
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
 from ottava.formats import Format, get_format
 from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
@@ -67,8 +67,8 @@ class Evidence:
     unit: str
 
     def __str__(self) -> str:
-        symbol = SYMBOLS[self.tensor] + (".T" if self.direction == "col" else "")
-        return f"{symbol} {self.metric} {self.value:.4g} {self.unit} (limit {self.threshold:g})"
+        where = symbol(self.tensor, self.direction)
+        return f"{where} {self.metric} {self.value:.4g} {self.unit} (limit {self.threshold:g})"
 
     @property
     def severity(self) -> float:

@@ -1,36 +1,8 @@
-"use strict";
-// Drawing: SVG that takes its colours from the page's CSS, so that light, dark and print need no code. Knows nothing of
-// runs and tensors; report.js does.
+// Pictures of the report: SVG as wide as its place. Knows nothing of runs and tensors; report.js does.
 
-const $ = (id) => document.getElementById(id);
-const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
-const plain = (step) => step.toLocaleString("en");
-
-// A number in three digits with its unit, as text.py writes it.
-function human(x, unit = "") {
-  if (x === null || x === undefined || Number.isNaN(x)) return "–";
-  const tail = ["", "of x", "of x squared", "elements"].includes(unit) ? "" : ` ${unit}`;
-  const sign = x < 0 ? "−" : "", size = Math.abs(x);
-  if (size === Infinity) return sign + "∞" + tail;
-  if (unit === "elements") return sign + plain(Math.round(size));
-  const r = Number(size.toPrecision(3));
-  if (r === 0) return sign + "0" + tail;
-  if (r < 1e-3 || r >= 1e6) return sign + r.toExponential(2).replace("+", "").replace("e-", "e−") + tail;
-  const places = Math.max(0, 2 - Math.floor(Math.log10(r)));
-  return sign + r.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }) + tail;
-}
 const elide = (name, width) => name.length <= width ? name
   : name.slice(0, width - 1 - (width >> 1)) + "…" + name.slice(name.length - (width >> 1));
 
-// Adds an element to a parent: SVG inside SVG, HTML elsewhere.
-function put(parent, tag, attributes = {}, text = null) {
-  const svg = tag === "svg" || parent.namespaceURI.endsWith("svg");
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== null) node.textContent = text;
-  parent.append(node);
-  return node;
-}
 // An empty picture as wide as its place.
 function canvas(host, height, label) {
   const width = Math.max(280, host.clientWidth || 1000);
@@ -61,24 +33,6 @@ function powers(low, high) {
   for (let e = Math.ceil(low / unit / step) * step; e * unit <= high; e += step) found.push(base ** e);
   return found.length > 1 ? found : ticks(2 ** low, 2 ** high, 4);
 }
-// Where an event is, in the units of a picture's viewBox.
-const pointIn = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-
-// Calls answer(x, y) as the pointer moves, and shows the lines that it returns.
-function hover(svg, answer) {
-  const tip = $("tip");
-  svg.addEventListener("pointermove", (event) => {
-    const { x, y } = pointIn(svg, event), told = answer(x, y);
-    tip.style.display = told ? "block" : "none";
-    if (!told) return;
-    tip.replaceChildren();
-    for (const line of told) put(tip, "div", {}, line);
-    tip.style.left = clamp(event.clientX + 16, 8, Math.max(8, innerWidth - tip.offsetWidth - 8)) + "px";
-    tip.style.top = Math.max(8, event.clientY - tip.offsetHeight - 12) + "px";
-  });
-  svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
-}
-
 // Curves over steps. series: {name, xs, ys, css}, ys null where not known. Returns what others need to draw on top.
 function lines(host, { height, label, series, x: [x0, x1], log = false, bottom = 24, top = 22, left = 56, right = 14 }) {
   const { svg, width } = canvas(host, height, label);
@@ -118,17 +72,11 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
     }
     from += 50 + wide;
   }
-  const cross = put(svg, "line", { class: "cross", y1: top, y2: height - bottom, visibility: "hidden" });
-  hover(svg, (px) => {
-    const x = x0 + (px - left) / (width - left - right) * (x1 - x0), xs = series.flatMap((s) => s.xs);
-    if (!xs.length) return null;
-    const near = xs.reduce((best, v) => Math.abs(v - x) < Math.abs(best - x) ? v : best);
-    for (const end of ["x1", "x2"]) cross.setAttribute(end, X(near));
-    cross.setAttribute("visibility", "visible");
-    const found = series.filter((s) => s.xs.includes(near));
-    return [`step ${plain(near)}`, ...found.map((s) => `${s.name} ${human(s.ys[s.xs.indexOf(near)])}`)];
+  const box = { left, right: width - right, top, bottom: height - bottom, low: x0, high: x1 };
+  follow(svg, box, series.flatMap((s) => s.xs), (x) => {
+    const found = series.filter((s) => s.xs.includes(x));
+    return [`step ${plain(x)}`, ...found.map((s) => `${s.name} ${human(s.ys[s.xs.indexOf(x)])}`)];
   });
-  svg.addEventListener("pointerleave", () => cross.setAttribute("visibility", "hidden"));
   return { svg, X, width, left, right, top, base: height - bottom };
 }
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ottava.debug.report.text import number
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
+from ottava.text import number
 
 SENTENCES: Mapping[str, str] = MappingProxyType(
     {
@@ -50,7 +50,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     known = {key: fact(value) for key, value in event.items()}
     known |= {f"{key}_pct": number(100 * value, "%") for key, value in event.items() if isinstance(value, float)}
     if "tensor" in event:
-        known["tensor_symbol"] = SYMBOLS.get(str(event["tensor"]), str(event["tensor"]))
+        known["tensor_symbol"] = symbol(str(event["tensor"]))
     elif f"{kind}, no tensor" in SENTENCES:
         kind = f"{kind}, no tensor"
     try:

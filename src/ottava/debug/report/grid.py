@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ottava.debug.layer_names import KINDS, layer_index, layer_kind
+from ottava.debug.layer_names import KINDS, layer_kind, starred
 from ottava.debug.limits import healthy_db
 from ottava.debug.report.scales import SCALES, Values
 from ottava.debug.run.reader import Table
@@ -126,16 +126,16 @@ class Grid:
         Returns:
             title, kind, tensor, and members: pairs of a cast's number and its label within the group.
         """
-        patterns = [_pattern(slot.layer) for slot in self.slots]
+        patterns = [starred(slot.layer) for slot in self.slots]
         layers: dict[tuple[str, str], set[str]] = {}
         for slot, (pattern, _) in zip(self.slots, patterns, strict=True):
             layers.setdefault((slot.tensor, pattern), set()).add(slot.layer)
         groups: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-        for i, (slot, (pattern, label)) in enumerate(zip(self.slots, patterns, strict=True)):
+        for i, (slot, (pattern, block)) in enumerate(zip(self.slots, patterns, strict=True)):
             kind = layer_kind(slot.layer)
             alone = len(layers[slot.tensor, pattern]) == 1
             key = (slot.tensor, kind, "" if alone else pattern)
-            groups.setdefault(key, []).append((i, slot.layer if alone else label))
+            groups.setdefault(key, []).append((i, slot.layer if alone else str(block)))
         return [
             {"tensor": tensor, "kind": kind, "title": pattern, "members": members}
             for (tensor, kind, pattern), members in groups.items()
@@ -160,23 +160,13 @@ def _alarm(
 def _ordered(slots: list[SlotKey]) -> list[SlotKey]:
     """By tensor, then kind, then number of the layer; else as they came, which is the order of the forward."""
     tensors, kinds = list(SYMBOLS), [*_KIND_ORDER, *KINDS]
-    patterns = list(dict.fromkeys(_pattern(slot.layer)[0] for slot in slots))
+    patterns = list(dict.fromkeys(starred(slot.layer)[0] for slot in slots))
     rank = {pattern: i for i, pattern in enumerate(patterns)}
 
     def place(numbered: tuple[int, SlotKey]) -> tuple[int, int, int, int, int]:
         came, slot = numbered
         tensor = tensors.index(slot.tensor) if slot.tensor in tensors else len(tensors)
-        pattern = rank[_pattern(slot.layer)[0]]
-        return tensor, kinds.index(layer_kind(slot.layer)), pattern, layer_index(slot.layer) or 0, came
+        pattern, block = starred(slot.layer)
+        return tensor, kinds.index(layer_kind(slot.layer)), rank[pattern], block or 0, came
 
     return [slot for _, slot in sorted(enumerate(slots), key=place)]
-
-
-def _pattern(layer: str) -> tuple[str, str]:
-    """A layer's name with its first number starred, and that number."""
-    number = layer_index(layer)
-    if number is None:
-        return layer, layer
-    parts = layer.split(".")
-    at = next(i for i, part in enumerate(parts) if part.isdecimal())
-    return ".".join([*parts[:at], "*", *parts[at + 1 :]]), str(number)

@@ -6,27 +6,27 @@ numbers, which is there without a script as well.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from markupsafe import Markup, escape
 
+from ottava import text
 from ottava.debug.analysis.compare import compare
 from ottava.debug.analysis.diagnose import diagnose
 from ottava.debug.analysis.what_if import Prediction, predict, thinned
-from ottava.debug.recording import FILE_NAME, read_series
-from ottava.debug.report import sections, text
+from ottava.debug.recording import recorded
+from ottava.debug.report import sections
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.payload import payload
 from ottava.debug.report.timeline import marks, not_finite_from, thin, worst_runs
 from ottava.debug.run.reader import Run
-from ottava.debug.statistics import STATISTICS, json_values
+from ottava.debug.run.schema import symbol
+from ottava.debug.statistics import STATISTICS
+from ottava.files import replacing
+from ottava.pages.frame import render, script_json
 
 REPORT = "report.html"
 _MOST_POINTS = 800
@@ -45,9 +45,8 @@ class Report:
 
     def write(self, path: Path) -> Path:
         """Writes the file, beside its place first, so that no reader sees half of it."""
-        scratch = path.with_name(path.name + ".tmp")
-        scratch.write_text(self.html, encoding="utf-8")
-        scratch.replace(path)
+        with replacing(path) as scratch:
+            scratch.write_text(self.html, encoding="utf-8")
         return path
 
 
@@ -96,8 +95,7 @@ def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
     asked = table
     if len(table) > _MOST_PREDICTED_ROWS:
         asked = thinned(table, max(4, _MOST_PREDICTED_ROWS // len(table.slots())))
-    recording = read_series(run.path) if (run.path / FILE_NAME).is_file() else None
-    return predict(asked, recording=recording, amaxes=everything), (len(asked), len(table))
+    return predict(asked, recording=recorded(run.path), amaxes=everything), (len(asked), len(table))
 
 
 def render_report(
@@ -127,18 +125,12 @@ def render_report(
         "start": _start(grid),
     }
     found = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(diagnosis.get("findings") or [])]
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"number": text.number, "elide": text.elide, "listed": text.listed, "breakable": _breakable}
-    parts = {name: _part(name) for name in ("report.html.j2", "report.css", "chart.js", "report.js")}
-    html: str = environment.from_string(parts["report.html.j2"]).render(
+    return render(
+        __package__,
+        "report.html.j2",
         name=run.path.resolve().name,
         started=str(run.manifest.get("started") or ""),
-        css=Markup(parts["report.css"]),
-        chart=Markup(parts["chart.js"]),
-        script=Markup(parts["report.js"]),
-        facts=Markup(_json(facts)),
+        facts=script_json(facts),
         packed=numbers.packed,
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
@@ -166,21 +158,6 @@ def render_report(
         settings=sections.settings_of_run(run.manifest),
         ranks=len(run.ranks),
     )
-    return html.lstrip()
-
-
-def _json(values: Any) -> str:
-    """JSON that may stand in a script element; numbers that are not finite become null."""
-    return json.dumps(json_values(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _breakable(name: str) -> Markup:
-    """A dotted name that may go on in the next line after a dot."""
-    return escape(name).replace(".", Markup(".<wbr>"))
-
-
-def _part(name: str) -> str:
-    return resources.files("ottava.debug.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _curves(run: Run) -> dict[str, Any]:
@@ -224,6 +201,6 @@ def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any
         if found is not None:
             slot = grid.slots[found.slot]
             value = text.number(found.value, STATISTICS[found.metric].unit)
-            row |= {"layer": slot.layer, "tensor": sections.symbol(slot.tensor), "metric": found.metric, "value": value}
+            row |= {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": found.metric, "value": value}
         rows.append(row)
     return rows

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES, Values
-from ottava.debug.report.text import all_rounded
 from ottava.debug.run.reader import Table
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.formats import FORMATS
+from ottava.text import rounded_alike
 
 MAX_BYTES = 1_450_000
 """Of base64, so that a whole page stays under 2 MB."""
@@ -31,6 +31,7 @@ _MAX_HISTOGRAMS = 1200
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
 _HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
 _DROPPED_BITS = 11
+_NEAR_A_HALF = 1e-6  # of the third digit: far more than the vectorized division below is off
 _LEAST_NORMAL = 2.0**-126
 _WHOLE = 2**24
 """Up to there, fp32 has every whole number."""
@@ -68,7 +69,7 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
     arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
     histograms, counts = _histograms(table, grid)
     facts: dict[str, Any] = {
-        "slots": [{**slot._asdict(), "symbol": SYMBOLS.get(slot.tensor, slot.tensor)} for slot in grid.slots],
+        "slots": [{**slot._asdict(), "symbol": symbol(slot.tensor)} for slot in grid.slots],
         "groups": grid.groups(),
         "looks": grid.looks,
         "metrics": [_metric(name, grid.values[name]) for name in names],
@@ -117,6 +118,23 @@ def shown_alike(values: Values) -> npt.NDArray[np.float32]:
     next_to = (near.view(np.uint32) + step).astype(np.uint32).view(np.float32)
     whole = (np.abs(values) <= _WHOLE) & (values == np.floor(values))
     return np.where(whole, values.astype(np.float32), np.where(other, next_to, near))
+
+
+def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`rounded_alike` of every number that is finite, but for their last bits; the others stay.
+
+    Example:
+        >>> all_rounded(np.array([2.125, 99960.0, np.inf])).tolist()
+        [2.13, 100000.0, inf]
+    """
+    known = np.isfinite(values) & (values != 0)
+    size = np.abs(np.where(known, values, 1.0))
+    unit = 10.0 ** (np.floor(np.log10(size)) - 2)
+    digits = size / unit
+    rounded = np.where(known, np.copysign(np.floor(digits + 0.5) * unit, values), values)
+    for i in np.flatnonzero(known & (np.abs(digits - np.floor(digits) - 0.5) < _NEAR_A_HALF)):
+        rounded.flat[i] = rounded_alike(float(values.flat[i]))
+    return rounded
 
 
 def pack(values: npt.NDArray[np.float32]) -> str:

@@ -1,4 +1,3 @@
-"use strict";
 // The pictures of the report, and what answers pointer and keys. One state {slot, look, metric} is kept in the address,
 // so that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. What each number means is said by
 // the JSON in #facts; the numbers are in #numbers, see payload.py. Drawing is in chart.js.
@@ -66,7 +65,7 @@ function drawTime() {
     if (lost !== null) put(frame.svg, "text", place, "✕ no finite loss from here");
   }
   if (norm[0].length) {
-    const series = [{ name: "gradient norm", xs: norm[0], ys: norm[1], css: "s2" }];
+    const series = [{ name: "gradient norm", xs: norm[0], ys: norm[1], css: "s3" }];
     lines($("norm"), { height: 120, label: "Gradient norm by step", series, x, log: wide(norm[1]), bottom: 8, ...MARGIN });
   }
   if (looks.length) drawStrip(x);
@@ -316,7 +315,7 @@ function scaleRows() {
 function drawScales() {
   const rows = scaleRows().filter(([step]) => step >= 0), top = formats[slots[state.slot].format]?.max ?? NaN;
   const xs = rows.map(([step]) => step), amax = rows.map((row) => row[1]), fits = rows.map((row) => top / row[2]), least = rows.map((row) => top / row[3]);
-  const series = [{ name: "largest number that fits, at the scale used", xs, ys: fits, css: "s3" }, { name: "amax", xs, ys: amax, css: "s1" }];
+  const series = [{ name: "largest number that fits, at the scale used", xs, ys: fits, css: "s2" }, { name: "amax", xs, ys: amax, css: "s1" }];
   if (least.some((v, i) => v < fits[i] * 0.999)) series.unshift({ name: "at the block with the largest scale", xs, ys: least, css: "faint" });
   const known = series.filter((s) => s.ys.some((y) => Number.isFinite(y) && y > 0));
   $("amax-and-scale").hidden = !known.length;

@@ -15,9 +15,9 @@ from typing import Any
 from ottava.debug.analysis.what_if import Prediction, cheapest, summary
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES
-from ottava.debug.report.text import duration, listed, number, steps_text
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
+from ottava.text import duration, listed, number, steps_text
 
 Json = Mapping[str, Any]
 
@@ -39,17 +39,12 @@ WORST_COLUMNS = (
 WHAT_IF_ROWS = 40
 
 
-def symbol(tensor: str) -> str:
-    """X for "input", as papers write it; what nobody knows stays."""
-    return SYMBOLS.get(tensor, tensor)
-
-
 def finding(entry: Json, grid: Grid) -> dict[str, Any]:
     """A finding of a Diagnosis as the card shows it."""
     evidence = [_evidence(item, grid) for item in entry.get("evidence") or []]
     first, last = (*(entry.get("steps") or ()), None, None)[:2]
     layers = list(entry.get("layers") or [])
-    where = listed(layers)
+    where = listed(layers, most=4)
     if tensors := [symbol(t) for t in entry.get("tensors") or []]:
         where = f"{', '.join(tensors)} of {where}" if where else ", ".join(tensors)
     return {

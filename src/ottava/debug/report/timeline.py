@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ottava.debug.report.event_text import event_text
 from ottava.debug.report.grid import Grid, Worst
 from ottava.debug.report.scales import Values
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import symbol
 
 EVENT_LETTERS = MappingProxyType(
     {
@@ -97,7 +97,7 @@ def worst_runs(grid: Grid, worst: Sequence[Worst | None]) -> list[dict[str, Any]
         if found is None:
             continue
         slot = grid.slots[found.slot]
-        here = {"layer": slot.layer, "tensor": SYMBOLS.get(slot.tensor, slot.tensor), "metric": found.metric}
+        here = {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": found.metric}
         step = int(grid.step[found.slot, found.look])
         peak = {"value": found.value, "level": found.level, "step": step, "slot": found.slot}
         if runs and all(runs[-1][key] == value for key, value in here.items()) and runs[-1]["slot"] == found.slot:

@@ -54,6 +54,16 @@ SYMBOLS = MappingProxyType(
 """How papers write the tensors of y = x @ w.T; both are understood where a user names one."""
 
 
+def symbol(tensor: str, direction: str = "row") -> str:
+    """A tensor as papers write it; what nobody knows stays.
+
+    Example:
+        >>> symbol("input"), symbol("weight", "col"), symbol("bias")
+        ('X', 'W.T', 'bias')
+    """
+    return SYMBOLS.get(tensor, tensor) + (".T" if direction == "col" else "")
+
+
 class SlotKey(NamedTuple):
     """One cast of one tensor of one layer: what a series of statistics belongs to."""
 

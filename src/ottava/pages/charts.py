@@ -9,17 +9,31 @@ Drawn on the server, because a report must open offline, in ten years, in any br
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib import resources
+from types import MappingProxyType
+
+from ottava.text import to_json
 
 Point = tuple[float, float]
 
 # Okabe and Ito, "Color Universal Design" (2008); yellow left out (unreadable on white). The first is for BF16.
 LIGHT_PALETTE = ("#1f2328", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
 DARK_PALETTE = ("#e6edf3", "#4aa8e0", "#f08a4b", "#2fc79b", "#e3a3c6", "#e6b84d", "#8fd0f5")
+LIGHT: Mapping[str, str] = MappingProxyType(
+    {f"s{i}": color for i, color in enumerate(LIGHT_PALETTE)}
+    | {"ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7eb", "paper": "#ffffff", "raised": "#f6f8fa"}
+    | {"line": "#d1d9e0", "good": "#1a7f37", "warn": "#9a6700", "bad": "#cf222e", "heat": "213, 94, 0"}
+)
+"""Every colour that pages share; of a curve: s0, s1, ..."""
+DARK: Mapping[str, str] = MappingProxyType(
+    {f"s{i}": color for i, color in enumerate(DARK_PALETTE)}
+    | {"ink": "#e6edf3", "muted": "#9198a1", "grid": "#262c36", "paper": "#0d1117", "raised": "#151b23"}
+    | {"line": "#3d444d", "good": "#3fb950", "warn": "#d29922", "bad": "#f85149", "heat": "240, 138, 75"}
+)
 _DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
 _MARKERS = ("circle", "square", "triangle", "diamond")
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 14, 30, 40
@@ -103,18 +117,18 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def palette_css(colors: Sequence[str]) -> str:
-    """CSS variables --s0, --s1, ... that the charts are coloured with."""
-    return " ".join(f"--s{i}: {color};" for i, color in enumerate(colors))
+def css_variables(colors: Mapping[str, str]) -> str:
+    """CSS variables --s0, --ink, ... that charts and pages are coloured with."""
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
-def color_index(style: int) -> int:
-    """Which palette entry a style uses: 0 is kept for BF16, the others take turns."""
-    return 0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)
+def color(style: int) -> str:
+    """The colour of a style, as CSS has it: s0 is kept for BF16, the others take turns."""
+    return f"var(--s{0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)})"
 
 
 def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
-    """One inline <svg>; the page defines --s0.., --ink, --muted, --grid, --paper (see `standalone` for an example).
+    """One inline <svg>; the page defines the colours of `LIGHT` and has chart.css.
 
     Args:
         chart: what to draw. Points that are not finite leave a gap.
@@ -123,7 +137,7 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
     """
     frame = _Frame.of(chart)
     title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
-    data = f' data-chart="{escape(json.dumps(_tooltip_data(chart, frame)), quote=True)}"' if tooltips else ""
+    data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips else ""
     return "".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{chart_id}" role="img" '
@@ -157,27 +171,15 @@ def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) 
         f'<text x="24" y="{bottom + 18 + 22 * i}" class="figure-caption">{escape(caption)}</text>'
         for i, caption in enumerate(captions)
     ]
-    colors = f"{palette_css(LIGHT_PALETTE)} --ink: #1f2328; --muted: #59636e; --grid: #e4e7eb; --paper: #ffffff;"
+    css = resources.files(__package__).joinpath("chart.css").read_text(encoding="utf-8")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title, quote=True)}"><style>svg {{ {colors} }} {CHART_CSS}</style>'
+        f'role="img" aria-label="{escape(title, quote=True)}"><style>svg {{ {css_variables(LIGHT)} }} {css}</style>'
         f'<rect width="{width}" height="{height}" rx="10" fill="var(--paper)" stroke="var(--grid)"/>'
         f'<text x="24" y="36" class="figure-title">{escape(title)}</text>'
         f"{''.join(panels)}"
         f"{''.join(lines)}</svg>\n"
     )
-
-
-CHART_CSS = """
-.chart text, .figure-title, .figure-caption { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-  fill: var(--muted); font-variant-numeric: tabular-nums; }
-.chart .name { fill: var(--ink); } .chart .heading { fill: var(--ink); font-weight: 600; font-size: 12.5px; }
-.chart .grid { stroke: var(--grid); shape-rendering: crispEdges; }
-.chart .zero { stroke: var(--muted); shape-rendering: crispEdges; }
-.chart .band { fill: var(--s0); opacity: .13; } .chart .curve { fill: none; stroke-linejoin: round; }
-.figure-title { fill: var(--ink); font-size: 17px; font-weight: 650; } .figure-caption { font-size: 13px; }
-"""
-"""What `render` needs beside the palette; the report includes it too, so that both look alike."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class _Frame:
         return cls(
             left=_MARGIN_LEFT,
             right=chart.width - _MARGIN_RIGHT,
-            top=_MARGIN_TOP + 18 * _legend_rows(chart),
+            top=_MARGIN_TOP + 18 * max((row + 1 for _, _, row in _legend_layout(chart)), default=0),
             bottom=chart.height - _MARGIN_BOTTOM,
             x_range=chart.x_range or _extent(xs, padding=0),
             y_range=chart.y_range or _extent(ys, padding=0.04),
@@ -217,8 +219,8 @@ class _Frame:
 
 
 def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    known = [value for value in values if math.isfinite(value)]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
     if low == high:
         return low - 0.5, high + 0.5
     return low - padding * (high - low), high + padding * (high - low)
@@ -243,27 +245,18 @@ def _axes(chart: Chart, frame: _Frame) -> str:
     return "".join(parts)
 
 
-def _legend_entries(chart: Chart) -> list[Line | Band]:
-    return [line for line in chart.lines if not line.faint] + list(chart.bands)
-
-
-def _legend_width(entry: Line | Band) -> float:
-    return 46 + 6.2 * len(entry.name)
-
-
 def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
     """Each legend entry with its x and its row; text widths are estimated, since no font is measured here."""
-    placed, x, row = [], 0.0, 0
-    for entry in _legend_entries(chart):
-        if x and x + _legend_width(entry) > chart.width:
+    placed: list[tuple[Line | Band, float, int]] = []
+    entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint), *chart.bands]
+    x, row = 0.0, 0
+    for entry in entries:
+        width = 46 + 6.4 * len(entry.name)
+        if x and x + width > chart.width:
             x, row = 0.0, row + 1
         placed.append((entry, x, row))
-        x += _legend_width(entry)
+        x += width
     return placed
-
-
-def _legend_rows(chart: Chart) -> int:
-    return max((row for _, _, row in _legend_layout(chart)), default=-1) + 1
 
 
 def _legend(chart: Chart, frame: _Frame) -> str:
@@ -283,7 +276,7 @@ def _stroke(line: Line) -> str:
     dash = _DASHES[line.style % len(_DASHES)]
     dashes = f' stroke-dasharray="{dash}"' if dash and not line.faint else ""
     width, opacity = (1, 0.45) if line.faint else (2, 1)
-    return f'stroke="var(--s{color_index(line.style)})" stroke-width="{width}" opacity="{opacity}"{dashes}'
+    return f'stroke="{color(line.style)}" stroke-width="{width}" opacity="{opacity}"{dashes}'
 
 
 def _line(line: Line, frame: _Frame) -> str:
@@ -308,7 +301,7 @@ def _marker(x: float, y: float, style: int) -> str:
         "diamond": f"M{x} {y - up:.1f}l{out} {up}l{-out} {up}l{-out} {-up}z",
     }
     shape = shapes[_MARKERS[style % len(_MARKERS)]]
-    return f'<path d="{shape}" fill="var(--s{color_index(style)})" stroke="var(--paper)" stroke-width="1"/>'
+    return f'<path d="{shape}" fill="{color(style)}" stroke="var(--paper)" stroke-width="1"/>'
 
 
 def _band(band: Band, frame: _Frame) -> str:
@@ -320,24 +313,15 @@ def _band(band: Band, frame: _Frame) -> str:
     return f'<path class="band" d="M{upper}L{lower}z"/>'
 
 
-def _tooltip_data(chart: Chart, frame: _Frame) -> dict[str, object]:
-    """What the report's few lines of script need to answer a pointer: the measured points of each named line."""
-    named = [line for line in chart.lines if not line.faint]
-    xs = sorted({x for line in named for x, _ in line.points})
-    return {
-        "x_label": chart.x_label,
-        "box": [frame.left, frame.right, frame.top, frame.bottom],
-        "x_range": frame.x_range,
-        "signed": chart.signed,
-        "xs": xs,
-        "series": [
-            {"name": line.name, "color": color_index(line.style), "ys": [_value_at(line, x) for x in xs]}
-            for line in named
-        ],
-    }
-
-
-def _value_at(line: Line, x: float) -> float | None:
-    """The measured value at x; None where there is none or it is not finite (JSON has no nan)."""
-    value = next((y for at, y in line.points if at == x), math.nan)
-    return round(value, 4) if math.isfinite(value) else None
+def _tooltip_data(chart: Chart, frame: _Frame) -> str:
+    """What `follow` in draw.js needs to answer a pointer: the measured points of each named line."""
+    named = (line for line in chart.lines if not line.faint)
+    return to_json(
+        {
+            "x_label": chart.x_label,
+            "box": {"left": frame.left, "right": frame.right, "top": frame.top, "bottom": frame.bottom},
+            "x_range": frame.x_range,
+            "signed": chart.signed,
+            "series": [{"name": line.name, "color": color(line.style), "points": line.points} for line in named],
+        }
+    )

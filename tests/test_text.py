@@ -1,11 +1,11 @@
-"""Numbers keep three digits and their unit; names keep both ends."""
+"""Numbers keep three digits and their unit; names keep both ends; JSON stays JSON."""
 
+import json
 import math
 
-import numpy as np
 import pytest
 
-from ottava.debug.report.text import all_rounded, elide, listed, number, rounded_alike
+from ottava.text import duration, elide, listed, number, rounded_alike, signed, to_json
 
 
 @pytest.mark.parametrize("exponent", range(-30, 31))
@@ -25,7 +25,6 @@ def test_halves_are_rounded_away_from_zero_and_from_the_exact_value() -> None:
     shown = [1.13, 1.14, 113.0, 114.0, 0.112, 0.113, 0.115, 9.99, 1000.0, 1e7, 1.0]
     assert [rounded_alike(v) for v in values] == shown
     assert [rounded_alike(-v) for v in values] == [-v for v in shown]
-    assert all_rounded(np.array(values)) == pytest.approx(shown, rel=1e-15)
 
 
 def test_number_says_what_is_not_known_and_not_finite() -> None:
@@ -47,3 +46,17 @@ def test_elided_names_keep_their_ends_and_width() -> None:
 
 def test_listed_counts_what_it_leaves_out() -> None:
     assert listed("abcdefg", most=3) == "a, b, c and 4 more"
+    assert listed("ab", most=2) == "a and b"
+    assert listed("a") == "a"
+
+
+def test_signed_and_duration_read_like_a_person_writes() -> None:
+    minus = "\N{MINUS SIGN}"
+    assert [signed(v) for v in (0.0031, -0.0031, 0.0004, -0.0004)] == ["+0.003", f"{minus}0.003", "0.000", "0.000"]
+    assert [duration(s) for s in (0, 59, 59.4, 185, 7800)] == ["0 s", "59 s", "59.4 s", "3 min 05 s", "2 h 10 min"]
+
+
+def test_json_has_null_for_what_is_not_finite_at_any_depth() -> None:
+    values = {"a": [1.5, math.nan, {"b": (math.inf, -math.inf, 2)}], "c": True, "d": "NaN"}
+    told = json.loads(to_json(values), parse_constant=lambda word: pytest.fail(word))
+    assert told == {"a": [1.5, None, {"b": [None, None, 2]}], "c": True, "d": "NaN"}

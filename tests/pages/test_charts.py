@@ -6,15 +6,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ottava.train.charts import (
+from ottava.pages.charts import (
+    DARK,
     DARK_PALETTE,
+    LIGHT,
     LIGHT_PALETTE,
     Band,
     Chart,
     Line,
-    color_index,
+    color,
+    css_variables,
     nice_ticks,
-    palette_css,
     render,
     smooth,
     standalone,
@@ -77,7 +79,7 @@ def test_ten_recipes_differ_in_colour_dash_or_marker() -> None:
         assert curve is not None
         looks.add((curve.get("stroke"), curve.get("stroke-dasharray"), "".join(c for c in marker if c.isalpha())))
     assert len(looks) == 11
-    assert {color_index(style) for style in range(1, 11)} == set(range(1, len(LIGHT_PALETTE)))
+    assert {color(style) for style in range(1, 11)} == {f"var(--s{i})" for i in range(1, len(LIGHT_PALETTE))}
 
 
 def test_a_higher_loss_is_drawn_higher_and_nan_leaves_a_gap() -> None:
@@ -97,8 +99,7 @@ def test_tooltips_hold_the_measured_values() -> None:
     drawn = chart(line(1.0, math.nan, name="a"), Line(name="b", points=[(1, 2.5)], style=1), line(9.0, name="c"))
     root = ElementTree.fromstring(render(drawn, chart_id="c", tooltips=True))
     data = json.loads(root.get("data-chart", ""))
-    assert data["xs"] == [0, 1]
-    assert [series["ys"] for series in data["series"]] == [[1.0, None], [None, 2.5], [9.0, None]]
+    assert [series["points"] for series in data["series"]] == [[[0, 1.0], [1, None]], [[1, 2.5]], [[0, 9.0]]]
     assert "data-chart" not in render(drawn, chart_id="c")
 
 
@@ -119,10 +120,11 @@ def test_the_standalone_picture_brings_its_own_background_and_colours() -> None:
     )
     root = ElementTree.fromstring(text)
     assert root.find(f"{SVG}rect").get("fill") == "var(--paper)"  # type: ignore[union-attr]
-    assert palette_css(LIGHT_PALETTE) in text
+    assert css_variables(LIGHT) in text
     assert len(root.findall(f"{SVG}svg")) == 2
     assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 0
 
 
 def test_palettes_match() -> None:
     assert len(LIGHT_PALETTE) == len(DARK_PALETTE) == len(set(LIGHT_PALETTE)) == len(set(DARK_PALETTE))
+    assert LIGHT.keys() == DARK.keys()
