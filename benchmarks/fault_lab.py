@@ -181,7 +181,7 @@ def run(
     lab.optimizer = torch.optim.AdamW(model.parameters(), lr=lab.lr)
     generator = torch.Generator().manual_seed(100 + seed + 17 * rank)
     text = make_text()
-    settings = {"every": EVERY, "sample": 1, "max_overhead": None, **(fault.settings if fault else {})}
+    settings = {"every": EVERY, "sample": 1, **(fault.settings if fault else {})}
     with _rank(rank), watch(model, folder, **settings) as seen:
         seen.describe(config={"recipe": get_recipe(recipe).name, **(fault.config if fault else {})})
 

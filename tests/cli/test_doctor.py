@@ -127,7 +127,7 @@ def test_a_wrong_cast_is_found(
 def test_a_wrong_product_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """0.8 percent is more than a rounding to BF16."""
     real = ops.gemm
-    monkeypatch.setattr(dispatch, "gemm", lambda *a, **k: real(*a, **k) * 1.008)
+    monkeypatch.setattr(ops, "gemm", lambda *a, **k: real(*a, **k) * 1.008)
     assert doctor(as_json=True) == WRONG
     rows = json.loads(capsys.readouterr().out)["recipes"]
     assert all(row["check"].startswith("the product is off by 0.00") for row in rows)
