@@ -50,7 +50,7 @@ MUTABLE_ON_PURPOSE = {
     "ottava.ambient._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
     "ottava.state._STEPS": "weak references to the states that optimizer steps are told to; no state of its own",
 }
-DEVICE_CODE = ("ottava.kernels.triton_device", "ottava.kernels.triton_gemm_device")
+DEVICE_CODE = ("ottava.kernels.triton.device_code", "ottava.kernels.triton.gemm_device_code")
 """Modules that are Triton's: they may import it, and nobody imports them before a kernel is launched."""
 
 PURE_CALLS = frozenset(
@@ -62,7 +62,7 @@ PURE_CALLS = frozenset(
 
 READS_ENVIRONMENT = {
     "ottava.debug.watch.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
-    "ottava.kernels.native_build": "CXX, and whether and where libraries are built: kernels have no entry point",
+    "ottava.kernels.native.build": "CXX, and whether and where libraries are built: kernels have no entry point",
 }
 """Modules that may, outside the command line, with the reason."""
 
@@ -339,8 +339,8 @@ RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that brea
     (environment_stays_outside, "ottava.ops", "import os\nx = os.environ.get('X')"),
     (environment_stays_outside, "ottava.ops", "from os import getenv"),
     (triton_is_late, "ottava.kernels.quantize", "import triton.language as tl"),
-    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels import triton_device"),
-    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton_device import cast_kernel"),
+    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton import device_code"),
+    (triton_is_late, "ottava.kernels.quantize", "from ottava.kernels.triton.device_code import cast_kernel"),
     (
         triton_is_late,
         "ottava.kernels.quantize",

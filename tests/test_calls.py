@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.kernels import native_build
+from ottava.kernels.native import build as native_build
 
 PACKAGE = str(Path(ottava.__file__).parent)
 MOST_CALLS = {
@@ -49,7 +49,7 @@ def calls() -> Iterator[list[tuple[str, str]]]:
         sys.setprofile(None)
 
 
-@pytest.mark.skipif(native_build.load("native_gemm").library is None, reason="the reference takes other ways")
+@pytest.mark.skipif(native_build.load("gemm").library is None, reason="the reference takes other ways")
 def test_a_warm_step_asks_nothing_that_was_answered(recipe: ottava.Recipe) -> None:
     """Forward and backward of a layer after a step of its optimizer; counted, not timed."""
     layer = ottava.nn.Linear(64, 64, recipe=recipe, dtype=torch.bfloat16)

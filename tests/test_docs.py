@@ -118,7 +118,7 @@ def test_shown_commands_exist(word: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docstring examples print what they say."""
-    if name.startswith("ottava.kernels.triton_") and name.endswith("_device"):
+    if name.startswith("ottava.kernels.triton.") and name.endswith("device_code"):
         pytest.importorskip("triton", reason="Triton has no build for this machine")
     monkeypatch.chdir(tmp_path)
     failed, _ = doctest.testmod(

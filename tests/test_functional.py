@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ottava
 from ottava import functional
 from ottava.functional import Call, linear
-from ottava.kernels import native_build
+from ottava.kernels.native import build as native_build
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, GemmRecipe, Recipe
@@ -406,4 +406,4 @@ def test_what_a_step_needs_is_built_ahead(
         assert begun == []
         for _ in range(2):
             functional.build_ahead(dtype)
-    assert begun == [*(("native_quantize", v) for v in casts), ("native_gemm", ""), ("native_sums", "")]
+    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", "")]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ottava
 from ottava.formats import Format
-from ottava.kernels import native_cpu
+from ottava.kernels.native import quantize as native_quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer, WeightQuantizer
 from ottava.recipe import CELLS, Recipe
@@ -241,7 +241,7 @@ def test_without_a_kernel_for_both_a_scale_is_looked_up_once(
     monkeypatch.setattr(Quantizer, "_scale_for", counted)
     doors, x = (door_after(2.0), door_after(2.0)), amax_of(3.0)
     operands = [doors[0](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1])]
-    monkeypatch.setattr(native_cpu, "supports_quantize", lambda x, spec, scale: "switched off")
+    monkeypatch.setattr(native_quantize, "supports_quantize", lambda x, spec, scale: "switched off")
     looked_up.clear()
     operands.append(doors[1](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1]))
     assert len(looked_up) == 1

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from ottava.dispatch import no_autocast
-from ottava.kernels import native_cpu, native_stochastic, reference, triton_quantize
+from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import stochastic as native_stochastic
+from ottava.kernels.triton import quantize as triton_quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -38,7 +41,7 @@ class QuantizeKernel(Protocol):
 MOST_PLANS = 32
 """That one door or one layer keeps."""
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_cpu, native_stochastic, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -148,13 +151,13 @@ def plan_casts(
         >>> from ottava.formats import E4M3
         >>> plan = plan_casts(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
         >>> plan.refusals[0]
-        'native_cpu: rounds to nearest even; got stochastic'
+        'native_quantize: rounds to nearest even; got stochastic'
     """
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
     assert known is not None
     alike = spec is None or spec_t is None or spec == spec_t
-    if native_cpu not in _casts(x) and not any(
+    if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
     ):
         return CastPlan(_on_accelerator(spec, spec_t, x.dtype), triton_quantize.NAME, (), (spec, spec_t))
@@ -162,9 +165,9 @@ def plan_casts(
         return _one_for_both(x, spec, spec_t, scale)
     if spec is None or spec_t is None:
         return _alone(x, spec, spec_t, scale)
-    natively = scale is None and staged is None and native_cpu in _casts(x)
-    if natively and native_cpu.supports_quantize_both(x, spec, spec_t) is None:
-        return CastPlan(_both_natively(x, spec, spec_t), native_cpu.NAME, (), (spec, spec_t))
+    natively = scale is None and staged is None and native_quantize in _casts(x)
+    if natively and native_quantize.supports_quantize_both(x, spec, spec_t) is None:
+        return CastPlan(_both_natively(x, spec, spec_t), native_quantize.NAME, (), (spec, spec_t))
     row, col = _alone(x, spec, None, scale), _alone(x, None, spec_t, scale)
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
@@ -188,7 +191,7 @@ def _one_for_both(
         kept = amax if on_cpu or amax.numel() == 1 else None  # elsewhere nobody would read it back
         row = QuantizedTensor(data, scale_inv, known, dtype, kept) if wants_row else None
         col = QuantizedTensor(data.t(), scale_inv.t(), known, dtype, kept) if wants_col else None
-        return Both(row, col, None if kernel is native_cpu and staged is not None and x.numel() else amax)
+        return Both(row, col, None if kernel is native_quantize and staged is not None and x.numel() else amax)
 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
@@ -209,7 +212,7 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
 
 
 def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:
-    cast, dtype = native_cpu.plan_quantize_both(x, spec, spec_t), x.dtype
+    cast, dtype = native_quantize.plan_quantize_both(x, spec, spec_t), x.dtype
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
         (data, scale_inv, amax), (data_t, scale_inv_t, amax_t) = cast(x)
@@ -235,7 +238,7 @@ def _on_accelerator(spec: QuantizationSpec | None, spec_t: QuantizationSpec | No
 
 def _first(
     x: Tensor, spec: QuantizationSpec, scale: Tensor | None
-) -> tuple[native_cpu.RunCast, QuantizeKernel, tuple[str, ...]]:
+) -> tuple[native_quantize.RunCast, QuantizeKernel, tuple[str, ...]]:
     """The first kernel that takes the cast, as a function of (x, scale, staged), and why those before it do not."""
     refusals: list[str] = []
     for kernel in _casts(x):
@@ -268,9 +271,9 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
     if (
         not torch.compiler.is_compiling()
         and wanted in (torch.float32, torch.bfloat16)
-        and native_cpu.supports_decode(x_q.data, x_q.spec.format) is None
+        and native_quantize.supports_decode(x_q.data, x_q.spec.format) is None
     ):
-        return native_cpu.dequantize(x_q, wanted)
+        return native_quantize.dequantize(x_q, wanted)
     return x_q.dequantize(wanted)
 
 
@@ -280,7 +283,7 @@ def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None 
     Example:
         >>> from ottava.formats import E4M3
         >>> explain_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
-        'native_cpu: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
+        'native_quantize: rounds to nearest even; got stochastic\\nnative_stochastic: runs'
     """
     plan = plan_casts(x, spec, scale=scale)
     return "\n".join([*plan.refusals, f"{plan.kernel}: runs"])

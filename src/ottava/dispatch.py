@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, native_gemm, reference, scaled_mm, triton_gemm
-from ottava.kernels.native_build import Built
+from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm
+from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native.build import Built
+from ottava.kernels.triton import gemm as triton_gemm
 from ottava.quantized_tensor import QuantizedTensor
 
 RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ottava.kernels import native_build, native_cpu
-from ottava.kernels.native_sums import column_sums
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native.sums import column_sums
 from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
@@ -127,9 +128,9 @@ def build_ahead(dtype: torch.dtype) -> None:
         return
     inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # torch.autocast's, as training in FP32 has it
     for one in dict.fromkeys((inputs, dtype)):  # in the order of need
-        if one in native_cpu.VARIANTS:
-            native_build.begin("native_quantize", native_cpu.VARIANTS[one])
-    for name in ("native_gemm", "native_sums"):
+        if one in native_quantize.VARIANTS:
+            native_build.begin("quantize", native_quantize.VARIANTS[one])
+    for name in ("gemm", "sums"):
         native_build.begin(name)
 
 

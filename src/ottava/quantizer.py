@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ottava.casts import CastPlan, cast_both
 from ottava.kernels.gate import refusal
-from ottava.kernels.native_sums import checksum
+from ottava.kernels.native.sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe
 from ottava.scaling import PER_TENSOR, amax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ottava.kernels import triton_roll
+from ottava.kernels.triton import roll as triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer, WeightQuantizer
 

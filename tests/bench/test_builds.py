@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ottava.bench import builds
-from ottava.kernels import native_build
+from ottava.kernels.native import build as native_build
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="native kernels are built on Linux and macOS"),
@@ -25,15 +25,15 @@ def test_every_library_is_there_once() -> None:
     found = builds.libraries()
     assert {name for name, _ in found.values()} == set(native_build.sources())
     assert len(set(found.values())) == len(found)
-    assert found["native_quantize bfloat16"] == ("native_quantize", "")
-    assert found["native_measure float16"] == ("native_measure", "OTTAVA_TYPE=Float16")
-    assert found["native_sums"] == ("native_sums", "")
+    assert found["quantize bfloat16"] == ("quantize", "")
+    assert found["measure float16"] == ("measure", "OTTAVA_TYPE=Float16")
+    assert found["sums"] == ("sums", "")
 
 
 def test_it_is_compiled_each_time() -> None:
     """Never from the user's cache, which has it: the compiler's own time is there, and less than the clock's."""
-    native_build.load("native_sums")
-    took = builds.build_time(("native_sums", ""), 2)
+    native_build.load("sums")
+    took = builds.build_time(("sums", ""), 2)
     assert took.cpu >= 0.01
     assert took.wall > 0.01
     assert builds.compiled_by().count(", ") >= 1
@@ -57,8 +57,8 @@ def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time of nothing would look very good."""
     monkeypatch.setenv("OTTAVA_NATIVE", "0")
-    with pytest.raises(RuntimeError, match="native_sums: switched off by OTTAVA_NATIVE=0"):
-        builds.build_time(("native_sums", ""), 1)
+    with pytest.raises(RuntimeError, match="sums: switched off by OTTAVA_NATIVE=0"):
+        builds.build_time(("sums", ""), 1)
 
 
 @pytest.mark.slow

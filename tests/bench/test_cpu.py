@@ -122,13 +122,13 @@ def test_smollm2_says_whose_weights_it_ran() -> None:
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock and in CPU seconds, with the compiler's name; here of one library."""
-    monkeypatch.setattr(cpu, "FIRST_STEP", (("native_sums", ""),))
-    monkeypatch.setattr(cpu, "libraries", lambda: {"native_sums": ("native_sums", "")})
+    monkeypatch.setattr(cpu, "FIRST_STEP", (("sums", ""),))
+    monkeypatch.setattr(cpu, "libraries", lambda: {"sums": ("sums", "")})
     together, each = cpu.bench(["build"], Settings(rounds=2, cpu_time=True))
     assert [timing.name for timing in together.timings] == ["one after the other", "at the same time"]
     assert all(timing.milliseconds > 10 for timing in together.timings)  # the compiler's time is no CPU time of ours
     assert set(each.figures) == {"CPU seconds", "seconds by the clock"}
-    assert all(0 < figures["native_sums"] < 60 for figures in each.figures.values())
+    assert all(0 < figures["sums"] < 60 for figures in each.figures.values())
     assert "empty cache, " in each.name
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 import ottava
 from ottava import casts, dispatch, ops
 from ottava.cli.doctor import MISSING, WRONG, Facts, doctor, facts, traps
-from ottava.kernels import native_build, native_gemm
-from ottava.kernels.native_build import BuildSettings, Built
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native.build import BuildSettings, Built
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_json_lists_every_library_and_every_recipe(capsys: pytest.CaptureFixture
         "levels of native_gemm": str(native_gemm.ranking()),
         "gemm": str(dispatch.cpu_ranking()),
     }
-    assert {"native_quantize", "native_measure"} <= set(native_build.sources())
+    assert {"quantize", "measure"} <= set(native_build.sources())
     quantized = {
         (recipe.name, name)
         for recipe in ottava.RECIPES.values()

@@ -14,8 +14,8 @@ from layout_samples import tiles
 from ottava.debug.measure import Packed, measure, measure_all, survey
 from ottava.debug.sample import sample_bands, sampled, squares_of, take_bands, take_bands_of
 from ottava.debug.tally import Tally, tally_fields
-from ottava.kernels import native_sample
-from ottava.kernels.native_measure import Look
+from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_16X16, BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
 

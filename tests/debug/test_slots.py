@@ -17,7 +17,7 @@ from ottava.debug.tally import Tally
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    from kernels import triton_interpreter
+    from kernels.triton import interpreter as triton_interpreter
 
     triton_interpreter.install()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []

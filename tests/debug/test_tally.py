@@ -28,8 +28,8 @@ from ottava.debug.tally import (
     tile_fields,
     unpack,
 )
-from ottava.kernels import native_measure
-from ottava.kernels.triton_statistics import new_slot
+from ottava.kernels.native import measure as native_measure
+from ottava.kernels.triton.statistics import new_slot
 
 
 def filled(seed: int) -> Tally:
@@ -116,9 +116,9 @@ LINES = (
     ("debug/tally.py", "    sx4: Number", "    sx3: Number = field(default=0.0, metadata=_SUM)\n    sx4: Number"),
     ("debug/measure.py", '"sx4": 4,', '"sx3": 3, "sx4": 4,'),
     ("debug/measure.py", '            "sx4": (', '            "sx3": (squares * y).sum(1),\n            "sx4": ('),
-    ("kernels/native_numbers.h", " X(row_sqnr", " X(sx3, 0) X(row_sqnr"),
+    ("kernels/native/src/numbers.h", " X(row_sqnr", " X(sx3, 0) X(row_sqnr"),
     (
-        "kernels/native_measure.h",
+        "kernels/native/src/measure.h",
         "        if (histograms) this->row",
         "        for (int64_t i = 0; i < job.cols; i++) out[places[sum::sx3]] += __builtin_pow(T::value(here[i]), 3);\n"
         "        if (histograms) this->row",
@@ -127,7 +127,7 @@ LINES = (
 SCRIPT = """
 import ottava, torch
 from ottava.debug import measure, slots
-from ottava.kernels import native_measure
+from ottava.kernels.native import measure as native_measure
 x = torch.linspace(-1, 3, 130 * 40).reshape(130, 40)
 x_q = ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))
 print(measure.measure(x, x_q).sx3)

@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ottava
 from ottava.formats import E4M3
-from ottava.kernels import gate, native_gemm, native_sums
+from ottava.kernels import gate
 from ottava.kernels.gate import launched, pointer, refusal
+from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native import sums as native_sums
 
 SPEC = ottava.QuantizationSpec(E4M3)
 
@@ -184,8 +186,8 @@ def test_tensor_parallelism_ends_in_a_sentence(mesh: DeviceMesh) -> None:
 
 
 def test_no_kernel_asks_for_an_address_by_itself() -> None:
-    """Every other file of the folder has its pointers from the gate, and every launch of Triton's passes it."""
-    files = {path.name: path.read_text("utf-8") for path in Path(str(gate.__file__)).parent.glob("*.py")}
+    """Every other file of the room has its pointers from the gate, and every launch of Triton's passes it."""
+    files = {path.name: path.read_text("utf-8") for path in Path(str(gate.__file__)).parent.rglob("*.py")}
     asking = [name for name, text in files.items() if "data_ptr" in text and name != "gate.py"]
     assert asking == []
     launching = [name for name, text in files.items() if re.search(r"_kernel\[", text)]

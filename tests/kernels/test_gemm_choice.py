@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ottava import casts, dispatch, ops
 from ottava.formats import E4M3
-from ottava.kernels import gemm_choice, reference, scaled_mm, triton_gemm
+from ottava.kernels import gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Choice, Store, call_name, measure
+from ottava.kernels.triton import gemm as triton_gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import PER_ROW
 
@@ -203,7 +204,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 def test_what_was_measured_faster_runs(tuned: Store) -> None:
     """Unmeasured torch's comes first; then the fastest; `explain` says why; and the log has no refusals."""
     pytest.importorskip("triton", reason="Triton has no build for this machine")
-    from kernels import triton_interpreter
+    from kernels.triton import interpreter as triton_interpreter
 
     triton_interpreter.install()
     a, b = operands()

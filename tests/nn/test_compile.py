@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava import casts
 from ottava.bench.models import Block
-from ottava.kernels import reference, triton_quantize
+from ottava.kernels import reference
+from ottava.kernels.triton import quantize as triton_quantize
 from ottava.recipe import Recipe
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")

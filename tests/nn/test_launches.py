@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava import casts, dispatch, quantizer
-from ottava.kernels import native_sums, scaled_mm, triton_quantize
+from ottava.kernels import scaled_mm
+from ottava.kernels.native import sums as native_sums
+from ottava.kernels.triton import quantize as triton_quantize
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    from kernels import triton_interpreter
+    from kernels.triton import interpreter as triton_interpreter
 
     triton_interpreter.install()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
@@ -62,9 +64,9 @@ class Launches(TorchDispatchMode):
 
     def __getattr__(self, name: str) -> Any:
         """A Triton kernel of that name, counted as it is launched."""
-        from ottava.kernels import triton_device
+        from ottava.kernels.triton import device_code
 
-        kernel, launches = getattr(triton_device, name), self
+        kernel, launches = getattr(device_code, name), self
 
         class Counted:
             def __getitem__(self, grid: Any) -> Any:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import ottava
 from ottava import dispatch
-from ottava.kernels import gemm_choice, native_gemm, reference, scaled_mm
+from ottava.kernels import gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Store, call_name
+from ottava.kernels.native import gemm as native_gemm
 
 
 def model(recipe: str, bias: bool = True) -> nn.Sequential:

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ottava.formats import dtype_name
-from ottava.kernels import native_build, native_cpu, native_gemm
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native import quantize as native_quantize
 
 Library = tuple[str, str]
 """Name of a C++ file, and the macro of a variant or ""."""
 
-FIRST_STEP: tuple[Library, ...] = (("native_quantize", ""), ("native_gemm", ""), ("native_sums", ""))
+FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""))
 """What the first training step of a BF16 model loads."""
 
 
@@ -36,8 +38,8 @@ def libraries() -> dict[str, Library]:
     """Every library there is, by the name it has in a table."""
     found: dict[str, Library] = {}
     for name in native_build.sources():
-        per_dtype = name in ("native_quantize", "native_sample", "native_measure", "native_stochastic")
-        for dtype, macro in native_cpu.VARIANTS.items() if per_dtype else ((None, ""),):
+        per_dtype = name in ("quantize", "sample", "measure", "stochastic")
+        for dtype, macro in native_quantize.VARIANTS.items() if per_dtype else ((None, ""),):
             found[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
     return found
 

@@ -30,7 +30,7 @@ from ottava.debug.tally import DETAILS, Detail
 from ottava.debug.watch import watch
 from ottava.formats import E4M3
 from ottava.kernels import reference
-from ottava.kernels.native_measure import Look
+from ottava.kernels.native.measure import Look
 from ottava.nn.convert import convert
 from ottava.ops import gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor

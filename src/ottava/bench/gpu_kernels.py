@@ -16,7 +16,8 @@ from torch import Tensor
 from ottava.bench.method import Run, WrongResultError, check, normal, race, replayed, rotating
 from ottava.casts import quantize
 from ottava.dispatch import gemm_ways
-from ottava.kernels import reference, triton_quantize
+from ottava.kernels import reference
+from ottava.kernels.triton import quantize as triton_quantize
 from ottava.ops import explain, gemm, tune_gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES

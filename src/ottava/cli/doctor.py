@@ -46,7 +46,8 @@ def examine() -> dict[str, Any]:
 
     import ottava
     from ottava import dispatch
-    from ottava.kernels import native_build, native_gemm
+    from ottava.kernels.native import build as native_build
+    from ottava.kernels.native import gemm as native_gemm
 
     settings = native_build.from_environment()
     compiler = native_build.find_compiler(settings)

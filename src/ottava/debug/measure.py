@@ -35,8 +35,9 @@ from ottava.debug.tally import (
 )
 from ottava.errors import refuse_other_sums
 from ottava.formats import Format
-from ottava.kernels import native_measure, native_sample
-from ottava.kernels.native_measure import Layout, Look
+from ottava.kernels.native import measure as native_measure
+from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native.measure import Layout, Look
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.rounding import decode, floor_log2, power_of_two
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ottava.debug.measure import BAND_ROWS
-from ottava.kernels import native_sample
-from ottava.kernels.native_measure import Look, spec_of
+from ottava.kernels.native import sample as native_sample
+from ottava.kernels.native.measure import Look, spec_of
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.scaling import BLOCK_128X128, Granularity, column_major
 from ottava.scaling import amax as block_amaxes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ottava.debug.observer import Key, watch_doors
 from ottava.debug.tally import Detail, Tally, tile_fields
 from ottava.errors import need
-from ottava.kernels.triton_statistics import fill_slot, new_slot, read_slot, supports_statistics
+from ottava.kernels.triton.statistics import fill_slot, new_slot, read_slot, supports_statistics
 from ottava.quantized_tensor import QuantizedTensor
 
 

@@ -5,7 +5,8 @@ or shards is exactly that of the whole. Nothing else is stored; every statistic 
 (`statistics`), so formulas can be corrected later and runs can be merged.
 
 `Tally` is the one table of what is summed. Adding a sum is one field here, and its line in each that fills it:
-`measure`, native_numbers.h, and triton_statistics for what a tile knows. One that lacks the line is refused by name.
+`measure`, kernels/native/src/numbers.h, and `kernels.triton.statistics` for what a tile knows. One that lacks the line
+is refused by name.
 """
 
 from __future__ import annotations

@@ -1,21 +1,26 @@
 """What really computes: one file a backend, each with a `supports_*` beside each operation that says why not.
 
 `reference` is the truth: plain torch, any device. The others must give the same codes, scales and amax bit for bit, and
-GEMMs within the rounding of one fp32 accumulation. C++ files are built by `native_build` on first use. A kernel file is
-a module with these names, or those of them that belong to what it does:
+GEMMs within the rounding of one fp32 accumulation. `native` holds what is compiled from C++, `triton` what runs on a
+GPU. A kernel that multiplies is a module with these names:
 
-    NAME             what receipts call it
-    NATIVE           whether FP8 operands stay FP8 inside the GEMM (False: emulated)
-    supports_gemm    (a, b, out_dtype, bias) -> None, or the reason why not
-    gemm             (a, b, out_dtype, bias, fast_accum) -> Tensor
-    supports_quantize  (x, spec, scale) -> None, or the reason why not
-    quantize         (x, spec, scale) -> Cast: codes, scale_inv, amax
-    padding          (a, b) -> what it zero-pads, "" if nothing
+    NAME                    what receipts call it
+    NATIVE                  whether FP8 operands stay FP8 inside the GEMM (False: emulated)
+    supports_gemm           (a, b, out_dtype, bias) -> None, or the reason why not
+    gemm                    (a, b, out_dtype, bias, fast_accum) -> Tensor
+    padding                 (a, b) -> what it zero-pads, "" if nothing
 
-and one that casts, with these:
+and with these, if it has them:
 
-    supports_quantize  (x, spec, scale) -> None, or the reason why not
-    quantize           (x, spec, scale) -> reference.Cast
+    plan_gemm               (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
+    ways                    (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.tune_gemm`
+    reads_scales            (a, b) -> whether numbers among the scales decide what `supports_gemm` says
 
-Which one runs is decided in `ops`, from an explicit tuple.
+A kernel that casts has NAME and these:
+
+    supports_quantize       (x, spec, scale) -> None, or the reason why not
+    quantize                (x, spec, scale) -> reference.Cast: codes, scale_inv, amax
+    plan_quantize           optional: (x, spec) -> ((x, scale, staged) -> reference.Cast), for all x like this one
+
+Which kernel runs is decided in `ottava.dispatch` for GEMMs and in `ottava.casts` for casts, from explicit tables.
 """

@@ -3,7 +3,7 @@
 Capability gives an order (AMX before AVX512 and so on); it stands unless a later way was measured to be MARGIN faster.
 Each way first multiplies small integers, whose sums are exact in any order: one wrong bit and it is out. Times are CPU
 time on one thread, in turns, medians: a busy machine spoils them little. The first process to measure writes the result
-beside the libraries of `native_build`, and all processes, itself included, go by what is there. It is measured anew for
+beside the libraries of `native.build`, and all processes, itself included, go by what is there. It is measured anew for
 another CPU, torch, compiler or source, and when the file is deleted.
 
 Sums of different ways agree to the rounding of an fp32 accumulation, not bit by bit, and another machine may choose
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ottava.formats import E4M3
-from ottava.kernels import gemm_choice, native_build
+from ottava.kernels import gemm_choice
 from ottava.kernels.gemm_choice import Choice, Store, Timer
+from ottava.kernels.native import build as native_build
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ottava.formats import dtype_name
-from ottava.kernels import native_build
+from ottava.kernels.native import build as native_build
 from ottava.quantized_tensor import QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def known(
 
 @functools.cache
 def store(device: torch.device) -> Store:
-    """The choices of a CUDA device, kept in the cache folder of `native_build`; read once a process."""
+    """The choices of a CUDA device, kept in the cache folder of `native.build`; read once a process."""
     if not torch.cuda.is_available():  # a fake tensor's device
         return Store(None, str(device))
     folder, note = native_build.usable_cache(native_build.from_environment().cache)

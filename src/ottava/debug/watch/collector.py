@@ -23,7 +23,7 @@ from ottava.debug.sample import sampled, take_bands, take_bands_of
 from ottava.debug.tally import Tallies, unpack
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.dump_plan import DumpPlan
-from ottava.kernels.native_measure import Look
+from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe, get_recipe
 

@@ -1,0 +1,288 @@
+"""GEMM on codes in C++ on a CPU: fp32 accumulation, scales and bias on the sum, ONE rounding; see src/gemm.cpp.
+
+    y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
+
+Where the CPU has BF16 units (AMX, AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
+up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
+the reference in another order, so outputs agree to the rounding of one fp32 accumulation. With one instruction set they
+are the same for any number of threads; which set runs is measured once a machine (`cpu_choice`). AMX has run on no
+hardware yet but on a model of its tiles, NEON on an emulator.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import struct
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.formats import Format
+from ottava.kernels import cpu_choice
+from ottava.kernels.cpu_choice import Ranking
+from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.native import build as native_build
+from ottava.kernels.native.build import Built
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import code_values
+
+NAME = "native_gemm"
+NATIVE = False
+
+LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", "NEON-BF16")
+"""Instruction sets by the number that the library knows them by."""
+_RIVALS = MappingProxyType({4: 3, 2: 1, 6: 5})
+"""Best level -> the one that might beat it: tiles must be filled, clocks fall with wide vectors, cores split BFMMLA. Of
+other neighbours the better has at least twice the products an instruction: a library is not built (0.7 s) to see it."""
+MODES = ("plain", "fold", "steps")
+"""How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
+
+_OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_CALL = struct.Struct("=27q")  # struct Call of src/gemm.h: two sides, the result, four numbers
+
+
+def built(level: int | None = None) -> Built:
+    """The library for one of LEVELS, this CPU's best by itself, or why there is none.
+
+    Edge case: where the best fails its trial, the best that does not; `note` says so.
+    """
+    best = native_build.load("gemm")
+    if level is None and best.failed_trial:
+        others = (_variant(other) for other in reversed(range(len(LEVELS))))
+        return next((other._replace(note=best.reason) for other in others if other.library is not None), best)
+    if level is None or (best.library is not None and best.library.ottava_gemm_level() == level):
+        return best
+    return _variant(level)
+
+
+def _variant(level: int) -> Built:
+    return native_build.load("gemm", None, f"OTTAVA_LEVEL={level}")
+
+
+def levels() -> tuple[int, ...]:
+    """Those of LEVELS that this CPU has, the best first; none without a library."""
+    library = built().library
+    if library is None:
+        return ()
+    best = library.ottava_gemm_level()
+    family = (6, 5, 0) if best > 4 else (4, 3, 2, 1, 0)  # of aarch64, of x86-64
+    return family[family.index(best) :]
+
+
+def ranking() -> Ranking:
+    """The best of `levels` and its rival as measured on this machine; builds both, where that has not happened yet."""
+    return _ranking(built())
+
+
+@functools.lru_cache(maxsize=8)
+def _ranking(best: Built) -> Ranking:
+    def way(level: int, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
+        return run(a, b, torch.bfloat16, None, level)[0]
+
+    candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
+    ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not _refusal(built(level))}
+    return cpu_choice.rank("levels of native_gemm", ways, best.key)
+
+
+class Level(NamedTuple):
+    """An instruction set that is ready to run, or why none is."""
+
+    name: str
+    """One of LEVELS; "" if there is no library."""
+    built: Built
+    """Its library."""
+    unit: int
+    """Scales may change at multiples of this many k."""
+    refusal: str
+    """Why it cannot run; "" if it can."""
+
+
+def fastest() -> Level:
+    """The level that runs here: the fastest of `ranking`."""
+    return _fastest(built())
+
+
+@functools.lru_cache(maxsize=8)
+def _fastest(best: Built) -> Level:
+    order = _ranking(best).order
+    found = built(LEVELS.index(order[0])) if order else best
+    library = found.library
+    if library is None:
+        return Level("", found, 1, found.reason)
+    return Level(LEVELS[library.ottava_gemm_level()], found, library.ottava_gemm_unit(), _refusal(found))
+
+
+def _refusal(found: Built) -> str:
+    """Why there is no library, or why this process may not run it; "" if it may."""
+    if found.library is None:
+        return found.reason
+    if not (error := found.library.ottava_gemm_refusal()):
+        return ""
+    level = LEVELS[found.library.ottava_gemm_level()]
+    why = os.strerror(error) if error > 0 else "only Linux is known to give it"
+    return f"the system does not let this process use {level} ({why})"
+
+
+def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
+    """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
+    if not (a.data.is_cpu and b.data.is_cpu):
+        return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
+    if reason := refusal(a.data, b.data, a.scale_inv, b.scale_inv):
+        return f"{NAME}: takes plain tensors; {reason}"
+    cells = _cell(a.spec), _cell(b.spec)
+    if cells[0].refused or cells[1].refused:
+        return cells[0].refused or cells[1].refused
+    (m, k), n = a.data.shape, b.data.shape[0]
+    if 0 in (m, n, k):
+        return f"{NAME}: an empty operand"
+    if out_dtype not in _OUT_TYPES:
+        return f"{NAME}: gives float32, bfloat16 or float16; got {out_dtype}"
+    step = _step(cells[0].cols, cells[1].cols, k)
+    if step % 2 and step < k:
+        return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
+    level = fastest()
+    if level.refusal:
+        return f"{NAME}: {level.refusal}"
+    if step % level.unit and step < k:
+        where = f"multiples of {level.unit} of k on {level.name}"
+        return f"{NAME}: scales may change at {where} only: {a.spec.granularity} and {b.spec.granularity}"
+    return None
+
+
+def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
+    """Says nothing: tails are padded inside registers."""
+    return ""
+
+
+def gemm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+) -> Tensor:
+    """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
+    return plan_gemm(a, b, out_dtype, bias)(a, b, bias)
+
+
+def run(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, level: int | None = None
+) -> tuple[Tensor, str]:
+    """y, and which of MODES it was made in; `level` takes one of `levels`, by itself the fastest.
+
+    Raises:
+        RuntimeError: there is no library, no memory or no such level, or the system does not give it; `supports_gemm`
+            tells all but the second beforehand.
+    """
+    modes: list[int] = []
+    y = plan_gemm(a, b, out_dtype, bias, level=level)(a, b, bias, modes)
+    return y, MODES[modes[0]]
+
+
+def plan_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool = False,
+    *,
+    level: int | None = None,
+) -> Callable[..., Tensor]:
+    """What `gemm` does for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y."""
+    found = fastest().built if level is None else built(level)
+    library = found.library
+    if library is None:
+        raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
+    (m, k), n = a.data.shape, b.data.shape[0]
+    cells = _cell(a.spec), _cell(b.spec)
+    copied, copied_b = (not _along_memory(side.data) for side in (a, b))
+    strides = (k, 1) if copied else a.data.stride()
+    strides_b = (k, 1) if copied_b else b.data.stride()
+    first, second = cells  # their tables must live as long as this plan
+    block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
+    step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
+    code, float32, threads, pack, multiply = (
+        _OUT_TYPES.index(out_dtype),
+        torch.float32,
+        torch.get_num_threads,
+        _CALL.pack,
+        library.ottava_gemm,
+    )
+
+    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, modes: list[int] | None = None) -> Tensor:
+        # whatever the call reads is held here until it has ended
+        codes = a.data.contiguous() if copied else a.data
+        codes_b = b.data.contiguous() if copied_b else b.data
+        scale, scale_b, y = a.scale_inv, b.scale_inv, torch.empty(m, n, dtype=out_dtype, device="cpu")
+        if bias is not None:
+            bias = bias.detach().to(float32).contiguous()
+        mode = multiply(
+            pack(
+                *(address(codes), m, *strides, address(scale), *scale.stride(), *block, first.address),
+                *(address(codes_b), n, *strides_b, address(scale_b), *scale_b.stride(), *block_b, second.address),
+                *(address(y), code, 0 if bias is None else pointer(bias), k, step, exact, threads()),
+            )
+        )
+        if mode == -2:
+            raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
+        if mode < 0:
+            raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
+        if modes is not None:
+            modes.append(mode)
+        return y
+
+    return run
+
+
+class _Cell(NamedTuple):
+    """What the kernel wants to know of a spec."""
+
+    refused: str
+    """Why it takes no such operand; "" if it does."""
+    rows: int | None
+    """Of a block; None: all."""
+    cols: int | None
+    """Of a block; None: all."""
+    exact: bool
+    """Whether scales are powers of two."""
+    table: Tensor | None
+    """What each of 256 codes stands for, fp32."""
+    address: int
+    """Where that lies."""
+
+
+@functools.lru_cache(maxsize=512)
+def _cell(spec: QuantizationSpec) -> _Cell:
+    fmt = spec.format
+    refused, table = "", None
+    if fmt.bits > 8 or not fmt.signed:
+        refused = f"{NAME}: takes signed formats of up to 8 bits; got {fmt}"
+    elif spec.scale_format == "e4m3":
+        refused = f"{NAME}: two-level scales of blocks run on the reference"
+    else:
+        table = _table(fmt)
+    address = pointer(table)
+    return _Cell(refused, spec.granularity.rows, spec.granularity.cols, spec.scale_format != "fp32", table, address)
+
+
+def _step(a: int | None, b: int | None, k: int) -> int:
+    """How many k no scale changes over; a, b: columns of the blocks of either side."""
+    if a is None and b is None:
+        return k
+    blocks = [cols for cols in (a, b) if cols is not None and cols < k]
+    return math.gcd(*blocks) if blocks else k
+
+
+def _along_memory(codes: Tensor) -> bool:
+    """Whether they lie row by row or column by column without gaps inside a row."""
+    row, col = codes.stride()
+    return (row == 1 or col == 1) and row > 0 and col > 0
+
+
+@functools.lru_cache(maxsize=16)
+def _table(fmt: Format) -> Tensor:
+    values = code_values(fmt)
+    return torch.nn.functional.pad(values, (0, 256 - values.numel()))

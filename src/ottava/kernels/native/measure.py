@@ -1,0 +1,253 @@
+"""Sums about casts in C++ (src/measure.cpp), for `debug.measure`: one walk, with the histograms that are asked
+for; and the casts themselves, where nobody made them yet.
+
+What is summed is told to the library by name and place, and the library says by name what it sums; this file knows
+neither tallies nor statistics.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.errors import refuse_other_sums
+from ottava.formats import Format
+from ottava.kernels.gate import pointer, refusal
+from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native.build import Built, load
+from ottava.kernels.native.sample import not_a_matrix, steps
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.scaling import PER_TENSOR
+
+NAME = "native_measure"
+
+_POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+
+
+class Look(NamedTuple):
+    """A cast to be measured."""
+
+    x: Tensor
+    """(R, C) before the cast: a sample of rows, or all of them."""
+    cast: QuantizedTensor | QuantizationSpec
+    """The same rows after it; or how to cast them."""
+    extent: Tensor
+    """Of the whole tensor, see `native.sample.survey`."""
+    scale: Tensor | None = None
+    """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, see `by_whole`."""
+    squares: Tensor | None = None
+    """Of a sample: fp32, the largest finite magnitudes of the 128x128 blocks that its rows are from; None: the rows of
+    each block are all there."""
+    square_rows: int = 128
+    """Rows of x from each of them but the last."""
+
+    @property
+    def by_whole(self) -> bool:
+        """Whether the scale of the cast to be made is that of the whole tensor; what guards a prediction looks at the
+        amax that there is."""
+        spec = spec_of(self)
+        return self.scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded"
+
+
+class _Job(ctypes.Structure):
+    """`Job` in src/numbers.h."""
+
+    _fields_ = (
+        *((name, _POINTERS) for name in ("x", "codes", "scale_inv", "cast", "given", "extent")),
+        *((name, _SIZES) for name in ("rows", "cols", "x_row", "x_col", "code_row", "code_col")),
+        *((name, _SIZES) for name in ("block_rows", "block_cols", "grid_cols", "scale_count")),
+        *((name, _INTS) for name in ("mantissa_bits", "bias", "bits", "special_code", "detail", "tie_clips")),
+        *((name, _INTS) for name in ("predicted", "by_whole")),
+        ("clip", ctypes.c_double),
+        ("squares", _POINTERS),
+        ("square_rows", _SIZES),
+        ("sums", _POINTERS),
+        ("extremes", _POINTERS),
+    )
+
+
+class _Library(ctypes.Structure):
+    """`Library` in src/measure.h."""
+
+    _fields_ = (("quantize", _POINTERS), ("scales", _POINTERS), ("places", _POINTERS), ("width", _SIZES))
+
+
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library for tensors of a dtype, or why there is none."""
+    return load("measure", _declare, native_quantize.VARIANTS.get(dtype, ""))
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.ottava_measure.argtypes = [ctypes.POINTER(_Job), _SIZES, ctypes.POINTER(_Library), ctypes.c_int]
+    library.ottava_measure.restype = ctypes.c_int
+    library.ottava_sums.restype = library.ottava_extremes.restype = ctypes.c_char_p
+
+
+def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str | None:
+    """Why this kernel does not measure such a cast, made or to be made; None if it does.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.ones(2, 2)
+        >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.formats.BF16)))
+        'native_measure: takes signed formats of at most 8 bits; got BF16'
+    """
+    spec = cast if isinstance(cast, QuantizationSpec) else cast.spec
+    if spec.format.bits > 8 or not spec.format.signed or not spec.format.has_zero:
+        return f"{NAME}: takes signed formats of at most 8 bits; got {spec.format}"
+    if isinstance(cast, QuantizedTensor):
+        if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
+            return f"{NAME}: takes plain tensors on a cpu"
+        if spec.predicted and (why := _constants(spec).plan.refusal or native_quantize.built(x.dtype).reason):
+            return why
+        if x.shape != cast.shape:
+            return f"{NAME}: takes a matrix and its codes; got {tuple(x.shape)} and {tuple(cast.shape)}"
+    elif reason := native_quantize.supports_quantize(x, spec):
+        return reason
+    reason = not_a_matrix(x) or built(x.dtype).reason
+    return f"{NAME}: {reason}" if reason else None
+
+
+class Layout(NamedTuple):
+    """What is asked for, by name, and where it goes: the table of `debug.tally`."""
+
+    sums: tuple[tuple[str, int], ...]
+    """Name and bins (0 for a number) of what is summed, in the order of a vector of sums."""
+    extremes: tuple[tuple[str, int], ...]
+    """The same of what is merged by the largest, minima negated."""
+    used: int
+    """How much of a vector of sums, from its beginning, the fields of a detail take."""
+
+    @property
+    def places(self) -> list[int]:
+        """Where each field begins in a vector of sums, and its length."""
+        return list(itertools.accumulate((bins or 1 for _, bins in self.sums), initial=0))
+
+
+@functools.lru_cache(maxsize=64)
+def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
+    """Where a library puts each of its sums. Raises ValueError where it does not sum what is asked for."""
+    library = built(dtype).library
+    assert library is not None  # supports_measure was asked
+    words = [told().decode().split() for told in (library.ottava_sums, library.ottava_extremes)]
+    sums, extremes = (dict(zip(w[::2], map(int, w[1::2]), strict=True)) for w in words)
+    refuse_other_sums(NAME, dict(layout.sums), sums)
+    refuse_other_sums(NAME, dict(layout.extremes), extremes)
+    if list(extremes) != list(dict(layout.extremes)):
+        raise ValueError(f"{NAME}: extremes are {', '.join(extremes)}; debug/tally.py needs them in its own order")
+    begins = dict(zip(dict(layout.sums), layout.places, strict=False))
+    return (_SIZES * len(sums))(*(begins[name] for name in sums))
+
+
+def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor, Tensor]:
+    """Sums over the finite elements of each x; call `supports_measure` for each look first.
+
+    Args:
+        layout: what is asked for, and where in a vector of sums it goes.
+        detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
+    Returns:
+        (fp64 (looks, layout.places[-1]), 0 where no field lies; fp64 (looks, len(layout.extremes))). One look is shared
+        among as many threads as torch uses, of several each takes some; the bits do not depend on their number.
+    Raises:
+        ValueError: other fields are asked for than C++ sums.
+    """
+    width = layout.places[-1]
+    sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
+    extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
+    for dtype in dict.fromkeys([look.x.dtype for look in looks]):
+        own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
+        jobs = (_Job * len(own))()
+        kept = [_fill(job, looks[i]) for job, i in zip(jobs, own, strict=True)]
+        for job, i in zip(jobs, own, strict=True):
+            job.detail = detail
+            job.sums = pointer(sums) + 8 * width * i
+            job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
+        told = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
+        if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in own):
+            casts = native_quantize.built(dtype).library
+            assert casts is not None  # supports_measure was asked
+            told.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
+            told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
+        library = built(dtype).library
+        assert library is not None
+        failed = library.ottava_measure(jobs, len(own), ctypes.byref(told), torch.get_num_threads())
+        del kept  # what the jobs point to
+        if failed:
+            raise MemoryError(f"measure: no memory for the sums of {len(own)} casts")
+    return sums, extremes
+
+
+class _Constants(NamedTuple):
+    """A spec once and for all."""
+
+    plan: native_quantize.CastSettings
+    numbers: tuple[int, ...]
+    """mantissa_bits, bias, bits, special_code of a Job."""
+
+
+def _constants(spec: QuantizationSpec) -> _Constants:
+    return _constants_of(spec.key, spec.format)  # its own hash walks over every field
+
+
+@functools.lru_cache(maxsize=512)
+def _constants_of(key: str, fmt: Format) -> _Constants:
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
+    return _Constants(
+        native_quantize.settings(
+            replace(spec, rounding="nearest_even")
+        ),  # codes that are there may have been rounded otherwise
+        (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
+    )
+
+
+def spec_of(look: Look) -> QuantizationSpec:
+    """How it was, or will be, cast."""
+    return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
+
+
+@functools.lru_cache(maxsize=1024)
+def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
+    """What the jobs of all tensors of a shape and spec have in common; to be copied."""
+    known = _constants_of(key, fmt)
+    spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
+    grid = spec.granularity.grid_shape((rows, cols))
+    job = _Job(rows=rows, cols=cols)
+    job.block_rows, job.block_cols = spec.granularity.block_shape((rows, cols))
+    job.grid_cols, job.scale_count = grid[1], grid[0] * grid[1]
+    job.mantissa_bits, job.bias, job.bits, job.special_code = known.numbers
+    job.tie_clips, job.clip, job.predicted = int(fmt.tie_clips), fmt.clip, int(spec.predicted)
+    return job
+
+
+def _fill(job: _Job, look: Look) -> tuple[object, ...]:
+    """Returns what has to stay until the job is done."""
+    x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
+    known = _constants(spec)
+    ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
+    job.x, (job.x_row, job.x_col), job.extent = pointer(x), steps(x), pointer(look.extent)
+    job.cast = ctypes.addressof(known.plan.cast)
+    if look.squares is not None:
+        job.squares, job.square_rows = pointer(look.squares), look.square_rows
+    kept: tuple[object, ...] = (x, known)
+    if isinstance(made, QuantizedTensor):
+        codes, scale_inv = _strided(made.data.view(torch.uint8)), made.scale_inv.contiguous()
+        job.codes, job.scale_inv, (job.code_row, job.code_col) = pointer(codes), pointer(scale_inv), steps(codes)
+        return (*kept, codes, scale_inv)
+    if scale is not None:
+        job.given = pointer(scale)
+    job.by_whole = int(look.by_whole)
+    return kept
+
+
+def _strided(x: Tensor) -> Tensor:
+    """x, or a copy of it where neither its rows nor its columns are contiguous."""
+    return x if steps(x) != (0, 0) else x.contiguous()

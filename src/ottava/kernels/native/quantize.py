@@ -1,0 +1,367 @@
+"""Quantize and dequantize on a CPU in C++ (src/quantize.cpp, src/decode.cpp): the reference's bits, much faster.
+
+Built on first use, see `native.build`; where that fails `supports_quantize` says why, and the reference runs. Work is
+shared among as many threads as torch uses; neither their number nor the instruction set changes a bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E4M3, Format
+from ottava.kernels import reference
+from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.native.build import Built, load
+from ottava.kernels.reference import Cast
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import check_input_dtype
+from ottava.scaling import Granularity, column_major
+
+NAME = "native_quantize"
+
+VARIANTS = MappingProxyType(
+    {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
+)
+"""What a file is compiled with for tensors of a dtype."""
+_SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
+_INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
+_MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
+
+
+RunCast = Callable[[Tensor, Tensor | None, Tensor | None], Cast]
+"""(x, scale, staged) -> the cast."""
+CastPair = tuple[Cast, Cast]
+"""Of x and of x.T."""
+
+_JOB = struct.Struct("@PqqqqqPPPPPPqq")
+_BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
+"""The C++ file's `CastJob` and `Both`. Packed: ctypes takes longer over fourteen arguments than a small cast does."""
+
+
+class _Cast(ctypes.Structure):
+    """The C++ file's `Cast`: what a spec comes down to."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
+        *((name, ctypes.c_int32) for name in ("scale_format", "guarded", "margin")),
+        *((name, ctypes.c_float) for name in ("max", "top", "guard_floor", "tensor_top")),
+    )
+
+
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library that casts from a dtype, or why there is none."""
+    return load("quantize", _declare, VARIANTS.get(dtype, ""))
+
+
+def built_decoder() -> Built:
+    """The library that decodes, or why there is none."""
+    return load("decode", _declare_decoder)
+
+
+def _declare_decoder(library: ctypes.CDLL) -> None:
+    library.ottava_decode.restype = None
+    library.ottava_decode.argtypes = [
+        *(_POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER),
+        *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT),
+    ]
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.ottava_scales.restype = None
+    library.ottava_cast.restype = _INT
+    library.ottava_cast.argtypes = [ctypes.c_char_p]
+    library.ottava_cast_both.restype = _INT
+    library.ottava_cast_both.argtypes = [ctypes.c_char_p]
+
+
+def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
+    """Why this kernel does not take such a cast; None if it does.
+
+    Example:
+        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3, rounding="stochastic"))
+        'native_quantize: rounds to nearest even; got stochastic'
+    """
+    if not x.is_cpu or (scale is not None and not scale.is_cpu):
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if (reason := settings(spec).refusal) is not None:
+        return reason
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        return f"{NAME}: takes one fp32 scale; got {scale.numel()} of {scale.dtype}"
+    if reason := built(x.dtype).reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
+    """As `reference.quantize`, bit for bit; call `supports_quantize` first.
+
+    Row-major and column-major matrices are cast where they lie; others are copied first.
+
+    Args:
+        staged: a door's, fp32 (3,), contiguous: raised to what this cast, which has one scale, has seen.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
+        >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec)[1:],
+        ...                                                   reference.quantize(x, spec)[1:]))
+        True
+    """
+    return plan_quantize(x, spec)(x, scale, staged)
+
+
+def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """What `quantize` does for every matrix of the dtype, shape and strides of x, worked out once."""
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2:
+        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    if not x.numel():  # nothing to cast or to see, but a scale to make
+        return lambda x, scale, staged: reference.quantize(x, spec, scale)
+    rows, cols = x.shape
+    (stride, step), turned = x.stride(), column_major(x)
+    cell, granularity = settings(spec), spec.granularity
+    shape, strides = (rows, cols), (1, rows) if turned else (cols, 1)
+    grid = granularity.grid_shape(shape)
+    if turned:  # cast as x.T, whose rows lie in memory one after the other; scales and amaxes stay those of x
+        rows, cols, stride, step, granularity = cols, rows, step, stride, cell.transposed
+    copied = (step != 1 and cols > 1) or (stride < cols and rows > 1)
+    pitch = stride if rows > 1 and not copied else cols
+    sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
+    code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
+    library = built(x.dtype).library
+    assert library is not None  # supports_quantize was asked
+    cast = library.ottava_cast
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        if copied:
+            x = x.t().contiguous() if turned else x.contiguous()
+        data = torch.empty_strided(shape, strides, dtype=code_dtype, device="cpu")
+        scale_inv, amax = (
+            torch.empty(grid, dtype=float32, device="cpu"),
+            torch.empty(grid, dtype=float32, device="cpu"),
+        )
+        job = pack(
+            address(x),
+            *sizes,
+            cell.address,  # the struct must live as long as this plan
+            pointer(scale),
+            address(data),
+            address(scale_inv),
+            address(amax),
+            0 if staged is None else address(staged),
+            turned,
+            threads(),
+        )
+        if cast(job):
+            raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        return Cast(data, scale_inv, amax)
+
+    return run
+
+
+def supports_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
+    """Why this kernel does not cast x to spec and x.T to spec_t in one reading; None if it does."""
+    for side in (spec, spec_t):
+        if reason := supports_quantize(x, side):
+            return reason
+        if side.scale_format == "e4m3":
+            return f"{NAME}: two-level scales want the whole tensor's amax first"
+    if spec == spec_t and spec.granularity.transposes:
+        return f"{NAME}: one cast serves x and x.T"
+    lines = x.t() if x.dim() == 2 and column_major(x) else x
+    if x.dim() != 2 or not x.numel() or lines.stride(1) != 1 or lines.stride(0) < lines.shape[1]:
+        return f"{NAME}: takes a matrix in rows or columns; got {tuple(x.shape)} with strides {x.stride()}"
+    sides = (spec.granularity, spec_t.granularity.transposed)
+    if any((side.cols if column_major(x) else side.rows) is None for side in sides):
+        return f"{NAME}: blocks as long as the matrix are cast one by one; got {spec} and {spec_t}"
+    return None
+
+
+def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> tuple[Cast, Cast]:
+    """(Cast of x, Cast of x.T) with their current scales; call `supports_quantize_both` first.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> from ottava.scaling import BLOCK_1X128
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3, BLOCK_1X128)
+        >>> supports_quantize_both(x, spec, spec) is not None or all(map(torch.equal,
+        ...     quantize_both(x, spec, spec)[1][1:], reference.quantize(x.t(), spec)[1:]))
+        True
+    """
+    return plan_quantize_both(x, spec, spec_t)(x)
+
+
+def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Callable[[Tensor], CastPair]:
+    """What `quantize_both` does for every matrix of the dtype, shape and strides of x."""
+    turned = column_major(x)
+    lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
+    rows, cols = shape = (lines.shape[0], lines.shape[1])
+    granularity, granularity_t = first.granularity, settings(second).transposed
+    block, block_t = granularity.block_shape(shape), granularity_t.block_shape(shape)
+    grid, grid_t = granularity.grid_shape(shape), granularity_t.grid_shape(shape)[::-1]
+    height, width = math.lcm(block[0], block_t[0]), math.lcm(block[1], block_t[1])
+    width = min(width * max(_TILE_BYTES // (height * width * x.element_size()), 1), cols)
+    sizes = rows, cols, lines.stride(0) if rows > 1 else cols, height, width
+    cell, cell_t = settings(first), settings(second)  # they must live as long as this plan
+    dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
+    library = built(x.dtype).library
+    assert library is not None  # supports_quantize_both was asked
+    cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
+
+    def run(x: Tensor) -> CastPair:
+        codes = torch.empty(shape, dtype=dtypes[0], device="cpu")
+        codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=dtypes[1], device="cpu")
+        scale_inv, amax = (
+            torch.empty(grid, dtype=float32, device="cpu"),
+            torch.empty(grid, dtype=float32, device="cpu"),
+        )
+        scale_inv_t, amax_t = (
+            torch.empty(grid_t, dtype=float32, device="cpu"),
+            torch.empty(grid_t, dtype=float32, device="cpu"),
+        )
+        job = pack(
+            *(address(x), *sizes, threads()),
+            *(*block, cell.address, address(codes), address(scale_inv), address(amax)),
+            *(*block_t, cell_t.address, address(codes_t), address(scale_inv_t), address(amax_t)),
+        )
+        if cast_both(job):
+            raise MemoryError(f"quantize: no memory for the scales of {rows} x {cols} elements")
+        lies, other = Cast(codes, scale_inv, amax), Cast(codes_t, scale_inv_t, amax_t)
+        return (other, lies) if turned else (lies, other)
+
+    return run
+
+
+def supports_decode(codes: Tensor, fmt: Format) -> str | None:
+    """Why this kernel does not decode these codes; None if it does."""
+    if not codes.is_cpu:
+        return f"{NAME}: decodes on a cpu; got {codes.device.type}"
+    if reason := refusal(codes):
+        return f"{NAME}: decodes plain tensors; {reason}"
+    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
+        return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
+    if reason := built_decoder().reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers that codes stand for, exactly, in memory of their own; call `supports_decode` first.
+
+    Args:
+        codes: any shape, in fmt.storage_dtype.
+        dtype: float32 or bfloat16; both hold every number of 8 bits or less.
+    Raises:
+        TypeError: the codes are not in fmt.storage_dtype, or another dtype is asked for.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> codes = torch.tensor([1, 15, 7], dtype=torch.uint8)
+        >>> supports_decode(codes, E2M1) is not None or decode(codes, E2M1).tolist() == [0.5, -6.0, 6.0]
+        True
+    """
+    if codes.dtype != fmt.storage_dtype:
+        raise TypeError(f"decode: {fmt} codes are held in {fmt.storage_dtype}; got {codes.dtype}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"decode: got dtype {dtype}; needs float32 or bfloat16")
+    raw = codes.view(torch.uint8)
+    dense = raw.is_contiguous() or (raw.dim() == 2 and raw.t().is_contiguous())
+    raw = raw if dense else raw.contiguous()
+    numbers = torch.empty_like(raw, dtype=dtype)  # the strides of the codes
+    _decode(raw, (1, raw.numel()), (1, raw.numel()), torch.ones(1, device="cpu"), fmt, numbers)
+    return numbers
+
+
+def dequantize(x_q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """As `QuantizedTensor.dequantize`, bit for bit, in one reading; call `supports_decode` first.
+
+    Args:
+        dtype: float32 or bfloat16.
+
+    Example:
+        >>> from ottava.kernels import reference
+        >>> x, spec = torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3)
+        >>> x_q = QuantizedTensor(*reference.quantize(x, spec)[:2], spec, x.dtype)
+        >>> supports_decode(x_q.data, E4M3) is not None or dequantize(x_q, torch.float32).equal(x_q.dequantize())
+        True
+    """
+    codes, scales, granularity = x_q.data.view(torch.uint8), x_q.scale_inv, x_q.spec.granularity
+    turned = column_major(codes)
+    if turned:
+        codes, scales, granularity = codes.t(), scales.t(), granularity.transposed
+    codes, scales = codes.contiguous(), scales.contiguous()
+    numbers = torch.empty(codes.shape, dtype=dtype, device="cpu")
+    rows, cols = codes.shape
+    _decode(codes, (rows, cols), granularity.block_shape((rows, cols)), scales, x_q.spec.format, numbers)
+    return numbers.t() if turned else numbers
+
+
+def _decode(
+    codes: Tensor, shape: tuple[int, int], block: tuple[int, int], scales: Tensor, fmt: Format, out: Tensor
+) -> None:
+    if not codes.numel():
+        return
+    library = built_decoder().library
+    assert library is not None  # supports_decode was asked
+    largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
+    library.ottava_decode(
+        *(pointer(codes), *shape, *block, pointer(scales)),
+        *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
+        *(pointer(out), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+    )
+
+
+class CastSettings(NamedTuple):
+    """A spec once and for all."""
+
+    refusal: str | None
+    """Why such casts are not made here."""
+    cast: _Cast
+    """What the C++ file needs of it."""
+    address: int
+    """Where that lies."""
+    transposed: Granularity
+    """Its granularity for x.T."""
+
+
+@functools.lru_cache(maxsize=512)
+def settings(spec: QuantizationSpec) -> CastSettings:
+    """What a spec comes down to here."""
+    fmt = spec.format
+    refusal = None
+    if spec.rounding != "nearest_even":
+        refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    elif fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
+        refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
+    elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
+        refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
+    if refusal is not None:
+        return CastSettings(refusal, _Cast(), 0, spec.granularity.transposed)
+    cast = _Cast(
+        mantissa_bits=fmt.mantissa_bits,
+        emin=fmt.emin,
+        emax=fmt.emax,
+        bias=fmt.bias,
+        bits=fmt.bits,
+        nan_code=(1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1,
+        scale_format=_SCALE_FORMATS.index(spec.scale_format),
+        guarded=int(spec.scaling == "guarded"),
+        margin=spec.margin,
+        max=fmt.max,
+        top=fmt.max * 2.0**-spec.margin,
+        guard_floor=fmt.max * 2.0**-spec.guard_bits,
+        tensor_top=E4M3.max * fmt.max * 2.0**-spec.margin,
+    )
+    return CastSettings(None, cast, ctypes.addressof(cast), spec.granularity.transposed)

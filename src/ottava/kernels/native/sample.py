@@ -1,0 +1,142 @@
+"""What one reading of a tensor tells, and copies of some of its rows, in C++ (src/sample.cpp): for `debug.measure`
+and `debug.sample`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.gate import pointer, refusal
+from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native.build import Built, load
+
+NAME = "native_sample"
+
+_ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
+_SHARED = 1 << 15  # elements to copy for which another thread is worth waking
+_POINTERS, _SIZES = ctypes.c_void_p, ctypes.c_int64
+
+
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library for tensors of a dtype, or why there is none."""
+    return load("sample", _declare, native_quantize.VARIANTS.get(dtype, ""))
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.ottava_survey.argtypes = [_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _POINTERS, ctypes.c_int]
+    library.ottava_survey.restype = ctypes.c_int
+    library.ottava_take.argtypes = [
+        *(_POINTERS, ctypes.c_int, _SIZES, _SIZES, _SIZES, _SIZES),
+        *(_POINTERS, _SIZES, _POINTERS, _POINTERS, ctypes.c_int),
+    ]
+    library.ottava_take.restype = None
+
+
+def not_a_matrix(x: Tensor) -> str | None:
+    """Why x is no matrix of numbers in memory that C++ reads; None if it is."""
+    if x.device.type != "cpu":
+        return f"runs on a cpu; got {x.device.type}"
+    if reason := refusal(x):
+        return f"takes plain tensors; {reason}"
+    if x.dtype not in native_quantize.VARIANTS or x.dim() != 2:
+        return f"takes a float32, bfloat16 or float16 matrix; got {x.dtype} {tuple(x.shape)}"
+    return None if x.numel() else "an empty matrix"
+
+
+def supports_survey(x: Tensor) -> str | None:
+    """Why this kernel does not survey a matrix; None if it does.
+
+    Example:
+        >>> supports_survey(torch.ones(2, 2, dtype=torch.float64))
+        'native_sample: takes a float32, bfloat16 or float16 matrix; got torch.float64 (2, 2)'
+    """
+    reason = not_a_matrix(x) or built(x.dtype).reason
+    return f"{NAME}: {reason}" if reason else None
+
+
+def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What one reading of x (R, C) tells: fp64 (4,): its amax, inf or NaN where an element is; that of the finite
+    elements; how many are not finite; how many there are. Call `supports_survey` first.
+
+    Args:
+        dtype: float32, bfloat16 or float16: as of x in that dtype; None: as of x.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
+        >>> supports_survey(x) is not None or survey(x).tolist() == [float("inf"), 3.0, 1.0, 4.0]
+        True
+    """
+    extent = torch.empty(4, dtype=torch.float64, device="cpu")
+    target = x.dtype if dtype is None else dtype
+    row, col = steps(x)
+    if col != 1:  # neither order of memory changes it
+        x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
+    library = built(x.dtype).library
+    assert library is not None  # supports_survey was asked
+    to = _ROUNDED.get(target, 0) if target != x.dtype else 0
+    finite = library.ottava_survey(pointer(x), to, *x.shape, row, pointer(extent), torch.get_num_threads())
+    return extent if finite or target == x.dtype else survey(x.to(target))
+
+
+def supports_take(x: Tensor) -> str | None:
+    """Why this kernel copies no rows of a matrix, of numbers or of codes; None if it does.
+
+    Example:
+        >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
+        'native_sample: takes rows of float32, bfloat16, float16 or single bytes; got torch.int64 (4, 4)'
+    """
+    if x.device.type != "cpu":
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    if (x.dtype not in native_quantize.VARIANTS and x.dtype.itemsize != 1) or x.dim() != 2:
+        return f"{NAME}: takes rows of float32, bfloat16, float16 or single bytes; got {x.dtype} {tuple(x.shape)}"
+    if steps(x) == (0, 0):
+        return f"{NAME}: takes a matrix in rows or columns; got strides {x.stride()}"
+    if reason := built(_holds(x)).reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def _holds(x: Tensor) -> torch.dtype:
+    """The dtype of the library that copies x: any knows bytes."""
+    return torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
+
+
+def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Tensor:
+    """Some rows of x (R, C), one below the other in rows of their own; call `supports_take` first.
+
+    Args:
+        bands: the rows; those of a range with a step lie in one band of 128.
+        squares: fp32 (bands, ceil(C / 128)), filled with the largest finite magnitudes of the 128x128 blocks that each
+            range lies in, all of their rows.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(3, 2)
+        >>> supports_take(x) is not None or take(x, [range(0, 3, 2)]).tolist() == [[0.0, 1.0], [4.0, 5.0]]
+        True
+    """
+    rows, cols = x.shape
+    taken = torch.empty(sum(map(len, bands)), cols, dtype=x.dtype, device="cpu")
+    library = built(_holds(x)).library
+    assert library is not None  # supports_take was asked
+    numbers = (_SIZES * (3 * len(bands)))(*(n for band in bands for n in (band.start, band.stop, band.step)))
+    threads = torch.get_num_threads() if taken.numel() >= _SHARED else 1
+    from_to = *steps(x), rows, cols, numbers, len(bands), pointer(taken)
+    library.ottava_take(pointer(x), x.element_size(), *from_to, pointer(squares), threads)
+    return taken
+
+
+def steps(x: Tensor) -> tuple[int, int]:
+    """Elements from row to row and from column to column, one of them 1; (0, 0) if neither is."""
+    (row, col), (rows, cols) = x.stride(), x.shape
+    if col == 1 or cols == 1:
+        return (row if rows > 1 else cols), 1
+    if row == 1 or rows == 1:
+        return 1, col
+    return 0, 0

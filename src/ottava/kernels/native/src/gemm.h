@@ -1,0 +1,337 @@
+// Operands of gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
+#pragma once
+// Instruction sets, as `native.gemm.LEVELS` numbers them: 0 any; x86-64 1 to 4; aarch64 5 and 6.
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) || defined(OTTAVA_AMX_MODEL)
+#define OTTAVA_BEST 4
+#elif defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define OTTAVA_BEST 3
+#elif defined(__AVX512F__)
+#define OTTAVA_BEST 2
+#elif defined(__AVX2__) && defined(__FMA__)
+#define OTTAVA_BEST 1
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define OTTAVA_BEST 6
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define OTTAVA_BEST 5
+#else
+#define OTTAVA_BEST 0
+#endif
+#ifndef OTTAVA_LEVEL  // the one that this library is for
+#define OTTAVA_LEVEL OTTAVA_BEST
+#elif OTTAVA_LEVEL > OTTAVA_BEST || (OTTAVA_BEST > 4 && OTTAVA_LEVEL > 0 && OTTAVA_LEVEL < 5)
+#error "OTTAVA_LEVEL: this CPU has no such instruction set"
+#endif
+
+#include "avx512.h"
+#include "base.h"
+#include "floats.h"
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+extern "C" {
+struct Side {             // as gemm.py lays it out: eight bytes each
+  const uint8_t* codes;   // (rows, k)
+  int64_t rows, row_stride, col_stride;  // one of the strides is 1
+  const float* scale_inv;
+  int64_t scale_row_stride, scale_col_stride;
+  int64_t block_rows, block_cols;  // of one scale; block_cols >= k: one block
+  const float* table;              // 256 numbers: what the codes stand for
+};
+struct Result {  // y
+  void* data;
+  int64_t type;  // 0 fp32, 1 bf16, 2 fp16
+  const float* bias;
+};
+struct Call {
+  Side a, b;
+  Result y;
+  int64_t k;
+  int64_t step;   // number of k over which no scale of either side changes, whole units; k or more: none changes
+  int64_t exact;  // whether the scales along k are powers of two
+  int64_t threads;
+};
+}
+
+namespace {
+
+constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
+constexpr int ROWS = 96;          // rows of a that one task decodes, at most
+constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
+constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
+constexpr int64_t FEW_ROWS = 512, FEW_BYTES = 1 << 20;  // of a: every thread packs it whole, for itself
+constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
+constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
+
+enum Mode { PLAIN = 0, FOLD = 1, STEPS = 2 };
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- instruction sets: vectors of fp32, and what one unit of k does to a sum -----------------------------------------
+
+template <int LANES>
+struct Vector {
+  typedef float type __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+};
+
+template <int LANES_, int VECTORS_>
+struct Fp32 {  // words are fp32 numbers
+  static constexpr int LANES = LANES_, VECTORS = VECTORS_, NR = LANES * VECTORS, UNIT = 1;
+  typedef typename Vector<LANES>::type V;
+  typedef float Word;
+  static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
+    V x = *a - V{};  // *a in all lanes; plus would have to add: -0 + 0 is 0
+#if defined(__FMA__)
+    if constexpr (LANES >= 8) {
+      __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(b));
+      return sum;
+    }
+#endif
+#if defined(__aarch64__)
+    if constexpr (LANES == 4) return (V)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)b);
+#endif
+    return sum + x * b;  // the same bits: products of codes are exact
+  }
+};
+
+#if OTTAVA_LEVEL == 3
+struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
+  static constexpr int LANES = 16, VECTORS = 4, NR = 64, UNIT = 2;
+  typedef typename Vector<16>::type V;
+  typedef uint32_t Word;
+  static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(doubles((int32_t)*a)), "v"(b));
+    return sum;
+  }
+};
+#endif
+
+#if OTTAVA_LEVEL == 4
+struct Amx {  // words as there; tiles of memory instead of vectors in registers
+  static constexpr int NR = 64, UNIT = 2;
+  typedef uint32_t Word;
+};
+#endif
+
+#if OTTAVA_LEVEL == 6
+struct Bfmmla {  // words are four bf16 numbers, k to k + 3
+  static constexpr int NR = 16, UNIT = 4;
+  typedef uint64_t Word;
+};
+#endif
+
+// What a thread must have set up while it computes tiles, and takes down after.
+template <class Isa>
+struct Session {
+  ~Session() {}
+};
+
+// The exponent of a positive number, and 2**e, subnormal numbers included.
+int exponent_of(float x) {
+  int bits = bits_of(x);
+  return bits >> 23 ? (bits >> 23) - 127 : 31 - __builtin_clz(bits | 1) - 149;
+}
+float power(int e) { return float_of(e >= -126 ? (e + 127) << 23 : 1 << (e + 149)); }
+
+// --- one operand: scales and decoding --------------------------------------------------------------------------------
+
+struct Tables {
+  float fp32[256];
+  uint16_t bf16[256];
+  alignas(64) uint8_t low[128], high[128];
+};
+
+Tables make_tables(const float* values) {
+  Tables t;
+  for (int i = 0; i < 256; i++) {
+    uint32_t bits;
+    t.fp32[i] = values[i];
+    std::memcpy(&bits, &values[i], 4);
+    t.bf16[i] = (uint16_t)(bits >> 16);  // exact
+    if (i < 128) t.low[i] = (uint8_t)t.bf16[i], t.high[i] = (uint8_t)(t.bf16[i] >> 8);
+  }
+  return t;
+}
+
+struct Operand {
+  Side side;
+  Tables tables;
+  int64_t k, steps;               // steps: blocks along k
+  int64_t padded;           // rows, to a whole number of panels
+  Array<float> row_scale;   // PLAIN, FOLD: for the epilogue
+  Array<float> step_scale;  // STEPS: [chunk][row]
+  Array<int32_t> exponent;  // FOLD: [step][row], at most 0, none if there is one step
+
+  Operand(const Side& side, int64_t k)  // false row_scale: no memory
+      : side(side), tables(make_tables(side.table)), k(k), steps(ceil_div(k, side.block_cols)),
+        padded(ceil_div(side.rows, 64) * 64 + 64), row_scale(padded) {
+    if (!row_scale) return;
+    fill(row_scale.get(), padded, 1.0f);
+    if (steps == 1) scales_at(0, row_scale.get());
+  }
+
+  // Scales of all rows at column k0.
+  void scales_at(int64_t k0, float* to) const {
+    const float* at = side.scale_inv + k0 / side.block_cols * side.scale_col_stride;
+    for (int64_t r = 0; r < side.rows; r += side.block_rows, at += side.scale_row_stride)
+      fill(to + r, smaller(side.block_rows, side.rows - r), *at);
+  }
+  const int32_t* exponents(int64_t k0) const {
+    return exponent ? exponent.get() + k0 / side.block_cols * padded : nullptr;
+  }
+};
+
+constexpr int NO_POWER = 1000, NO_MEMORY = 1000000;  // more octaves than any two scales are apart
+
+// Fills row_scale and exponent; the largest number of octaves between two scales of a row, or one of the above.
+int fold(Operand& o) {
+  if (o.steps == 1) return 0;
+  const Side& side = o.side;
+  if (!o.exponent.make(o.steps * o.padded)) return NO_MEMORY;
+  fill(o.exponent.get(), o.steps * o.padded, 0);
+  int spread = 0;
+  for (int64_t r = 0, block = 0; r < side.rows; r += side.block_rows, block++) {
+    const int64_t rows = smaller(side.block_rows, side.rows - r);
+    const float* scales = side.scale_inv + block * side.scale_row_stride;
+    int32_t* exponents = o.exponent.get() + r;
+    int top = -10000, bottom = 10000;
+    for (int64_t s = 0; s < o.steps; s++) {
+      const float scale = scales[s * side.scale_col_stride];
+      const int e = exponent_of(scale);
+      if (!(scale > 0) || !is_finite(scale) || scale != power(e)) return NO_POWER;
+      exponents[s * o.padded] = e;
+      top = larger(top, e), bottom = smaller(bottom, e);
+    }
+    for (int64_t s = 0; s < o.steps; s++, exponents += o.padded) {
+      *exponents -= top;
+      for (int64_t i = 1; i < rows; i++) exponents[i] = *exponents;
+    }
+    fill(o.row_scale.get() + r, rows, power(top));
+    spread = larger(spread, top - bottom);
+  }
+  return spread;
+}
+
+bool scale_steps(Operand& o, int64_t chunk) {
+  int64_t chunks = ceil_div(o.k, chunk);
+  if (!o.step_scale.make(chunks * o.padded)) return false;
+  fill(o.step_scale.get(), chunks * o.padded, 0.0f);
+  fill(o.row_scale.get(), o.padded, 1.0f);
+  o.exponent.drop();
+  for (int64_t c = 0; c < chunks; c++) o.scales_at(c * chunk, o.step_scale.get() + c * o.padded);
+  return true;
+}
+
+// Words of `count` rows from row r0, units [u0, u1), any layout: word of row i, unit u at out[(i / w * w * n + i % w) +
+// (u - u0) * w] for w = width; n units in a row.
+template <class Isa>
+void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_t u1, int width, int64_t stride,
+                 typename Isa::Word* out) {
+  const Side& s = o.side;
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t u = u0; u < u1; u++) {
+      typename Isa::Word word = 0;
+      for (int h = 0; h < Isa::UNIT; h++) {
+        int64_t k = u * Isa::UNIT + h, r = r0 + i;
+        if (k >= o.k || r >= s.rows) continue;
+        uint8_t code = s.codes[r * s.row_stride + k * s.col_stride];
+        const int32_t* e = o.exponents(k);
+        float x = o.tables.fp32[code];
+        if (e) x *= power(e[r]);
+        if constexpr (Isa::UNIT == 1) {
+          word = x;
+        } else {
+          uint32_t bits;
+          std::memcpy(&bits, &x, 4);
+          word |= (typename Isa::Word)(bits >> 16) << (16 * h);
+        }
+      }
+      out[i / width * width * stride + i % width + (u - u0) * width] = word;
+    }
+}
+
+}  // namespace
+
+#include "gemm_decode.h"
+
+namespace {
+
+// One panel of b, units [u0, u1).
+template <class Isa>
+void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename Isa::Word* out) {
+#if defined(OTTAVA_FAST_PACK)
+  if constexpr (Isa::UNIT == 2) {
+    Decoder decode(o.tables);
+    if (o.side.col_stride != 1) {
+      for (int64_t u = u0; u < u1; u++, out += Isa::NR) {
+        Z x[4];
+        decode_unit(o, decode, r0, u, x);
+        for (int j = 0; j < 4; j++) store(out + 16 * j, x[j]);
+      }
+      return;
+    }
+    alignas(64) uint32_t rows[64 * 32];
+    int64_t count = smaller<int64_t>(64, o.side.rows - r0);
+    if (count < 64) std::memset(rows, 0, sizeof rows);
+    for (int64_t u = u0; u < u1; u += 32) {
+      decode_rows(o, decode, r0, count, u, u + 1, rows, 32, 64);
+      alignas(64) uint32_t last[16 * 64];
+      for (int64_t v = u; v < smaller(u + 32, u1); v += 16) {
+        bool whole = v + 16 <= u1;
+        uint32_t* to = whole ? out + (v - u0) * Isa::NR : last;
+        for (int64_t g = 0; g < 64; g += 16) transpose(rows + g * 32 + v - u, 32, to + g, Isa::NR);
+        if (!whole) std::memcpy(out + (v - u0) * Isa::NR, last, (u1 - v) * Isa::NR * 4);
+      }
+    }
+    return;
+  }
+#endif
+  pack_slowly<Isa>(o, r0, Isa::NR, u0, u1, Isa::NR, u1 - u0, out);
+}
+
+// How a block of a lies once it is packed: the word of row i of tile t and unit u at [t * tile + i * row + u * unit].
+struct Layout {
+  int64_t tile, row, unit;
+};
+
+template <class Isa>
+Layout layout_of_a(const Operand& o) {
+  const int64_t units = ceil_div(o.k, Isa::UNIT), stride = ceil_div(units, 32) * 32 + 16;
+  const Layout by_rows{MR * stride, stride, 1};  // stride is no power of two: rows would share cache sets
+  if (OTTAVA_LEVEL == 4) return by_rows;
+#if defined(OTTAVA_FAST_PACK)
+  if (Isa::UNIT == 2) return o.side.col_stride == 1 ? by_rows : Layout{MR * units + 8, 1, MR};
+#endif
+  return {MR * units, 1, MR};
+}
+
+template <class Isa>
+void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layout, typename Isa::Word* out) {
+  int64_t units = ceil_div(o.k, Isa::UNIT);
+#if defined(OTTAVA_FAST_PACK)
+  if constexpr (Isa::UNIT == 2) {
+    Decoder decode(o.tables);
+    if (o.side.col_stride == 1) {
+      decode_rows(o, decode, r0, count, 0, units, out, layout.row, ceil_div(1024, o.k) * o.side.row_stride);
+      for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
+      return;
+    }
+#if OTTAVA_LEVEL == 4
+    decode_columns(o, decode, r0, ceil_div(count, MR) * MR, units, out, layout.row);
+#else
+    constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
+    for (int64_t i = 0; i < count; i += TILES * MR)
+      for (int64_t u = 0; u < units; u++) {
+        Z x[5] = {};
+        decode_unit(o, decode, r0 + i, u, x);
+        store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
+      }
+#endif
+    return;
+  }
+#endif
+  bool by_rows = layout.unit == 1;
+  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, by_rows ? 1 : MR, by_rows ? layout.row : units, out);
+}
+
+}  // namespace

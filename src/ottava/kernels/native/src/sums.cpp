@@ -1,0 +1,80 @@
+// What a Linear does besides GEMMs and casts, at the speed of memory: the checksum that its weight cache believes, and
+// the sum of a gradient's rows, which is the gradient of the bias. Both give the same bits for any number of threads.
+#include "base.h"
+#include "floats.h"
+
+namespace {
+
+constexpr int64_t SEGMENT = 1 << 18;  // bytes hashed on their own; native.sums._SEGMENT
+constexpr int LANES = 32;             // 64-bit words that are hashed side by side
+constexpr int64_t ROWS = 64;          // rows of one partial sum: shorter chains, less error
+constexpr int64_t COLUMNS = 4096;     // columns that one task sums: its partial sums stay in a first-level cache
+
+// Multiplication by an odd number and the shift are both one to one, so one changed bit always changes the hash.
+inline uint64_t mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9E3779B97F4A7C15ull;
+  return hash ^ hash >> 32;
+}
+
+uint64_t hash_segment(const uint8_t* bytes, int64_t n) {
+  uint64_t lane[LANES];
+  for (int i = 0; i < LANES; i++) lane[i] = (uint64_t)(i + 1) * 0xD1B54A32D192ED03ull;
+  int64_t at = 0;
+  for (; at + LANES * 8 <= n; at += LANES * 8) {
+    uint64_t words[LANES];
+    std::memcpy(words, bytes + at, sizeof words);
+    for (int i = 0; i < LANES; i++) lane[i] = mix(lane[i], words[i]);
+  }
+  uint64_t tail[LANES] = {};
+  std::memcpy(tail, bytes + at, n - at);
+  uint64_t hash = (uint64_t)n;
+  for (int i = 0; i < LANES; i++) hash = mix(mix(hash, lane[i]), tail[i]);
+  return hash;
+}
+
+template <class Type>
+void sum_band(const typename Type::Int* x, int64_t rows, int64_t row_stride, int64_t columns, float* __restrict out) {
+  fill(out, columns, 0.0f);
+  for (int64_t r = 0; r < rows; r++, x += row_stride)
+    for (int64_t c = 0; c < columns; c++) out[c] += Type::value(x[c]);
+}
+
+// Each task reads whole lines of some rows, as memory likes it; what the bands give is added in their order.
+template <class Type>
+bool sum_columns(const void* x, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
+  const int64_t bands = (rows + ROWS - 1) / ROWS, across = (columns + COLUMNS - 1) / COLUMNS;
+  const Array<float> parts(bands * columns);
+  if (!parts) return false;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t task = 0; task < bands * across; task++) {
+    const int64_t band = task / across, c0 = task % across * COLUMNS;
+    sum_band<Type>(static_cast<const typename Type::Int*>(x) + band * ROWS * row_stride + c0,
+                   smaller(ROWS, rows - band * ROWS), row_stride, smaller(COLUMNS, columns - c0),
+                   parts.get() + band * columns + c0);
+  }
+  fill(out, columns, 0.0f);
+  for (int64_t band = 0; band < bands; band++)
+    for (int64_t c = 0; c < columns; c++) out[c] += parts[band * columns + c];
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// hashes: room for one number a segment
+uint64_t ottava_checksum(const uint8_t* bytes, int64_t n, uint64_t* hashes, int threads) {
+  int64_t segments = (n + SEGMENT - 1) / SEGMENT;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < segments; i++) hashes[i] = hash_segment(bytes + i * SEGMENT, smaller(SEGMENT, n - i * SEGMENT));
+  uint64_t hash = (uint64_t)n;
+  for (int64_t i = 0; i < segments; i++) hash = mix(hash, hashes[i]);
+  return hash;
+}
+
+// type: 0 fp32, 1 bf16, 2 fp16; rows lie one after the other, columns side by side. 0, or 1 if there was no memory.
+int ottava_column_sums(const void* x, int type, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
+  const auto sum = type == 0 ? sum_columns<Float32> : type == 1 ? sum_columns<BFloat16> : sum_columns<Float16>;
+  return sum(x, rows, columns, row_stride, out, threads) ? 0 : 1;
+}
+}

@@ -1,0 +1,493 @@
+"""Device code: the Triton kernels behind `triton.quantize`, imported by it when the first one is launched.
+
+All of it is written from x: one tile of x (R, C) is read once, in fp32, and gives the codes of x, and those of x.T by
+writing the tile transposed. Blocks and scales of x.T are blocks and scales of x with rows and columns swapped, so a
+mode says, in the orientation of x, who shares a scale:
+
+    "tensor"  all        "rows"  a row of x        "cols"  a row of x.T        "blocks"  BR x BC elements of x
+
+Magnitudes are compared as integers: without the sign bit the bits of floats are ordered like their magnitudes, infinity
+and NaN on top, so that a maximum keeps NaN (a float maximum drops it) and may be taken atomically. Divisions are
+`div_rn`: Triton's own `/` is off by an ulp. Everything else follows `scaling.compute_scale` and `rounding` to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2**exponent for exponents from -127 (the one subnormal of E8M0) to 127."""
+    return _float(tl.where(exponent < -126, 0x00400000, (exponent + 127) << 23))
+
+
+@triton.jit
+def _scale_of(magnitude, top, SCALE_FORMAT: tl.constexpr, E8M0_SHIFT: tl.constexpr, E8M0_MANTISSA: tl.constexpr):
+    """(scale, scale_inv) from the bits of an amax."""
+    usable = (magnitude > 0) & (magnitude < 0x7F800000)
+    amax = _float(tl.where(usable, magnitude, 0x3F800000))
+    if SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
+        subnormal = amax < 1.1754943508222875e-38
+        wide = _bits(tl.where(subnormal, amax * 4294967296.0, amax))  # exact: now it is normal
+        exponent = (wide >> 23) - tl.where(subnormal, 127 + 32, 127) + E8M0_SHIFT
+        if SCALE_FORMAT == "e8m0":
+            exponent += tl.where((wide & 0x007FFFFF) > E8M0_MANTISSA, 1, 0)
+        exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -127), 127), 0)
+        return _power_of_two(-exponent), _power_of_two(exponent)
+    scale = tl.minimum(tl.math.div_rn(tl.zeros_like(amax) + top, amax), 3.4028234663852886e38)
+    if SCALE_FORMAT == "pow2":
+        subnormal = scale < 1.1754943508222875e-38
+        wide = tl.where(subnormal, scale * 4294967296.0, scale)
+        power = _float(_bits(wide) & 0x7F800000)
+        scale = tl.where(subnormal, power * 2.3283064365386963e-10, power)
+    scale = tl.where(usable, scale, 1.0)
+    return scale, tl.math.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def _encode(
+    y,
+    MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+    NAN: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Codes, one a byte: clamped first, then rounded to nearest even.
+
+    NATIVE: "E4M3" or "E5M2" by the conversion of sm_89 and later; "": any format of at most 8 bits, by integers.
+    """
+    nan = y != y
+    y = tl.where(nan, y, tl.minimum(tl.maximum(y, -MAX), MAX))
+    if NATIVE == "E4M3":
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if NATIVE == "E5M2":
+        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    bits = _bits(y)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # an ulp of this power of two is the smallest subnormal: the addition rounds, and the code stands in the last bits
+    POWER: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    tiny = _bits(_float(magnitude) + _float(tl.zeros_like(magnitude) + POWER)) - POWER
+    code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
+    code = tl.where(nan, NAN, code)
+    negative = tl.where(nan, 0, (bits >> 31) & 1)
+    return (code | (negative << SIGN)).to(tl.uint8)
+
+
+@triton.jit
+def _place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
+    """(row and column numbers, row tile, column tile) of a tile; tiles go along rows."""
+    across = tl.cdiv(cols, TC)
+    row_tile, col_tile = tile // across, tile % across
+    return row_tile * TR + tl.arange(0, TR), col_tile * TC + tl.arange(0, TC), row_tile, col_tile
+
+
+@triton.jit
+def _load(x_ptr, r, c, rows, cols, stride_r, stride_c):
+    """A tile in fp32; 0 beyond the edges."""
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    offsets = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(q_ptr, codes, r, c, rows, cols):
+    """codes (r, c) into a contiguous matrix of that many rows and columns."""
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    tl.store(q_ptr + r.to(tl.int64)[:, None] * cols + c[None, :], codes, mask=mask)
+
+
+@triton.jit
+def _per_element(per_block, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """One entry a block -> one an element of the tile."""
+    spread = tl.reshape(per_block, (TR // BR, 1, TC // BC, 1))
+    return tl.reshape(tl.broadcast_to(spread, (TR // BR, BR, TC // BC, BC)), (TR, TC))
+
+
+@triton.jit
+def _block_amax(magnitude, TR: tl.constexpr, TC: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Bits of the largest magnitude of each block of a tile."""
+    blocks = tl.reshape(magnitude, (TR // BR, BR, TC // BC, BC))
+    return tl.max(tl.max(blocks, axis=3), axis=1)
+
+
+@triton.jit
+def _factor(
+    magnitude,
+    amax_ptr,
+    scale_inv_ptr,
+    r,
+    c,
+    row_tile,
+    col_tile,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    top,
+    MODE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
+    E8M0_SHIFT: tl.constexpr,
+    E8M0_MANTISSA: tl.constexpr,
+):
+    """What a tile is multiplied with; writes scale_inv, and amax where the tile holds whole blocks.
+
+    stride_r, stride_c: of the grid of blocks in memory, in the orientation of x.
+    """
+    if MODE == "blocks":
+        amax = _block_amax(magnitude, TR, TC, BR, BC)
+        scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+        i = row_tile * (TR // BR) + tl.arange(0, TR // BR)
+        j = col_tile * (TC // BC) + tl.arange(0, TC // BC)
+        inside = (i[:, None] < tl.cdiv(rows, BR)) & (j[None, :] < tl.cdiv(cols, BC))
+        where = i.to(tl.int64)[:, None] * stride_r + j.to(tl.int64)[None, :] * stride_c
+        tl.store(amax_ptr + where, amax, mask=inside)
+        tl.store(scale_inv_ptr + where, scale_inv, mask=inside)
+        return _per_element(scale, TR, TC, BR, BC)
+    if MODE == "rows":
+        scale, scale_inv = _scale_of(
+            tl.load(amax_ptr + r, mask=r < rows, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA
+        )
+        if col_tile == 0:
+            tl.store(scale_inv_ptr + r, scale_inv, mask=r < rows)
+        return tl.broadcast_to(scale[:, None], (TR, TC))
+    if MODE == "cols":
+        scale, scale_inv = _scale_of(
+            tl.load(amax_ptr + c, mask=c < cols, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA
+        )
+        if row_tile == 0:
+            tl.store(scale_inv_ptr + c, scale_inv, mask=c < cols)
+        return tl.broadcast_to(scale[None, :], (TR, TC))
+    scale, scale_inv = _scale_of(tl.load(amax_ptr), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+    if row_tile + col_tile == 0:
+        tl.store(scale_inv_ptr, scale_inv)
+    return tl.zeros((TR, TC), tl.float32) + scale
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr,
+    tensor_ptr,
+    rows_ptr,
+    cols_ptr,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    TENSOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Bits of the amax of all of x, of its rows and of its columns, as asked for; the buffers begin at 0."""
+    r, c, _, _ = _place(tl.program_id(0), rows, cols, TR, TC)
+    magnitude = _bits(_load(x_ptr, r, c, rows, cols, stride_r, stride_c)) & 0x7FFFFFFF
+    if TENSOR:
+        tl.atomic_max(tensor_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
+    if ROWS:
+        tl.atomic_max(rows_ptr + r, tl.max(magnitude, axis=1), mask=r < rows)
+    if COLS:
+        tl.atomic_max(cols_ptr + c, tl.max(magnitude, axis=0), mask=c < cols)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr,
+    q_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    qt_ptr,
+    scale_inv_t_ptr,
+    amax_t_ptr,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    top,
+    MODE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    MODE_T: tl.constexpr,
+    BR_T: tl.constexpr,
+    BC_T: tl.constexpr,
+    SHARED: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
+    E8M0_SHIFT: tl.constexpr,
+    E8M0_MANTISSA: tl.constexpr,
+    MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+    NAN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Current scaling: the codes of x (MODE) and of x.T (MODE_T), each "" if not wanted.
+
+    SHARED: x and x.T have one scale for each element, and it is that of MODE.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the amax pass read last is still in L2
+    r, c, row_tile, col_tile = _place(tile, rows, cols, TR, TC)
+    x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+    magnitude = _bits(x) & 0x7FFFFFFF
+    if MODE != "":
+        grid_cols = tl.cdiv(cols, BC)
+        factor = _factor(
+            magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, grid_cols, 1, top,
+            MODE, BR, BC, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA,
+        )  # fmt: skip
+        codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        _store(q_ptr, codes, r, c, rows, cols)
+        if SHARED:
+            _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+    if MODE_T != "":
+        grid_rows = tl.cdiv(rows, BR_T)
+        factor_t = _factor(
+            magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, 1, grid_rows, top,
+            MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA,
+        )  # fmt: skip
+        codes_t = _encode(x * factor_t, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        _store(qt_ptr, tl.trans(codes_t), c, r, cols, rows)
+
+
+@triton.jit
+def predicted_kernel(
+    x_ptr,
+    given_ptr,
+    q_ptr,
+    qt_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    staged_ptr,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    top,
+    lowest_top,
+    REDO: tl.constexpr,
+    STAGES: tl.constexpr,
+    GUARDED: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
+    E8M0_SHIFT: tl.constexpr,
+    E8M0_MANTISSA: tl.constexpr,
+    MAX: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+    NAN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Predicted scaling, launched twice. First: casts with the given scale and takes the amax in the same pass.
+
+    REDO: reads that amax and ends, unless there was no prediction yet (0) or, GUARDED, it put amax above MAX or below
+    lowest_top; then casts with the current scale. No host sync on the way, so it can be captured in a CUDA graph.
+    STAGES: raises the door's staged entries (finite amax | 1: it was not finite | 1: the guard fired), one program.
+    """
+    given = tl.load(given_ptr)
+    tile = tl.program_id(0)
+    wanted = True
+    factor = given
+    if REDO:
+        tile = tl.num_programs(0) - 1 - tile
+        magnitude = tl.load(amax_ptr)
+        taken = given > 0
+        if GUARDED:
+            reached = _float(magnitude) * given
+            taken = taken & (((reached <= MAX) & (reached >= lowest_top)) | (magnitude == 0))
+        scale, scale_inv = _scale_of(magnitude, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+        predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
+        if tile == 0:
+            tl.store(scale_inv_ptr, tl.where(taken, predicted_inv, scale_inv))
+            if STAGES:
+                finite = magnitude < 0x7F800000
+                fired = (given > 0) & (taken == 0) & (scale_inv != predicted_inv)
+                seen = _float(tl.where(finite, magnitude, 0))
+                tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
+                tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
+                tl.store(staged_ptr + 2, tl.maximum(tl.load(staged_ptr + 2), tl.where(fired, 1.0, 0.0)))
+        factor = scale
+        wanted = taken == 0
+    if wanted:
+        r, c, _, _ = _place(tile, rows, cols, TR, TC)
+        x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+        if not REDO:
+            tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
+        codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        if ROW:
+            _store(q_ptr, codes, r, c, rows, cols)
+        if COL:
+            _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
+
+
+@triton.jit
+def roll_kernel(
+    lanes_ptr,
+    index_ptr,
+    history_ptr,
+    scale_ptr,
+    nonfinite_ptr,
+    guard_ptr,
+    staged_ptr,
+    doors,
+    length,
+    top,
+    NEWEST: tl.constexpr,
+    SCALE_FORMAT: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A step boundary for all tensors of one spec, one program each: windows take an amax in, scales follow.
+
+    lanes (4, doors): amax, non-finite, guard, due; index: the column of each tensor. NEWEST: scale for the last amax,
+    not for the largest. WINDOW: a power of two that holds a window.
+    """
+    tensor = tl.program_id(0)
+    lane = lanes_ptr + tl.load(index_ptr + tensor)
+    last = tl.load(lane)
+    touched = last > 0
+    j = tl.arange(0, WINDOW)
+    window_ptr = history_ptr + tensor.to(tl.int64) * length + j
+    inside = j < length
+    here = tl.load(window_ptr, mask=inside, other=0.0)
+    before = tl.load(window_ptr - 1, mask=inside & (j > 0), other=0.0)
+    tl.debug_barrier()  # every thread has read before one writes to where its neighbour reads
+    window = tl.where(touched, tl.where(j == 0, last, before), here)
+    tl.store(window_ptr, window, mask=inside)
+    magnitude = tl.max(tl.where((j == 0) | (not NEWEST), _bits(window), 0), axis=0)
+    scale, _ = _scale_of(magnitude, top, SCALE_FORMAT, 0, 0)
+    usable = touched & (magnitude > 0) & (magnitude < 0x7F800000)
+    tl.store(scale_ptr + tensor, tl.where(usable, scale, tl.load(scale_ptr + tensor)))
+    nonfinite = tl.load(nonfinite_ptr + tensor) + tl.load(lane + doors).to(tl.int64)
+    guard = tl.load(guard_ptr + tensor) + tl.load(lane + 2 * doors).to(tl.int64)
+    tl.store(nonfinite_ptr + tensor, nonfinite)
+    tl.store(guard_ptr + tensor, guard)
+    c = tl.arange(0, 4)
+    staged = tl.load(staged_ptr + tensor * 3 + c, mask=c < 3, other=0.0)
+    tl.store(staged_ptr + tensor * 3 + c, staged * (1.0 - tl.load(lane + 3 * doors)), mask=c < 3)
+
+
+@triton.jit
+def _total(values):
+    return tl.sum(tl.sum(values, axis=1), axis=0)
+
+
+@triton.jit
+def _decode(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
+    """The finite numbers of codes, one a byte: as subnormals of fp32 or beyond, brought up by an exact power of two."""
+    power = _float(tl.zeros_like(codes) + ((254 - BIAS) << 23))
+    magnitude = _float((codes & ((1 << SIGN) - 1)) << (23 - MANTISSA)) * power
+    return tl.where((codes >> SIGN) & 1 != 0, -magnitude, magnitude)
+
+
+@triton.jit
+def _count(slot_ptr, PLACE: tl.constexpr, number):
+    """In fp64 whole numbers add exactly, in any order."""
+    tl.atomic_add(slot_ptr + PLACE, number.to(tl.float64))
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr,
+    q_ptr,
+    scale_inv_ptr,
+    slot_ptr,
+    phase_ptr,
+    on_ptr,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    q_stride_r,
+    q_stride_c,
+    scale_stride_r,
+    scale_stride_c,
+    every,
+    clip,
+    normal,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+    TIES_CLIP: tl.constexpr,
+    BINS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Adds what a cast did to one tile in `every` to a slot, in the order of `triton.statistics._NUMBERS`.
+
+    Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
+    """
+    tile = tl.program_id(0) * every + (tl.load(phase_ptr) % every).to(tl.int32)
+    on = tl.load(on_ptr) != 0
+    if on & (tl.program_id(0) == 0):
+        tl.atomic_add(slot_ptr + 16, tl.full((), 1.0, tl.float64) * rows * cols)  # a size of 1 is a constant to Triton
+        tl.atomic_add(slot_ptr + 17, 1.0)
+    if on & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
+        r, c, _, _ = _place(tile, rows, cols, TR, TC)
+        inside = (r[:, None] < rows) & (c[None, :] < cols)
+        x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+        finite = inside & ((_bits(x) & 0x7FFFFFFF) < 0x7F800000)
+        x = tl.where(finite, x, 0.0)
+        where = r.to(tl.int64)[:, None] * q_stride_r + c.to(tl.int64)[None, :] * q_stride_c
+        codes = tl.where(finite, tl.load(q_ptr + where, mask=inside, other=0).to(tl.int32), 0)
+        blocks = (r // BR)[:, None] * scale_stride_r + (c // BC)[None, :] * scale_stride_c
+        scale_inv = tl.load(scale_inv_ptr + blocks, mask=inside, other=1.0)
+        numbers = _decode(codes, MANTISSA, BIAS, SIGN)
+        q = numbers * scale_inv
+        magnitude, error = tl.abs(x), x - q
+        bits = _bits(magnitude)
+        nonzero = (bits > 0).to(tl.int32)
+        size, clips_at = magnitude.to(tl.float64), scale_inv.to(tl.float64) * clip
+        clipped = (size >= clips_at) if TIES_CLIP else (size > clips_at)
+        count, live = _total(finite.to(tl.int32)), _total(nonzero)
+        _count(slot_ptr, 0, count)
+        _count(slot_ptr, 1, _total(inside.to(tl.int32)) - count)
+        _count(slot_ptr, 2, live)
+        _count(slot_ptr, 3, live - _total((q != 0).to(tl.int32)))
+        _count(slot_ptr, 4, _total(((numbers != 0) & (tl.abs(numbers) < normal)).to(tl.int32)))
+        _count(slot_ptr, 5, _total((clipped & (q != 0)).to(tl.int32)))
+        wide, wide_error = x.to(tl.float64), error.to(tl.float64)
+        square = wide * wide
+        tl.atomic_add(slot_ptr + 6, _total(wide))
+        tl.atomic_add(slot_ptr + 7, _total(size))
+        tl.atomic_add(slot_ptr + 8, _total(square))
+        tl.atomic_add(slot_ptr + 9, _total(square * square))
+        tl.atomic_add(slot_ptr + 10, _total(wide_error * wide_error))
+        tl.atomic_add(slot_ptr + 11, _total(wide * wide_error))
+        tl.atomic_add(slot_ptr + 12, _total(tl.abs(wide_error) / tl.where(nonzero != 0, size, float("inf"))))
+        tl.atomic_max(slot_ptr + 13, tl.max(tl.max(size, axis=1), axis=0))
+        tl.atomic_max(slot_ptr + 14, tl.max(tl.max(tl.abs(wide_error), axis=1), axis=0))
+        tl.atomic_min(slot_ptr + 15, tl.min(tl.min(tl.where(nonzero != 0, size, float("inf")), axis=1), axis=0))
+        if BINS > 0:
+            found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
+            place = tl.arange(0, BINS)
+            found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and what is not there
+            tl.atomic_add(slot_ptr + NUMBERS + place, found.to(tl.float64), mask=found > 0)

@@ -1,0 +1,324 @@
+"""Quantize on NVIDIA GPUs by Triton kernels: the bits of `reference`, reading x as few times as the recipe allows.
+
+    current, blocks       one pass: the codes of x and of x.T, their scales and amax
+    current, tensor, row  two passes: amax, then codes; the second runs backwards, so that it begins in the L2 cache
+    delayed, guarded      one pass with the predicted scale; a second launch ends at once unless that missed, and notes
+                          the amax for the next scale
+
+Bytes a bf16 element, x and x.T together: 4, 6, 4. The kernels are in `device_code`; Triton is imported with the first
+launch. They keep no state, never wait for the device, and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.gate import launched, refusal
+from ottava.kernels.reference import Cast
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.rounding import check_input_dtype
+from ottava.scaling import PER_TENSOR, Granularity, column_major
+
+Casts = tuple[Cast | None, Cast | None]
+"""Of x and of x.T."""
+
+NAME = "triton"
+
+_FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
+_TILE = 128
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
+def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
+    """Why these kernels do not cast x (R, C) to spec with that scale; None if they do.
+
+    Example:
+        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
+        'triton: runs on cuda; got cpu'
+    """
+    if x.device.type != "cuda":
+        return f"{NAME}: runs on cuda; got {x.device.type}"
+    if reason := refuses(spec):
+        return reason
+    if scale is not None and spec.granularity != PER_TENSOR:
+        return f"{NAME}: takes a given scale for a whole tensor; got one for {spec.granularity}"
+    if scale is not None and scale.device != x.device:
+        return f"{NAME}: the scale is on {scale.device} and x on {x.device}"
+    if x.numel() == 0:
+        return f"{NAME}: an empty tensor"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    if not has_triton():
+        return f"{NAME}: Triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < _AMPERE:
+        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def refuses(spec: QuantizationSpec) -> str | None:
+    """Why these kernels do not cast to spec on any device; None if they do."""
+    if spec.format not in _FORMATS:
+        return f"{NAME}: casts to {', '.join(map(str, _FORMATS))}; got {spec.format}"
+    if spec.rounding != "nearest_even":
+        return f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    if spec.scale_format == "e4m3":
+        return f"{NAME}: has no two-level scales (e4m3)"
+    if _mode(spec.granularity) is None:
+        return f"{NAME}: takes tensor, row and blocks of powers of two up to {_TILE}; got {spec.granularity}"
+    return None
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+    """Casts x (R, C) to spec; arguments, results and errors as `reference.quantize`. The codes are contiguous.
+
+    x must be one that `supports_quantize` takes, or the Triton interpreter must be on.
+    """
+    cast, _ = quantize_both(x, spec, None, scale)
+    assert cast is not None
+    return cast
+
+
+def quantize_both(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor | None = None,
+    staged: Tensor | None = None,
+) -> Casts:
+    """Casts x (R, C) to spec and x.T (C, R) to spec_t, both from one reading of x where their settings agree.
+
+    Args:
+        x: fp32, bf16 or fp16; any strides.
+        spec, spec_t: None for one that is not wanted.
+        scale: one fp32 entry on the device of x, as in `reference.quantize`.
+        staged: fp32 (3,) on the device of x, with a scale: raised to this cast's amax, as `Quantizer.staged` says.
+    Returns:
+        (Cast of x, Cast of x.T), both contiguous; where x and x.T share their scales, scale_inv and amax share memory.
+    Raises:
+        TypeError: dtype.  ValueError: x is not a matrix.
+    """
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2:
+        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+    if column_major(x):  # x.T is the one that lies row by row
+        cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
+        return cast, cast_t
+    if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
+        return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
+    launched(x, scale, staged)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale, staged)
+
+
+class _Side(NamedTuple):
+    """Memory for one of the two results."""
+
+    mode: str
+    data: Tensor
+    scale_inv: Tensor
+    amax: Tensor  # bits, int32
+
+
+def _current(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
+    row = _side(x, spec, transposed=False)
+    col = _side(x, spec_t, transposed=True, partner=row)
+    one_scale = shared(spec, spec_t)
+    device, shape = _device_code(), (*x.shape, *x.stride())
+    whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
+    if whole:
+        launch = amax_launch(tuple(whole))
+        buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
+        device.amax_kernel[_grid(x, launch)](x, *buffers, *shape, **launch)
+    known = spec or spec_t
+    assert known is not None
+    launch = cast_launch(spec, spec_t, _converts(x.device))
+    device.cast_kernel[_grid(x, launch)](
+        x, *(row.data, row.scale_inv, row.amax), *(col.data, col.scale_inv, col.amax), *shape, _top(known), **launch
+    )
+    return _casts(row, col, spec, spec_t, one_scale)
+
+
+def _predicted(
+    x: Tensor,
+    spec: QuantizationSpec | None,
+    spec_t: QuantizationSpec | None,
+    scale: Tensor,
+    staged: Tensor | None,
+) -> Casts:
+    known = spec or spec_t
+    assert known is not None
+    row = _side(x, spec, transposed=False)
+    col = _side(x, spec_t, transposed=True, partner=row)
+    one = row if spec is not None else col
+    sides, stages = (spec is not None, spec_t is not None), staged is not None
+    for redo in (False, True):
+        launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
+        _device_code().predicted_kernel[_grid(x, launch)](
+            x,
+            scale,
+            *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
+            *(*x.shape, *x.stride()),
+            *(_top(known), known.format.max * 2.0**-known.guard_bits),
+            **launch,
+        )
+    return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
+    """Whether the codes of x.T are those of x."""
+    return (
+        spec is not None
+        and spec_t is not None
+        and _settings(spec) == _settings(spec_t)
+        and spec.granularity == spec_t.granularity == spec.granularity.transposed
+    )
+
+
+def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None) -> _Side:
+    """partner: the other one, whose scale and amax it takes where both are a tensor's: one memory to set to 0."""
+    if spec is None:  # not wanted: never touched
+        return _Side("", x, x, x)
+    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    mode, _ = _mode_and_block(spec, transposed)
+    if partner is not None and partner.mode == mode == "tensor":
+        return partner._replace(data=x.new_empty(shape, dtype=torch.uint8))
+    grid = spec.granularity.grid_shape(shape)
+    amax = x.new_empty(grid, dtype=torch.int32) if mode == "blocks" else x.new_zeros(grid, dtype=torch.int32)
+    return _Side(mode, x.new_empty(shape, dtype=torch.uint8), x.new_empty(grid, dtype=torch.float32), amax)
+
+
+def _casts(
+    row: _Side, col: _Side, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, one_scale: bool
+) -> Casts:
+    first = _cast(row, spec)
+    if first is None or spec_t is None or not one_scale:
+        return first, _cast(col, spec_t)
+    codes = col.data.view(spec_t.format.storage_dtype)
+    if row.mode == "tensor":  # one entry, which is its own transpose: every call here is time of the host
+        return first, Cast(codes, first.scale_inv, first.amax)
+    return first, Cast(codes, first.scale_inv.t(), first.amax.t())
+
+
+def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
+    if spec is None:
+        return None
+    return Cast(side.data.view(spec.format.storage_dtype), side.scale_inv, side.amax.view(torch.float32))
+
+
+def _mode(granularity: Granularity) -> str | None:
+    """Who shares a scale, in the words of `device_code`; None: no kernel has such blocks."""
+    rows, cols = granularity.rows, granularity.cols
+    if rows is None or cols is None:
+        return {(None, None): "tensor", (1, None): "rows", (None, 1): "cols"}.get((rows, cols))
+    return "blocks" if all(size <= _TILE and size & (size - 1) == 0 for size in (rows, cols)) else None
+
+
+def _settings(spec: QuantizationSpec) -> tuple[Any, ...]:
+    """What both results of one launch have in common."""
+    return spec.format, spec.scale_format, spec.margin, spec.scaling, spec.guard_bits
+
+
+@functools.lru_cache(maxsize=256)
+def _top(spec: QuantizationSpec) -> float:
+    return float(spec.format.max * 2.0**-spec.margin)
+
+
+@functools.lru_cache(maxsize=256)
+def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool) -> Mapping[str, Any]:
+    """The compile-time parameters with which `cast_kernel` is launched; converts: the device casts to FP8 itself."""
+    known = spec or spec_t
+    assert known is not None
+    one_scale = shared(spec, spec_t)
+    (mode, block), (mode_t, block_t) = (
+        _mode_and_block(spec, False),
+        _mode_and_block(None if one_scale else spec_t, True),
+    )
+    sides = {"MODE": mode, "BR": block[0], "BC": block[1], "MODE_T": mode_t, "BR_T": block_t[0], "BC_T": block_t[1]}
+    constants = {**sides, "SHARED": one_scale, **_constants(known, converts), **_tile(max(block[0], block_t[0]))}
+    return MappingProxyType(constants)
+
+
+@functools.lru_cache(maxsize=256)
+def predicted_launch(
+    spec: QuantizationSpec, row: bool, col: bool, redo: bool, converts: bool, stages: bool = False
+) -> Mapping[str, Any]:
+    """As `cast_launch`, for `predicted_kernel`; row, col: whether the codes of x and of x.T are wanted."""
+    wanted = {"REDO": redo, "STAGES": stages, "GUARDED": spec.scaling == "guarded", "ROW": row, "COL": col}
+    return MappingProxyType({**wanted, **_constants(spec, converts), **_tile(1)})
+
+
+@functools.lru_cache(maxsize=256)
+def amax_launch(modes: tuple[str, ...]) -> Mapping[str, Any]:
+    """As `cast_launch`, for `amax_kernel`; modes: of "tensor", "rows", "cols"."""
+    return MappingProxyType({mode.upper(): mode in modes for mode in ("tensor", "rows", "cols")} | _tile(1))
+
+
+@functools.lru_cache(maxsize=256)
+def _mode_and_block(spec: QuantizationSpec | None, transposed: bool) -> tuple[str, tuple[int, int]]:
+    """In the orientation of x; a block is 1 x 1 unless the mode is "blocks"."""
+    if spec is None:
+        return "", (1, 1)
+    granularity = spec.granularity.transposed if transposed else spec.granularity
+    mode = _mode(granularity)
+    assert mode is not None
+    return mode, (granularity.rows or 1, granularity.cols or 1) if mode == "blocks" else (1, 1)
+
+
+def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
+    """What the kernels know of the format, under the names of their parameters."""
+    fmt = spec.format
+    return {
+        "SCALE_FORMAT": spec.scale_format,
+        "E8M0_SHIFT": spec.margin - fmt.emax,
+        "E8M0_MANTISSA": int(math.ldexp(fmt.max, 23 - fmt.emax)) - (1 << 23),  # that of fmt.max, as fp32 holds it
+        "MAX": fmt.max,
+        "MANTISSA": fmt.mantissa_bits,
+        "BIAS": fmt.bias,
+        "SIGN": fmt.bits - 1,
+        "NAN": (1 << (fmt.bits - 1)) - 1,  # all ones; without NaN that is the largest number
+        "NATIVE": fmt.name if converts and fmt in (E4M3, E5M2) else "",
+    }
+
+
+def _tile(block_rows: int) -> dict[str, int]:
+    """64 x 128 elements, or the 128 x 128 that hold whole blocks; 32 elements a thread, so that nothing spills."""
+    rows = max(block_rows, _TILE // 2)
+    return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
+
+
+def _grid(x: Tensor, launch: Mapping[str, Any]) -> tuple[int]:
+    return (-(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"]),)
+
+
+def _converts(device: torch.device) -> bool:
+    """Whether the device converts fp32 to FP8 itself, as the interpreter of the tests does.
+
+    sm_89 does, but Triton 3.6 goes there through FP16, truncating: other bits just beside a tie.
+    """
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be launched: found once a process, not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _device_code() -> Any:
+    return importlib.import_module("ottava.kernels.triton.device_code")

@@ -1,0 +1,87 @@
+"""The step boundary of predicted scales on NVIDIA GPUs: all tensors of one spec in one launch, the bits of `state`.
+
+In torch operations a boundary is some 35 launches a spec. This one keeps no state, never waits for the device, and can
+be captured in a CUDA graph: all it touches lies where it lay before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.kernels.gate import launched
+from ottava.kernels.triton.quantize import has_triton
+from ottava.quantized_tensor import QuantizationSpec
+
+NAME = "triton"
+
+_LONGEST = 4096
+_AMPERE = (8, 0)
+
+
+def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str | None:
+    """Why this kernel does not move these windows on; None if it does.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> supports_roll(QuantizationSpec(E4M3, scaling="delayed"), torch.zeros(3, 16), torch.zeros(4, 3))
+        'triton: runs on cuda; got cpu'
+    """
+    if history.device.type != "cuda":
+        return f"{NAME}: runs on cuda; got {history.device.type}"
+    if callable(spec.amax_compute_algo):
+        return f"{NAME}: takes the largest amax or the last one; got a function of the window"
+    if history.shape[1] > _LONGEST:
+        return f"{NAME}: takes windows of up to {_LONGEST} steps; got {history.shape[1]}"
+    if lanes.device != history.device:
+        return f"{NAME}: the amaxes are on {lanes.device} and the windows on {history.device}"
+    if not has_triton():
+        return f"{NAME}: Triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(history.device)
+    if capability < _AMPERE:
+        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+def roll(
+    spec: QuantizationSpec,
+    lanes: Tensor,
+    index: Tensor,
+    history: Tensor,
+    scale: Tensor,
+    nonfinite_count: Tensor,
+    guard_count: Tensor,
+    staged: Tensor,
+) -> None:
+    """Moves the windows of T tensors of one spec on, in place; the rule is that of `windows.roll_windows`.
+
+    Args:
+        lanes: fp32 (4, doors): amax, non-finite, guard, and 1 for a door that is due; where that is 0 all are.
+        index: int64 (T,): the column of each tensor in lanes.
+        history: fp32 (T, L), newest first.
+        scale: fp32 (T,).
+        nonfinite_count, guard_count: int64 (T,).
+        staged: fp32 (T, 3); cleared where due.
+    """
+    launched(lanes, index, history, scale, nonfinite_count, guard_count, staged)
+    tensors, length = history.shape
+    with torch.cuda.device_of(history):  # Triton launches on the current device
+        importlib.import_module("ottava.kernels.triton.device_code").roll_kernel[(tensors,)](
+            *(lanes.contiguous(), index, history, scale, nonfinite_count, guard_count, staged),
+            *(lanes.shape[1], length, float(spec.format.max * 2.0**-spec.margin)),
+            **roll_launch(spec),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def roll_launch(spec: QuantizationSpec) -> Mapping[str, Any]:
+    """The compile-time parameters with which `roll_kernel` is launched."""
+    window = 1 << (spec.amax_history_len - 1).bit_length()
+    constants = {"NEWEST": spec.amax_compute_algo == "most_recent", "SCALE_FORMAT": spec.scale_format, "WINDOW": window}
+    return MappingProxyType(constants | {"num_warps": max(1, min(4, window // 256))})

@@ -1,0 +1,136 @@
+"""What a cast did to its tensor, added to a slot on the GPU: for runs that must not wait for the device.
+
+Some tiles of a tensor are looked at each time: one in `every`, beginning with another one whenever the phase, a number
+on the device, has changed; and none while a flag on the device is 0. So what a CUDA graph has captured goes on rotating
+and can be switched on and off. A launch of its own beside the cast, and no part of it: the casts keep their registers
+and their speed, it takes what any of them made, and it reads 1 / every of it.
+
+Counts are exact; sums are taken in fp64, tiles in the order in which they come.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.errors import refuse_other_sums
+from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from ottava.kernels.gate import launched, refusal
+from ottava.kernels.triton.quantize import has_triton
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+
+NAME = "triton"
+
+_NUMBERS = (
+    *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
+    *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
+)
+"""What `statistics_kernel` sums, in its order, by names of debug/tally.py; then, unless it is left out, `exponents`."""
+
+_FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
+_AMPERE = (8, 0)
+_TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion": False})  # x - q rounds q, as it is
+
+
+def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
+    """Why this kernel does not look at this cast; None if it does.
+
+    Example:
+        >>> import ottava
+        >>> x = torch.ones(2, 2)
+        >>> supports_statistics(x, ottava.quantize(x, ottava.QuantizationSpec(E4M3)))
+        'triton: runs on cuda; got cpu'
+    """
+    if x.device.type != "cuda":
+        return f"{NAME}: runs on cuda; got {x.device.type}"
+    if x_q.spec.format not in _FORMATS:
+        return f"{NAME}: decodes {', '.join(map(str, _FORMATS))}; got {x_q.spec.format}"
+    if x.numel() == 0:
+        return f"{NAME}: an empty tensor"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    if not has_triton():
+        return f"{NAME}: Triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < _AMPERE:
+        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
+    return None
+
+
+def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
+    """A slot of nothing yet: fp64, a number for each field but `exponents`, whose bins come last.
+
+    Args:
+        fields: what is asked for -> bins, 0 for a number; `exponents` may be left out.
+    Raises:
+        ValueError: other fields are asked for than the kernel sums.
+    """
+    bins = fields.get("exponents", 0)
+    refuse_other_sums("triton_statistics", fields, dict.fromkeys(_NUMBERS, 0) | ({"exponents": bins} if bins else {}))
+    slot = torch.zeros(len(_NUMBERS) + bins, dtype=torch.float64, device=device)
+    slot[_NUMBERS.index("amin")].fill_(math.inf)
+    return slot
+
+
+def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phase: Tensor, on: Tensor) -> None:
+    """Adds what the cast of x (R, C) to x_q did to some tiles of 16 x 128 elements.
+
+    Args:
+        slot: from `new_slot`, which decides whether there is a histogram; changed in place.
+        every: one tile in so many.
+        phase: int64 (), on the device: tiles are looked at whose number, along rows, is phase modulo every.
+        on: int32 (), on the device: 0 for nothing at all.
+    Raises:
+        ValueError: every is less than 1.
+    """
+    if every < 1:
+        raise ValueError(f"fill_slot: every is {every}; needs 1 (each tile) or more")
+    spec = x_q.spec
+    launched(x, x_q.data, x_q.scale_inv, slot, phase, on)
+    launch = statistics_launch(spec, len(slot) - len(_NUMBERS))
+    tiles = -(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"])
+    scale_rows, scale_cols = x_q.scale_inv.stride()
+    blocks = (scale_rows if spec.granularity.rows else 0, scale_cols if spec.granularity.cols else 0)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        importlib.import_module("ottava.kernels.triton.device_code").statistics_kernel[(-(-tiles // every),)](
+            *(x.detach(), x_q.data.view(torch.uint8), x_q.scale_inv, slot, phase, on),
+            *(*x.shape, *x.stride(), *x_q.data.stride(), *blocks),
+            *(every, spec.format.clip, 2.0**spec.format.emin),
+            **launch,
+        )
+
+
+def read_slot(slot: Tensor) -> dict[str, Any]:
+    """Field of a tally -> a number, or the histogram, if the slot has it, as a numpy array. Waits for the device.
+
+    Example:
+        >>> read_slot(new_slot("cpu", dict.fromkeys(_NUMBERS, 0)))["amin"]
+        inf
+    """
+    values = slot.cpu()
+    histogram = {"exponents": values[len(_NUMBERS) :].numpy()} if len(values) > len(_NUMBERS) else {}
+    return dict(zip(_NUMBERS, values.tolist(), strict=False)) | histogram
+
+
+@functools.lru_cache(maxsize=256)
+def statistics_launch(spec: QuantizationSpec, bins: int) -> Mapping[str, Any]:
+    """The compile-time parameters with which `statistics_kernel` is launched; bins: 0 for no histogram."""
+    fmt, granularity = spec.format, spec.granularity
+    constants = {
+        "BR": granularity.rows or 1,
+        "BC": granularity.cols or 1,
+        "MANTISSA": fmt.mantissa_bits,
+        "BIAS": fmt.bias,
+        "SIGN": fmt.bits - 1,
+        "TIES_CLIP": fmt.tie_clips,
+        "BINS": bins,
+        "NUMBERS": len(_NUMBERS),
+    }
+    return MappingProxyType({**constants, **_TILE})

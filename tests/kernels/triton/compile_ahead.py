@@ -1,0 +1,121 @@
+"""Compiles the Triton kernels, as they are launched, for one GPU architecture; no GPU is needed.
+
+`python compile_ahead.py 90` prints a JSON object: name of a launch -> what the machine code holds. In a process of its
+own, because Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ottava.debug.tally import EXPONENT_BINS
+from ottava.formats import E4M3, E5M2
+from ottava.kernels.triton import device_code
+from ottava.kernels.triton.quantize import amax_launch, cast_launch, predicted_launch
+from ottava.kernels.triton.roll import roll_launch
+from ottava.kernels.triton.statistics import statistics_launch
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import RECIPES
+
+TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp32", "q_ptr": "*u8", "qt_ptr": "*u8"}
+TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
+TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
+TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
+FLOATS = ("top", "lowest_top", "clip", "normal")
+ALIGNED = ("rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
+SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Name -> (kernel, its compile-time parameters): x and x.T of the tensors of the recipes, and single casts."""
+    tensor, row, block, mx = (RECIPES[name].fprop.lhs for name in ("tensorwise", "rowwise", "blockwise", "mxfp8"))
+    square = RECIPES["blockwise"].fprop.rhs
+    gradient = QuantizationSpec(E5M2)
+    pairs = {
+        "tensor": (tensor, tensor),
+        "tensor E5M2": (gradient, gradient),
+        "row": (row, row),
+        "row, tensor": (row, RECIPES["rowwise_with_gw_hp"].dgrad.rhs),
+        "1x128": (block, block),
+        "128x128": (square, square),
+        "1x32": (mx, mx),
+        "x only": (tensor, None),
+        "x.T only": (None, block),
+    }
+    found = {name: (device_code.cast_kernel, cast_launch(*pair, converts)) for name, pair in pairs.items()}
+    guarded = QuantizationSpec(E4M3, scaling="guarded", margin=1)
+    for name, redo in (("predicted", False), ("guard", True)):
+        found[name] = (device_code.predicted_kernel, predicted_launch(guarded, True, True, redo, converts, redo))
+    found["amax"] = (device_code.amax_kernel, amax_launch(("tensor", "rows", "cols")))
+    found["statistics"] = (device_code.statistics_kernel, statistics_launch(tensor, EXPONENT_BINS))
+    found["statistics 1x128"] = (device_code.statistics_kernel, statistics_launch(block, EXPONENT_BINS))
+    found["one element"] = (
+        device_code.statistics_kernel,
+        {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
+    )
+    found["roll"] = (device_code.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
+    return found
+
+
+def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: str = "*bf16") -> Any:
+    """The kernel for x in bf16 whose rows lie one after the other, sizes and addresses multiples of 16."""
+    options = {name: value for name, value in launch.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in launch.items() if name in kernel.arg_names}
+    constants |= {name: 1 for name in ("stride_c", "q_stride_c") if name in kernel.arg_names}
+    signature = {}
+    for name in kernel.arg_names:
+        kind = "*i32" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
+        kind = x_type if name == "x_ptr" else TYPES.get(name, kind)
+        signature[name] = "constexpr" if name in constants else kind
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name in ALIGNED]
+    aligned = [i for i in aligned if signature[kernel.arg_names[i]] != "constexpr"]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def facts(binary: Any) -> dict[str, Any]:
+    """Registers, bytes spilled, and the instructions of interest."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(binary.asm["cubin"])
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+    ptx = binary.asm["ptx"]
+    counted = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    return counted | {
+        "loads16": len(re.findall(r"ld\.global[\w.]*\.v4\.b32", ptx)),
+        "loads": len(re.findall(r"ld\.global[\w.]*\.b(?:8|16)\b", ptx)),
+        "stores16": len(re.findall(r"st\.global[\w.]*\.v4\.b32", ptx)),
+        "byte_stores": len(re.findall(r"st\.global[\w.]*\.b8", ptx)),
+        "conversions": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
+        "flushes": ".ftz" in ptx,
+        "approximate": len(re.findall(r"div\.(?:full|approx)|rcp\.approx", ptx)),
+        "barriers": len(re.findall(r"bar\.sync|barrier\.sync", ptx)),
+        "fused": len(re.findall(r"fma\.rn\.f32", ptx)),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.[\w.]*max", ptx)),
+        "shared": binary.metadata.shared,
+    }
+
+
+def main(capability: int) -> None:
+    """Prints the facts of all launches."""
+    every = launches(converts=capability >= 90)
+    some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll")
+    chosen = every if capability == 90 else {name: every[name] for name in some}
+    print(json.dumps({name: facts(compiled(*launch, capability)) for name, launch in chosen.items()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
