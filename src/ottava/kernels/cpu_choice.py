@@ -1,6 +1,6 @@
 """In which order ways to run a GEMM on this CPU are to be tried: measured once a machine, not once a process.
 
-Capability gives an order (AMX before AVX512 and so on); it stands unless a later way was measured to be MARGIN faster.
+Capability gives an order (AVX512 before AVX2 and so on); it stands unless a later way was measured to be MARGIN faster.
 Each way first multiplies small integers, whose sums are exact in any order: one wrong bit and it is out. Times are CPU
 time on one thread, in turns, medians: a busy machine spoils them little. The first process to measure writes the result
 beside the libraries of `native.build`, and all processes, itself included, go by what is there. It is measured anew for

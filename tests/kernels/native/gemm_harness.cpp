@@ -1,4 +1,4 @@
-// gemm.cpp without Python, for CPUs that an emulator stands in for: test_native_gemm.py compiles and runs it.
+// gemm.cpp without Python, for CPUs that an emulator stands in for: test_gemm_levels.py compiles and runs it.
 // Prints "ok" and how many of 16,384 bf16 outputs are not the correctly rounded ones (K = 1024), or the first thing wrong.
 #include <cmath>
 #include <cstdio>

@@ -1,7 +1,7 @@
 """GEMM in C++: the sums of fp64 to the rounding of an fp32 accumulation, rounded once, at every instruction set.
 
 Every test runs at each level that this CPU has (the portable one always), so a laptop with AVX512-BF16 tests what a
-laptop without it runs; and at the AMX level on a model of its tiles (amx_model.h), which any CPU can run.
+laptop without it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.native.amx_model import AMX, model
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
@@ -27,7 +26,6 @@ Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[
 
 BUILT = native_gemm.built()
 LEVELS = {native_gemm.LEVELS[level]: level for level in native_gemm.levels()}
-LEVELS |= {"AMX model": AMX} if LEVELS else {}
 needs_library = pytest.mark.skipif(BUILT.library is None, reason=BUILT.reason)
 
 MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
@@ -55,11 +53,8 @@ def in_columns(x_q: QuantizedTensor) -> QuantizedTensor:
 
 
 @pytest.fixture(params=LEVELS.values(), ids=LEVELS.keys())
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Every instruction set that this CPU has, and the model of AMX."""
-    if "AMX model" in request.node.callspec.id:
-        real = native_gemm.built
-        monkeypatch.setattr(native_gemm, "built", lambda level=None: model() if level == AMX else real(level))
+def level(request: pytest.FixtureRequest) -> int:
+    """Every instruction set that this CPU has."""
     return request.param
 
 

@@ -2,18 +2,17 @@
 
     y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
-Where the CPU has BF16 units (AMX, AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
+Where the CPU has BF16 units (AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
 up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
 the reference in another order, so outputs agree to the rounding of one fp32 accumulation. With one instruction set they
-are the same for any number of threads; which set runs is measured once a machine (`cpu_choice`). AMX has run on no
-hardware yet but on a model of its tiles, NEON on an emulator.
+are the same for any number of threads; which set runs is measured once a machine (`cpu_choice`). NEON has run on an
+emulator only.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import struct
 from collections.abc import Callable
 from types import MappingProxyType
@@ -34,10 +33,10 @@ from ottava.rounding import code_values
 NAME = "native_gemm"
 NATIVE = False
 
-LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", "NEON-BF16")
+LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "NEON", "NEON-BF16")
 """Instruction sets by the number that the library knows them by."""
-_RIVALS = MappingProxyType({4: 3, 2: 1, 6: 5})
-"""Best level -> the one that might beat it: tiles must be filled, clocks fall with wide vectors, cores split BFMMLA. Of
+_RIVALS = MappingProxyType({2: 1, 5: 4})
+"""Best level -> the one that might beat it: clocks fall with wide vectors, cores split BFMMLA. Of
 other neighbours the better has at least twice the products an instruction: a library is not built (0.7 s) to see it."""
 MODES = ("plain", "fold", "steps")
 """How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
@@ -72,7 +71,7 @@ def levels() -> tuple[int, ...]:
     if library is None:
         return ()
     best = library.ottava_gemm_level()
-    family = (6, 5, 0) if best > 4 else (4, 3, 2, 1, 0)  # of aarch64, of x86-64
+    family = (5, 4, 0) if best > 3 else (3, 2, 1, 0)  # of aarch64, of x86-64
     return family[family.index(best) :]
 
 
@@ -87,12 +86,12 @@ def _ranking(best: Built) -> Ranking:
         return run(a, b, torch.bfloat16, None, level)[0]
 
     candidates = [level for level in levels() if level in (levels()[0], _RIVALS.get(levels()[0]))]
-    ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not _refusal(built(level))}
+    ways = {LEVELS[level]: functools.partial(way, level) for level in candidates if not built(level).reason}
     return cpu_choice.rank("levels of native_gemm", ways, best.key)
 
 
 class Level(NamedTuple):
-    """An instruction set that is ready to run, or why none is."""
+    """An instruction set that is ready to run, or why none is: `built.reason`."""
 
     name: str
     """One of LEVELS; "" if there is no library."""
@@ -100,8 +99,6 @@ class Level(NamedTuple):
     """Its library."""
     unit: int
     """Scales may change at multiples of this many k."""
-    refusal: str
-    """Why it cannot run; "" if it can."""
 
 
 def fastest() -> Level:
@@ -115,19 +112,8 @@ def _fastest(best: Built) -> Level:
     found = built(LEVELS.index(order[0])) if order else best
     library = found.library
     if library is None:
-        return Level("", found, 1, found.reason)
-    return Level(LEVELS[library.ottava_gemm_level()], found, library.ottava_gemm_unit(), _refusal(found))
-
-
-def _refusal(found: Built) -> str:
-    """Why there is no library, or why this process may not run it; "" if it may."""
-    if found.library is None:
-        return found.reason
-    if not (error := found.library.ottava_gemm_refusal()):
-        return ""
-    level = LEVELS[found.library.ottava_gemm_level()]
-    why = os.strerror(error) if error > 0 else "only Linux is known to give it"
-    return f"the system does not let this process use {level} ({why})"
+        return Level("", found, 1)
+    return Level(LEVELS[library.ottava_gemm_level()], found, library.ottava_gemm_unit())
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -148,8 +134,8 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     if step % 2 and step < k:
         return f"{NAME}: scales change at odd places of k: {a.spec.granularity} and {b.spec.granularity}"
     level = fastest()
-    if level.refusal:
-        return f"{NAME}: {level.refusal}"
+    if level.built.reason:
+        return f"{NAME}: {level.built.reason}"
     if step % level.unit and step < k:
         where = f"multiples of {level.unit} of k on {level.name}"
         return f"{NAME}: scales may change at {where} only: {a.spec.granularity} and {b.spec.granularity}"
@@ -174,8 +160,8 @@ def run(
     """y, and which of MODES it was made in; `level` takes one of `levels`, by itself the fastest.
 
     Raises:
-        RuntimeError: there is no library, no memory or no such level, or the system does not give it; `supports_gemm`
-            tells all but the second beforehand.
+        RuntimeError: there is no library, no memory or no such level; `supports_gemm` tells all but the second
+            beforehand.
     """
     modes: list[int] = []
     y = plan_gemm(a, b, out_dtype, bias, level=level)(a, b, bias, modes)
@@ -226,8 +212,6 @@ def plan_gemm(
                 *(address(y), code, 0 if bias is None else pointer(bias), k, step, exact, threads()),
             )
         )
-        if mode == -2:
-            raise RuntimeError(f"{NAME}: {_refusal(found)}; ask supports_gemm first")
         if mode < 0:
             raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
         if modes is not None:

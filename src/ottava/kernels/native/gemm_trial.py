@@ -1,6 +1,6 @@
 """Tries a library of src/gemm.cpp in a process of its own, before anything else loads it; see `native.build`.
 
-An instruction that the CPU does not have, or that the system does not give (AMX), ends this process and not the user's;
+An instruction that the CPU does not have ends this process and not the user's;
 and a library whose numbers are wrong is not used. Small integers with power-of-two scales: sums are exact in any order,
 so every one of them is compared with Python's. Imports nothing but the standard library: it takes 0.1 s.
 
@@ -15,7 +15,7 @@ from array import array
 from operator import mul
 
 M, N, K, BLOCK = 37, 67, 104, 32
-"""Two of AMX's tiles and a rest of rows, a panel and a rest of columns, three blocks of scales and a rest of k."""
+"""Whole tiles and a rest of rows, a panel and a rest of columns, three blocks of scales and a rest of k."""
 MODES = ("plain", "fold", "steps")
 
 
@@ -24,8 +24,6 @@ def trial(library: ctypes.CDLL) -> str:
 
     Edge cases: an illegal instruction ends the process.
     """
-    if refusal := library.ottava_gemm_refusal():
-        return f"the system does not give it what it needs (error {refusal})"
     rows = [[(7 * i + 3 * k + i * k) % 9 - 4 for k in range(K)] for i in range(M)]
     columns = [[(5 * j + 11 * k + j * k) % 9 - 4 for k in range(K)] for j in range(N)]
     blocks = -(-K // BLOCK)

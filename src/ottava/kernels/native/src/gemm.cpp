@@ -168,13 +168,10 @@ void end_in_memory(float* sums, const Epilogue& e) {
 
 }  // namespace
 
-#if OTTAVA_LEVEL == 4
-#include "gemm_amx.h"
-typedef Amx Chosen;
-#elif OTTAVA_LEVEL == 6
+#if OTTAVA_LEVEL == 5
 #include "gemm_neon.h"
 typedef Bfmmla Chosen;
-#elif OTTAVA_LEVEL == 5
+#elif OTTAVA_LEVEL == 4
 typedef Fp32<4, 3> Chosen;
 #elif OTTAVA_LEVEL == 3
 typedef Bf16 Chosen;
@@ -259,7 +256,6 @@ struct Walk {
     if (!memory) return false;
 #pragma omp parallel num_threads(threads)
     {
-      Session<Isa> session;
       Word* packed_a = memory.get() + thread_number() * own;
       Word* panel = packed_a + a_words;
       float* sums = (float*)(panel + units * Isa::NR);
@@ -299,7 +295,6 @@ struct Walk {
     int64_t pieces = ceil_div(units, 512);
 #pragma omp parallel num_threads(threads)
     {
-      Session<Isa> session;
       const int me = thread_number();
       Word* own = blocks_of_a.get() + me * a_words;
       for (int64_t p0 = 0; p0 < panels; p0 += at_once) {
@@ -341,18 +336,8 @@ int ottava_gemm_level() { return OTTAVA_LEVEL; }
 // Steps of k in a word: scales change between words.
 int ottava_gemm_unit() { return Chosen::UNIT; }
 
-// 0, or why this process may not run it: an errno.
-int ottava_gemm_refusal() {
-#if OTTAVA_LEVEL == 4
-  return amx_refusal();
-#else
-  return 0;
-#endif
-}
-
-// The mode that ran, or -1: no memory; -2: see ottava_gemm_refusal.
+// The mode that ran, or -1: no memory.
 int ottava_gemm(const Call* call) {
-  if (ottava_gemm_refusal()) return -2;
   const int64_t k = call->k, step = call->step;
   Operand a(call->a, k), b(call->b, k);
   if (!a.row_scale || !b.row_scale) return -1;

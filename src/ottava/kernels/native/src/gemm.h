@@ -1,24 +1,22 @@
 // Operands of gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
 #pragma once
-// Instruction sets, as `native.gemm.LEVELS` numbers them: 0 any; x86-64 1 to 4; aarch64 5 and 6.
-#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) || defined(OTTAVA_AMX_MODEL)
-#define OTTAVA_BEST 4
-#elif defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+// Instruction sets, as `native.gemm.LEVELS` numbers them: 0 any; x86-64 1 to 3; aarch64 4 and 5.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define OTTAVA_BEST 3
 #elif defined(__AVX512F__)
 #define OTTAVA_BEST 2
 #elif defined(__AVX2__) && defined(__FMA__)
 #define OTTAVA_BEST 1
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define OTTAVA_BEST 6
-#elif defined(__aarch64__) && defined(__ARM_NEON)
 #define OTTAVA_BEST 5
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#define OTTAVA_BEST 4
 #else
 #define OTTAVA_BEST 0
 #endif
 #ifndef OTTAVA_LEVEL  // the one that this library is for
 #define OTTAVA_LEVEL OTTAVA_BEST
-#elif OTTAVA_LEVEL > OTTAVA_BEST || (OTTAVA_BEST > 4 && OTTAVA_LEVEL > 0 && OTTAVA_LEVEL < 5)
+#elif OTTAVA_LEVEL > OTTAVA_BEST || (OTTAVA_BEST > 3 && OTTAVA_LEVEL > 0 && OTTAVA_LEVEL < 4)
 #error "OTTAVA_LEVEL: this CPU has no such instruction set"
 #endif
 
@@ -55,7 +53,7 @@ struct Call {
 
 namespace {
 
-constexpr int MR = OTTAVA_LEVEL == 4 ? 32 : 6;  // rows of a register tile
+constexpr int MR = 6;             // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
 constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
@@ -106,25 +104,12 @@ struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
 };
 #endif
 
-#if OTTAVA_LEVEL == 4
-struct Amx {  // words as there; tiles of memory instead of vectors in registers
-  static constexpr int NR = 64, UNIT = 2;
-  typedef uint32_t Word;
-};
-#endif
-
-#if OTTAVA_LEVEL == 6
+#if OTTAVA_LEVEL == 5
 struct Bfmmla {  // words are four bf16 numbers, k to k + 3
   static constexpr int NR = 16, UNIT = 4;
   typedef uint64_t Word;
 };
 #endif
-
-// What a thread must have set up while it computes tiles, and takes down after.
-template <class Isa>
-struct Session {
-  ~Session() {}
-};
 
 // The exponent of a positive number, and 2**e, subnormal numbers included.
 int exponent_of(float x) {
@@ -296,11 +281,12 @@ struct Layout {
 
 template <class Isa>
 Layout layout_of_a(const Operand& o) {
-  const int64_t units = ceil_div(o.k, Isa::UNIT), stride = ceil_div(units, 32) * 32 + 16;
-  const Layout by_rows{MR * stride, stride, 1};  // stride is no power of two: rows would share cache sets
-  if (OTTAVA_LEVEL == 4) return by_rows;
+  const int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if (Isa::UNIT == 2) return o.side.col_stride == 1 ? by_rows : Layout{MR * units + 8, 1, MR};
+  if (Isa::UNIT == 2) {  // stride is no power of two: rows would share cache sets
+    const int64_t stride = ceil_div(units, 32) * 32 + 16;
+    return o.side.col_stride == 1 ? Layout{MR * stride, stride, 1} : Layout{MR * units + 8, 1, MR};
+  }
 #endif
   return {MR * units, 1, MR};
 }
@@ -316,9 +302,6 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
-#if OTTAVA_LEVEL == 4
-    decode_columns(o, decode, r0, ceil_div(count, MR) * MR, units, out, layout.row);
-#else
     constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
@@ -326,12 +309,10 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
         decode_unit(o, decode, r0 + i, u, x);
         store_tiles(x, smaller<int64_t>(TILES, ceil_div(count - i, MR)), out + i / MR * layout.tile + u * MR, layout.tile);
       }
-#endif
     return;
   }
 #endif
-  bool by_rows = layout.unit == 1;
-  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, by_rows ? 1 : MR, by_rows ? layout.row : units, out);
+  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, MR, units, out);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// 64 codes at a time for gemm.h, where AVX512-VBMI looks bytes up in a table: words of two bf16 numbers, as levels
-// 3 and 4 want them.
+// 64 codes at a time for gemm.h, where AVX512-VBMI looks bytes up in a table: words of two bf16 numbers, as level 3
+// wants them.
 #pragma once
 
 namespace {
 
-#if (OTTAVA_LEVEL == 3 || OTTAVA_LEVEL == 4) && defined(__AVX512VBMI__)
+#if OTTAVA_LEVEL == 3 && defined(__AVX512VBMI__)
 #define OTTAVA_FAST_PACK 1
 struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
   Z low0, low1, high0, high1, order, sign;
@@ -111,24 +111,6 @@ OTTAVA_INLINE void decode_unit(const Operand& o, const Decoder& decode, int64_t 
     for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
 }
 
-#if OTTAVA_LEVEL == 4
-// Rows that lie column by column, as words[row][unit]; `count` is a multiple of 16.
-void decode_columns(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t units, uint32_t* out,
-                    int64_t stride) {
-  for (int64_t i = 0; i < count; i += 64)
-    for (int64_t u = 0; u < units; u += 16) {
-      alignas(64) uint32_t lines[16 * 64];
-      if (u + 16 > units) std::memset(lines, 0, sizeof lines);
-      for (int64_t v = 0; v < smaller<int64_t>(16, units - u); v++) {
-        Z x[4];
-        decode_unit(o, decode, r0 + i, u + v, x);
-        for (int j = 0; j < 4; j++) store(lines + 64 * v + 16 * j, x[j]);
-      }
-      for (int64_t g = 0; g < smaller<int64_t>(64, count - i); g += 16)
-        transpose(lines + g, 64, out + (i + g) * stride + u, stride);
-    }
-}
-#else
 // Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
 // next unit's overwrites: units come in ascending order, and between two tiles there is room.
 OTTAVA_INLINE void store_tiles(const Z* x, int64_t tiles, uint32_t* to, int64_t stride) {
@@ -140,7 +122,6 @@ OTTAVA_INLINE void store_tiles(const Z* x, int64_t tiles, uint32_t* to, int64_t 
   OTTAVA_TILE(5); OTTAVA_TILE(6); OTTAVA_TILE(7); OTTAVA_TILE(8); OTTAVA_TILE(9);
 #undef OTTAVA_TILE
 }
-#endif
 #endif
 
 }  // namespace
