@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
 
 
 class GemmKernel(Protocol):
-    """What a kernel file offers; see `kernels`. Optional: `plan_gemm`, `ways`, `reads_scales`."""
+    """What a kernel file offers; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`, `reads_scales`."""
 
     NAME: str
     NATIVE: bool
@@ -49,7 +50,6 @@ class GemmKernel(Protocol):
 # The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
 # rounds more often than the others: an oracle there, not an engine, and never moved.
 CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
-_CPU_ENGINES: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference)
 # Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
@@ -105,7 +105,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.R
     a, b = cpu_choice.operands(2, 2, 2)
     ways = {}
     for kernel in kernels:
-        if kernel in _CPU_ENGINES and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
+        if kernel is not scaled_mm and kernel.supports_gemm(a, b, torch.bfloat16, None) is None:
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
     return cpu_choice.rank("kernels", ways, native.key)
@@ -132,7 +132,7 @@ def choose_gemm(
         if reason := named[0].supports_gemm(a, b, out_dtype, bias):
             raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
         return Chosen(named[0], (), False)
-    if (choice := gemm_choice.known(a, b, out_dtype, bias, fast_accum)) is not None:
+    if (choice := measured(a, b, out_dtype, bias, fast_accum)) is not None:
         fastest = choice.kernel
         kernels = tuple(sorted(kernels, key=lambda kernel: fastest != kernel.NAME))
     refusals: list[str] = []
@@ -145,6 +145,26 @@ def choose_gemm(
             return Chosen(kernel, tuple(refusals), lasting)
         refusals.append(reason)
     raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def made_of(device: torch.device) -> dict[str, str]:
+    """Name of each kernel of a device -> a hash of its sources.
+
+    Example:
+        >>> "reference" in made_of(torch.device("cpu"))
+        True
+    """
+    return {kernel.NAME: gemm_choice.hash_of_sources(cast(ModuleType, kernel)) for kernel in gemm_kernels(device)}
+
+
+def measured(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> gemm_choice.Choice | None:
+    """What was measured for a call on its device; None: nothing yet, or a kernel was changed since."""
+    choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
+    if choice is not None and choice.made_of != made_of(a.device):
+        return None
+    return choice
 
 
 def runner(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ottava.casts import MOST_PLANS, dequantize, spec_from_key
-from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, no_autocast, runner
+from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, made_of, measured, no_autocast, runner
 from ottava.formats import dtype_name
 from ottava.kernels import gemm_choice, reference
 from ottava.kernels.custom_operator import custom_operator
@@ -238,9 +238,9 @@ def explain(
     """
     _check(a, b, bias)
     chosen = choose_gemm(a, b, out_dtype, bias, fast_accum).kernel
-    choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
-    measured = choice is not None and choice.kernel == chosen.NAME
-    why_first = "was measured to be the fastest" if measured else f"comes first on {a.device.type}"
+    choice = measured(a, b, out_dtype, bias, fast_accum)
+    fastest = choice is not None and choice.kernel == chosen.NAME
+    why_first = "was measured to be the fastest" if fastest else f"comes first on {a.device.type}"
     lines = []
     for kernel in gemm_kernels(a.device):
         reason = kernel.supports_gemm(a, b, out_dtype, bias)
@@ -284,6 +284,7 @@ def tune_gemm(
     ways = gemm_ways(a, b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
     truth = reference.gemm(a, b, torch.float32, bias)
     choice = gemm_choice.measure(ways, partial(_judge, truth), timer or gemm_choice.device_timer(a.device))
+    choice = choice._replace(made_of=made_of(a.device))
     call = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
     store = gemm_choice.store(a.device) if store is None else store
     if note := store.keep(call, choice):

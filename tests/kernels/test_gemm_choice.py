@@ -194,6 +194,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An accelerator's kernels on this CPU, of which torch's and Triton's take the call, and a store of its own."""
     store = Store(tmp_path, DEVICE)
     monkeypatch.setattr(dispatch, "CPU_KERNELS", (scaled_mm, triton_gemm, reference))
+    monkeypatch.setattr(dispatch, "_in_order", lambda kernels, native: kernels)
     monkeypatch.setattr(triton_gemm, "supports_gemm", lambda *_: None)
     monkeypatch.setattr(gemm_choice, "known", lambda a, b, *call: store.known(call_name(a, b, *call)))
     return store
@@ -238,7 +239,7 @@ def timer_that_favours(kernel: str) -> gemm_choice.Timer:
     def timer(run: Callable[[], Tensor]) -> float:
         if run not in seen:
             seen.append(run)
-        own = run.func.__module__.endswith(kernel)
+        own = run.func.__module__.replace("triton.", "triton_").endswith(kernel)
         return (1e-6 if own else 1e-3) / (1 + seen.index(run))
 
     return timer
@@ -273,11 +274,33 @@ def test_a_measured_kernel_that_no_longer_takes_the_call_is_passed_over(
 ) -> None:
     """With its reason in the log."""
     a, b = operands()
-    tuned.keep(call_name(a, b, torch.bfloat16, None, False), Choice({"triton_gemm x": 1.0}, {}))
+    made = dispatch.made_of(a.device)
+    tuned.keep(call_name(a, b, torch.bfloat16, None, False), Choice({"triton_gemm x": 1.0}, {}, made))
     monkeypatch.setattr(triton_gemm, "supports_gemm", lambda *_: "triton_gemm: not today")
     log: list[ops.GemmRecord] = []
     ops.gemm(a, b, out_dtype=torch.bfloat16, log=log.append)
     assert (log[0].kernel, log[0].refusals) == ("scaled_mm", ("triton_gemm: not today",))
+
+
+def test_a_choice_is_out_of_date_once_a_kernel_is_changed(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file that a kernel says it is made of; the store's files keep what they were made of."""
+    a, b = operands()
+    call = (a, b, torch.bfloat16, None, False)
+    made = dispatch.made_of(a.device)
+    assert set(made) == {"scaled_mm", "triton_gemm", "reference"}
+    tuned.keep(call_name(*call), Choice({"triton_gemm x": 1.0}, {}, made))
+    path = tuned.path(call_name(*call))
+    assert path is not None
+    assert gemm_choice._read(path) == (call_name(*call), Choice({"triton_gemm x": 1.0}, {}, made))
+    assert dispatch.measured(*call) is not None
+    for name in triton_gemm.SOURCES:
+        others = tuple(source for source in triton_gemm.SOURCES if source != name)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_gemm, "SOURCES", others)
+            gemm_choice.hash_of_sources.cache_clear()
+            assert dispatch.measured(*call) is None
+        gemm_choice.hash_of_sources.cache_clear()
+    assert dispatch.measured(*call) is not None
 
 
 def test_times_are_taken_on_a_device() -> None:

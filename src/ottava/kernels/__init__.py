@@ -14,6 +14,7 @@ and with these, if it has them:
 
     plan_gemm               (a, b, out_dtype, bias, fast_accum) -> (a, b, bias) -> Tensor, for all operands like these
     ways                    (a, b, out_dtype, bias, fast_accum) -> {its configurations: calls}, for `ops.tune_gemm`
+    SOURCES                 names of the files beside it that it is made of, if not its own file alone
     reads_scales            (a, b) -> whether numbers among the scales decide what `supports_gemm` says
 
 A kernel that casts has NAME and these:

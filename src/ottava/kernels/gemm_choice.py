@@ -2,9 +2,10 @@
 
 Nothing is measured on its own: a job must not pause in its first steps, nor differ from run to run. What was measured
 is read once a process. A file belongs to one call (formats, scales, M, N, K, output, bias, accumulation) on one kind of
-device under certain versions of torch, CUDA, Triton and the kernel; its name is a hash of all that, and it holds a
-checksum. It is written beside and renamed: racing processes do no harm, and a damaged file is as good as none. Where
-the cache cannot be written, what was measured holds for the process.
+device under certain versions of torch, CUDA and Triton; its name is a hash of all that, and it holds a checksum. It
+also holds a hash of the sources of each kernel: the choice is out of date once one of them is changed
+(`Choice.made_of`). It is written beside and renamed: racing processes do no harm, and a damaged file is as good as
+none. Where the cache cannot be written, what was measured holds for the process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,6 @@ from ottava.kernels.native import build as native_build
 from ottava.quantized_tensor import QuantizedTensor
 
 _LOGGER = logging.getLogger(__name__)
-_SOURCES = ("triton_gemm.py", "triton_gemm_device.py")
 _ROUNDS = 9
 _WARM_UP = 2
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of an H200
@@ -48,6 +49,8 @@ class Choice(NamedTuple):
     """Way (a kernel's name, and a configuration where it has several) -> median, the fastest first."""
     failed: Mapping[str, str]
     """Way -> why it is none: an error, or a wrong result."""
+    made_of: Mapping[str, str] = MappingProxyType({})
+    """Name of each kernel that was asked -> `hash_of_sources` at that time."""
 
     @property
     def kernel(self) -> str:
@@ -97,7 +100,7 @@ class Store:
         path = self.path(call)
         if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
-        body = json.dumps({"call": call, "device": self._device, **choice._asdict()})
+        body = json.dumps({"call": call, "device": self._device, **choice._asdict(), "made_of": dict(choice.made_of)})
         try:
             handle, name = tempfile.mkstemp(prefix=".gemm-", dir=path.parent)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -157,8 +160,21 @@ def device_name(device: torch.device) -> str:
         parts.append(version("triton"))
     except PackageNotFoundError:
         parts.append("no triton")
-    sources = "\0".join(Path(__file__).with_name(name).read_text("utf-8") for name in _SOURCES)
-    return ", ".join([*parts, f"kernel {_hash(sources)}"])
+    return ", ".join(parts)
+
+
+@functools.cache
+def hash_of_sources(kernel: ModuleType) -> str:
+    """Of the files that a kernel says it is made of, SOURCES beside its own; by itself, of its own file.
+
+    Example:
+        >>> from ottava.kernels import decoded, reference
+        >>> hash_of_sources(reference) == hash_of_sources(reference) != hash_of_sources(decoded)
+        True
+    """
+    own = Path(str(kernel.__file__))
+    names = getattr(kernel, "SOURCES", (own.name,))
+    return _hash("\0".join(own.with_name(name).read_text("utf-8") for name in names))
 
 
 def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer) -> Choice:
@@ -234,7 +250,7 @@ def _read(path: Path) -> tuple[str, Choice] | None:
         times = {str(way): float(value) for way, value in body["milliseconds"].items()}
         if not times or not all(math.isfinite(value) for value in times.values()):
             return None
-        return str(body["call"]), Choice(times, dict(body["failed"]))
+        return str(body["call"]), Choice(times, dict(body["failed"]), dict(body.get("made_of", {})))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ottava import casts, ops
+from ottava import casts, dispatch, ops
 from ottava.formats import BF16, E4M3, E5M2
 from ottava.kernels import reference
 from ottava.kernels.triton import gemm as triton_gemm
@@ -196,7 +196,9 @@ def test_layouts_of_the_operands_do_not_matter() -> None:
 def test_the_operator_runs_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, through torch's custom operator too; the log says what was padded."""
     a, b = on_device(integers(20, 100, PER_ROW)), on_device(integers(24, 100, PER_ROW))
-    monkeypatch.setattr(ops, "_kernels", lambda device: (triton_gemm, reference))
+    monkeypatch.setattr(dispatch, "CPU_KERNELS", (triton_gemm, reference))
+    monkeypatch.setattr(dispatch, "_in_order", lambda kernels, native: kernels)
+    monkeypatch.setattr(dispatch, "ACCELERATOR_KERNELS", (triton_gemm, reference))
     monkeypatch.setattr(triton_gemm, "supports_gemm", lambda *_: None)
     truth, log = reference.gemm(a, b, torch.bfloat16, None), []
     assert torch.equal(ops.gemm(a, b, out_dtype=torch.bfloat16, backend="triton_gemm", log=log.append), truth)

@@ -31,6 +31,7 @@ from ottava.quantized_tensor import QuantizedTensor
 
 NAME = "triton_gemm"
 NATIVE = True
+SOURCES = ("gemm.py", "gemm_device_code.py")
 
 _HOPPER = 9
 _BLOCK = 128  # along K: one row of a tile is one line of swizzled shared memory, and one block of the block scales
