@@ -1,7 +1,7 @@
 """Statistics of every cast of a model, gathered on the GPU: no step waits for the host, and CUDA graphs capture it.
 
 `observe` reads numbers back at every cast. Here each door has slots on the device, to which a small kernel adds what
-the cast did to a sample of the tensor (`kernels.triton_statistics`); they are read when somebody asks.
+the cast did to a sample of the tensor (`kernels.triton.statistics`); they are read when somebody asks.
 """
 
 from __future__ import annotations

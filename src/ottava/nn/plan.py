@@ -280,7 +280,7 @@ def _kernel(cells: GemmRecipe, device: Device) -> tuple[str, float]:
 
 
 def _cast(elements: int, row: QuantizationSpec | None, col: QuantizationSpec | None, device: Device) -> float:
-    """Seconds to cast a bf16 tensor for its two GEMMs; as `kernels.triton_quantize` does it."""
+    """Seconds to cast a bf16 tensor for its two GEMMs; as `kernels.triton.quantize` does it."""
     wanted = [spec for spec in (row, col) if spec is not None]
     if not wanted:
         return 0.0

@@ -20,9 +20,9 @@
 #error "OTTAVA_LEVEL: this CPU has no such instruction set"
 #endif
 
-#include "avx512.h"
 #include "base.h"
 #include "floats.h"
+#include "simd.h"
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -98,7 +98,7 @@ struct Bf16 {  // words are pairs of bf16 numbers, k and k + 1
   typedef typename Vector<16>::type V;
   typedef uint32_t Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(doubles((int32_t)*a)), "v"(b));
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(all32((int32_t)*a)), "v"(b));
     return sum;
   }
 };

@@ -10,7 +10,7 @@ struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
   Z low0, low1, high0, high1, order, sign;
   explicit Decoder(const Tables& t)
       : low0(load(t.low)), low1(load(t.low + 64)), high0(load(t.high)), high1(load(t.high + 64)),
-        order(Z{0, 4, 1, 5, 2, 6, 3, 7}), sign(bytes(0x80)) {}
+        order(Z{0, 4, 1, 5, 2, 6, 3, 7}), sign(all8(0x80)) {}
   OTTAVA_INLINE void operator()(const uint8_t* codes, int64_t n, Z& x, Z& y) const {
     const Z c = ordered64(order, n >= 64 ? load(codes) : load8(codes, n <= 0 ? 0 : ~0ull >> (64 - n)));
     const Z l = chosen8(low0, c, low1), h = a_or_b_and_c(chosen8(high0, c, high1), c, sign);
@@ -21,12 +21,12 @@ struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
 
 // bf16 numbers times 2**e: e is added to the exponent, but zero, infinity and NaN stay
 OTTAVA_INLINE Z shift(Z x, Z e) {
-  const Z field = words(0x7F80), exponent = x & field;
+  const Z field = all16(0x7F80), exponent = x & field;
   return plus16_where(differs16(exponent, Z{}) & differs16(exponent, field), x, e);
 }
 
 inline Z exponent_words(const int32_t* e) {  // 16 rows -> both halves of a word, at the place of the exponent
-  const Doubles v = (Doubles)load(e) << 7;
+  const I32x16 v = (I32x16)load(e) << 7;
   return (Z)(v << 16 | (v & 0xFFFF));
 }
 
@@ -70,8 +70,8 @@ void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t co
       if (o.exponent) {
         int64_t row = r0 + i, cols = o.side.block_cols;
         if (cols % 32 == 0) {
-          x = shift(x, words(int16_t(o.exponents(2 * u)[row] * 128)));
-          if (2 * u + 32 < o.k) y = shift(y, words(int16_t(o.exponents(2 * u + 32)[row] * 128)));
+          x = shift(x, all16(int16_t(o.exponents(2 * u)[row] * 128)));
+          if (2 * u + 32 < o.k) y = shift(y, all16(int16_t(o.exponents(2 * u + 32)[row] * 128)));
         } else {
           alignas(64) int16_t e[64];
           for (int64_t j = 0; j < 64; j++)

@@ -212,8 +212,8 @@ struct Walk {
     // Quotients of numbers of 11 bits or fewer lie on the edge of a bin or 2**-14 off it: a product with an inverse that
     // is 2**-16 too large is in the same bin. `unit` brings blocks that are close to where inverses are normal numbers.
     Divided(float amax, float unit) : by(SHORT ? 1 / (amax * unit) * (1 + 0x1p-16f) : amax) {}
-    inline I operator()(V magnitude, V in_units) const {
-      return as<I>(SHORT ? in_units * by : magnitude / by) >> QUARTER_OCTAVE;
+    inline Ints operator()(Floats magnitude, Floats in_units) const {
+      return as<Ints>(SHORT ? in_units * by : magnitude / by) >> QUARTER_OCTAVE;
     }
   };
 
@@ -222,21 +222,21 @@ struct Walk {
     const bool in_blocks = job.detail >= BLOCKS;
     const Divided by_row(blocks.row, unit), by_chunk(blocks.chunk, unit), by_square(blocks.square, unit);
     const int32_t lowest = this->lowest;
-    I second{}, low = spread(MAGNITUDE);
+    Ints second{}, low = spread(MAGNITUDE);
     for (int l = 1; l < LANES; l += 2) second[l] = 6;
     for (int64_t i = 0; i < n; i += LANES) {
-      const I raw = fp32_bits<T>(x + i) & MAGNITUDE, bits = raw & ~(raw >= INFINITE);
-      const V magnitude = as<V>(bits), in_units = magnitude * unit, square = in_units * in_units;
-      const I below_zero_last = (bits - 1) & MAGNITUDE;  // zeros wrap around to the top
+      const Ints raw = fp32_bits<T>(x + i) & MAGNITUDE, bits = raw & ~(raw >= INFINITE);
+      const Floats magnitude = as<Floats>(bits), in_units = magnitude * unit, square = in_units * in_units;
+      const Ints below_zero_last = (bits - 1) & MAGNITUDE;  // zeros wrap around to the top
       low = below_zero_last < low ? below_zero_last : low;
-      const I exponent = (bits >> QUARTER_OCTAVE) - lowest, place = (exponent > 0 ? exponent : I{}) << second;
+      const Ints exponent = (bits >> QUARTER_OCTAVE) - lowest, place = (exponent > 0 ? exponent : Ints{}) << second;
       std::memcpy(s.places + i, &place, sizeof(place));
       if (!in_blocks) continue;
-      const I row = by_row(magnitude, in_units), square_ = by_square(magnitude, in_units);
-      const I thirty = Divided(one_if_zero(blocks.thirty[i / 32]), unit)(magnitude, in_units);
-      const I first = from_the_top(row) * (STEPS + 1) + (thirty - row);
-      const I other = from_the_top(square_) * (STEPS + 1) + (by_chunk(magnitude, in_units) - square_);
-      const I bins = (first | other << 16) << 4;  // in bytes
+      const Ints row = by_row(magnitude, in_units), square_ = by_square(magnitude, in_units);
+      const Ints thirty = Divided(one_if_zero(blocks.thirty[i / 32]), unit)(magnitude, in_units);
+      const Ints first = from_the_top(row) * (STEPS + 1) + (thirty - row);
+      const Ints other = from_the_top(square_) * (STEPS + 1) + (by_chunk(magnitude, in_units) - square_);
+      const Ints bins = (first | other << 16) << 4;  // in bytes
       std::memcpy(s.bins + i, &bins, sizeof(bins));
       std::memcpy(s.square + i, &square, sizeof(square));
     }
@@ -245,9 +245,9 @@ struct Walk {
     return smallest < MAGNITUDE ? smallest + 1 : 0;
   }
 
-  static inline I from_the_top(I bin) {  // NEAR for an amax, 0 for what is not near
-    const I place = bin - (TOP_BIN - NEAR);
-    return place > 0 ? place : I{};
+  static inline Ints from_the_top(Ints bin) {  // NEAR for an amax, 0 for what is not near
+    const Ints place = bin - (TOP_BIN - NEAR);
+    return place > 0 ? place : Ints{};
   }
 
   // smallest: the bits of that magnitude but for zeros, 0 if all are.

@@ -9,8 +9,7 @@
 #include "cast.h"
 #include "extent.h"
 #include "floats.h"
-#include "vectors.h"
-#include "wide.h"
+#include "simd.h"
 
 #if OTTAVA_WIDE  // then few rows need care
 #define OTTAVA_CAREFUL __attribute__((noinline, cold))
@@ -60,16 +59,13 @@ constexpr int SUMS = 7, SQNR_BINS = bins::row_sqnr, SPREAD_BINS = bins::block_sp
 constexpr int64_t PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
 
 #if !OTTAVA_WIDE
-typedef double D __attribute__((vector_size(LANES * 4)));  // half as many
-typedef float HalfV __attribute__((vector_size(LANES * 2)));
-
-inline D doubles(V v) {
-  HalfV halves[2];
+inline Doubles as_doubles(Floats v) {
+  HalfFloats halves[2];
   std::memcpy(halves, &v, sizeof(v));
-  return __builtin_convertvector(halves[0], D) + __builtin_convertvector(halves[1], D);
+  return __builtin_convertvector(halves[0], Doubles) + __builtin_convertvector(halves[1], Doubles);
 }
 
-inline double total(D d) {  // as a tree
+inline double total(Doubles d) {  // as a tree
   for (int step = LANES / 4; step > 0; step /= 2)
     for (int l = 0; l < step; l++) d[l] += d[l + step];
   return d[0];
@@ -101,9 +97,9 @@ inline int32_t exponent_of_unit(float amax) {
 inline float unit_of(float amax) { return float_of((exponent_of_unit(amax) + 127) << 23); }
 
 struct Group {  // of at most 32 rows
-  D sums[SUMS];
+  Doubles sums[SUMS];
   int64_t nonzero, kept, subnormal, infinite;
-  V max_error;  // in lanes
+  Floats max_error;  // in lanes
 };
 
 struct Stretch {  // of a row, and of the thread that is there
@@ -209,10 +205,10 @@ struct Rows {
 
  private:
   struct Row {
-    D sums[SUMS];
+    Doubles sums[SUMS];
     int64_t nonzero, kept, subnormal, infinite, clipped;  // clipped: -1 where nobody looked
     float smallest;                                       // 0 if all are
-    V max_error;
+    Floats max_error;
   };
 
   struct Range {
@@ -235,7 +231,7 @@ struct Rows {
       const float one = from[block];
       range = {smaller(range.low, bits_of(one)), larger(range.high, bits_of(one))};
       for (int64_t piece = i / PIECE; piece * PIECE < end; piece++) s.least[piece] = smaller(s.least[piece], one);
-      const V scale = spread(one * factor);
+      const Floats scale = spread(one * factor);
       for (int64_t k = i; k < end; k += LANES) std::memcpy(s.scale + k, &scale, sizeof(scale));  // the next one writes over it
     }
     return range;
@@ -278,8 +274,8 @@ struct Rows {
   // --- any numbers, on any CPU ---------------------------------------------------------------------------------------
 
   struct Lanes {
-    V sums[SUMS], max_error;
-    I nonzero, kept, subnormal, infinite, smallest;
+    Floats sums[SUMS], max_error;
+    Ints nonzero, kept, subnormal, infinite, smallest;
   };
 
   OTTAVA_CAREFUL void careful(const Int* x, const uint8_t* codes, int64_t number, float unit, Stretch& s, Row& row) const {
@@ -300,7 +296,7 @@ struct Rows {
         for (int64_t i = n; step && i < whole + LANES; i++) s.scale[i] = 1.0f;
         vectors(some_x, some_codes, LANES, s.scale + whole * step, step, unit, lanes);
       }
-      for (int k = 0; k < SUMS; k++) row.sums[k] += doubles(lanes.sums[k]), lanes.sums[k] = V{};
+      for (int k = 0; k < SUMS; k++) row.sums[k] += as_doubles(lanes.sums[k]), lanes.sums[k] = Floats{};
     }
     int32_t smallest = MAGNITUDE;
     for (int l = 0; l < LANES; l++) {
@@ -319,16 +315,16 @@ struct Rows {
     Lanes a = lanes;
     const Decoder d = decode;
     for (int64_t i = 0; i < n; i += LANES) {
-      const I raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
-      const I bits = raw & ~beyond, magnitude_bits = bits & MAGNITUDE;
-      const I code = widened(load<B>(codes + i)), fields = (code & d.magnitudes) << d.shift;
-      const I normal = fields + (fields >= d.special ? spread(2 * d.rebias) : spread(d.rebias));
-      const I tiny = as<I>(as<V>(fields + d.smallest_normal) - spread(float_of(d.smallest_normal)));
-      const I number = ((fields < (1 << 23) ? tiny : normal) | ((code << d.sign_shift) & ~MAGNITUDE)) & ~beyond;
-      const V value = as<V>(bits), magnitude = as<V>(magnitude_bits), scale = load<V>(scales + i * step);
-      const V q = as<V>(number) * scale, error = value - q, size = as<V>(as<I>(error) & MAGNITUDE);
-      const V y = value * unit, e = error * unit, square = y * y;
-      const I nonzero = magnitude_bits != 0;
+      const Ints raw = fp32_bits<T>(x + i), beyond = (raw & MAGNITUDE) >= INFINITE;
+      const Ints bits = raw & ~beyond, magnitude_bits = bits & MAGNITUDE;
+      const Ints code = widened(load<Bytes>(codes + i)), fields = (code & d.magnitudes) << d.shift;
+      const Ints normal = fields + (fields >= d.special ? spread(2 * d.rebias) : spread(d.rebias));
+      const Ints tiny = as<Ints>(as<Floats>(fields + d.smallest_normal) - spread(float_of(d.smallest_normal)));
+      const Ints number = ((fields < (1 << 23) ? tiny : normal) | ((code << d.sign_shift) & ~MAGNITUDE)) & ~beyond;
+      const Floats value = as<Floats>(bits), magnitude = as<Floats>(magnitude_bits), scale = load<Floats>(scales + i * step);
+      const Floats q = as<Floats>(number) * scale, error = value - q, size = as<Floats>(as<Ints>(error) & MAGNITUDE);
+      const Floats y = value * unit, e = error * unit, square = y * y;
+      const Ints nonzero = magnitude_bits != 0;
       a.sums[0] += y;
       a.sums[1] += magnitude * unit;
       a.sums[2] += square;
@@ -341,7 +337,7 @@ struct Rows {
       a.kept += q != 0;
       a.subnormal += (fields > 0) & (fields < (1 << 23)) & ~beyond;
       a.infinite += beyond;
-      const I below_zero_last = (magnitude_bits - 1) & MAGNITUDE;  // zeros wrap around to the top
+      const Ints below_zero_last = (magnitude_bits - 1) & MAGNITUDE;  // zeros wrap around to the top
       a.smallest = below_zero_last < a.smallest ? below_zero_last : a.smallest;
     }
     lanes = a;
@@ -350,8 +346,8 @@ struct Rows {
   // --- numbers that keep their bits when they are multiplied with a power of two, 64 at a time -------------------------
 
 #if OTTAVA_WIDE
-  template <bool TWO_BYTES, class = void> struct Choose { using Type = Words; };
-  template <class Unused> struct Choose<false, Unused> { using Type = I; };
+  template <bool TWO_BYTES, class = void> struct Choose { using Type = I16x32; };
+  template <class Unused> struct Choose<false, Unused> { using Type = Ints; };
   using Wide = typename Choose<sizeof(Int) == 2>::Type;
   static inline Wide magnitudes(Wide x) { return x & T::mask; }
 
@@ -368,7 +364,7 @@ struct Rows {
     int64_t nonzero, kept, normal, clipped;
   };
   struct Swift {
-    V sums[SUMS], max_error;
+    Floats sums[SUMS], max_error;
     Counts counts;
   };
 
@@ -387,7 +383,7 @@ struct Rows {
     const float unit = float_of((exponent + 127) << 23);
     const bool each = job.grid_cols > 1;
     Swift a;
-    a.max_error = V{};
+    a.max_error = Floats{};
     a.counts = {Wide{} - 1, 0, 0, 0, 0};
     for (int64_t left = 0; left < job.cols; left += STRETCH) {
       const int64_t n = smaller(STRETCH, job.cols - left), whole = n / 64 * 64;
@@ -396,7 +392,7 @@ struct Rows {
         if (range.low < low_scale << 23 || range.high >= high_scale << 23) return false;
       }
 #pragma GCC unroll 7
-      for (V& sum : a.sums) sum = V{};
+      for (Floats& sum : a.sums) sum = Floats{};
       words(x + left, codes + left, whole, s.scale, each, unit, a);
       if (whole < n) {
         alignas(64) Int some_x[64] = {};
@@ -407,7 +403,7 @@ struct Rows {
         words(some_x, some_codes, 64, s.scale + (each ? whole : 0), each, unit, a);
       }
 #pragma GCC unroll 7
-      for (int k = 0; k < SUMS; k++) row.sums[k] = left ? row.sums[k] + doubles(a.sums[k]) : doubles(a.sums[k]);
+      for (int k = 0; k < SUMS; k++) row.sums[k] = left ? row.sums[k] + as_doubles(a.sums[k]) : as_doubles(a.sums[k]);
     }
     row.smallest = T::value(Int(smallest_of_all(a.counts.smallest) + 1));
     if (row.smallest > 0 && bits_of(row.smallest) < (1 + larger(-exponent, 0)) << 23) return false;
@@ -420,37 +416,37 @@ struct Rows {
   // noinline: its registers are all taken
   __attribute__((noinline)) void words(const Int* x, const uint8_t* codes, int64_t n, const float* scales, bool each,
                                        float unit, Swift& sums) const {
-    V sx = sums.sums[0], sabs = sums.sums[1], sxx = sums.sums[2], sx4 = sums.sums[3], see = sums.sums[4];
-    V sxe = sums.sums[5], srel = sums.sums[6], max_error = sums.max_error;
+    Floats sx = sums.sums[0], sabs = sums.sums[1], sxx = sums.sums[2], sx4 = sums.sums[3], see = sums.sums[4];
+    Floats sxe = sums.sums[5], srel = sums.sums[6], max_error = sums.max_error;
     Counts a = sums.counts;
-    const Bytes low0 = load<Bytes>(low), low1 = load<Bytes>(low + 64), high0 = load<Bytes>(high), high1 = load<Bytes>(high + 64);
-    Bytes order;
+    const C8x64 low0 = load<C8x64>(low), low1 = load<C8x64>(low + 64), high0 = load<C8x64>(high), high1 = load<C8x64>(high + 64);
+    C8x64 order;
     for (int i = 0; i < 64; i++) order[i] = char(i % 8 + i / 16 * 8 + i / 8 % 2 * 32);  // in which bytes are mixed below
-    Words first;
+    I16x32 first;
     for (int i = 0; i < 32; i++) first[i] = int16_t(i / 2);
-    const Words second = first + 16;
+    const I16x32 second = first + 16;
     const char magnitude = char((1 << (job.bits - 1)) - 1), exponent = char((1 << (job.bits - 1)) - (1 << job.mantissa_bits));
-    const Bytes magnitude_bits = Bytes{} + magnitude, exponent_bits = Bytes{} + exponent, sign = Bytes{} + char(0x80);
-    const V near = spread(float(job.clip * (1 - 1.0 / 64))), two = spread(2.0f);
+    const C8x64 magnitude_bits = C8x64{} + magnitude, exponent_bits = C8x64{} + exponent, sign = C8x64{} + char(0x80);
+    const Floats near = spread(float(job.clip * (1 - 1.0 / 64))), two = spread(2.0f);
     for (int64_t i = 0; i < n; i += 64) {
-      const Bytes code = load<Bytes>(codes + i), shuffled = reordered(code, order);
+      const C8x64 code = load<C8x64>(codes + i), shuffled = reordered(code, order);
       a.kept += count_of_any(code, magnitude_bits);
       a.normal += count_of_any(code, exponent_bits);
-      const Bytes lower = looked_up(shuffled, low0, low1), upper = looked_up(shuffled, high0, high1) | (shuffled & sign);
-      const Words halves[] = {as<Words>(mixed_low(lower, upper)), as<Words>(mixed_high(lower, upper))};
+      const C8x64 lower = looked_up(shuffled, low0, low1), upper = looked_up(shuffled, high0, high1) | (shuffled & sign);
+      const I16x32 halves[] = {as<I16x32>(mixed_low(lower, upper)), as<I16x32>(mixed_high(lower, upper))};
       bool near_the_end = false;
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
         uint32_t nonzero;
-        const V y = values(x + i, j, first, second, unit, a, nonzero);
-        const V scale = load<V>(scales + (each ? i + 16 * j : 0)), q = numbers(halves[j / 2], j % 2 ? second : first) * scale;
-        const V e = y - q, size = as<V>(as<I>(e) & MAGNITUDE), most = as<V>(as<I>(y) & MAGNITUDE), square = y * y;
+        const Floats y = values(x + i, j, first, second, unit, a, nonzero);
+        const Floats scale = load<Floats>(scales + (each ? i + 16 * j : 0)), q = numbers(halves[j / 2], j % 2 ? second : first) * scale;
+        const Floats e = y - q, size = as<Floats>(as<Ints>(e) & MAGNITUDE), most = as<Floats>(as<Ints>(y) & MAGNITUDE), square = y * y;
         sx += y, sabs += most, sxx += square;
         sx4 = added_product(square, square, sx4);
         see = added_product(e, e, see);
         sxe = added_product(y, e, sxe);
         // one step of Newton's makes 28 bits of 14: size / most = size * r * (2 - most * r)
-        const V r = inverse_to_14_bits(most, nonzero);
+        const Floats r = inverse_to_14_bits(most, nonzero);
         srel = added_product(size * r, added_product(-most, r, two), srel);
         max_error = larger_of(size, max_error);
         if (each) near_the_end |= any_not_below(most, scale * near);
@@ -461,15 +457,15 @@ struct Rows {
   }
 
   // Numbers 16 j to 16 j + 15 of 64, times unit.
-  static inline V values(const int32_t* x, int j, Words, Words, float unit, Counts& a, uint32_t& nonzero) {
-    const I bits = load<I>(x + 16 * j), size = magnitudes(bits);
+  static inline Floats values(const int32_t* x, int j, I16x32, I16x32, float unit, Counts& a, uint32_t& nonzero) {
+    const Ints bits = load<Ints>(x + 16 * j), size = magnitudes(bits);
     nonzero = not_zero(size);
     a.nonzero += __builtin_popcount(nonzero);
     a.smallest = smaller_unsigned(a.smallest, size - 1);
-    return as<V>(bits) * unit;
+    return as<Floats>(bits) * unit;
   }
-  static inline V values(const int16_t* x, int j, Words first, Words second, float unit, Counts& a, uint32_t& nonzero) {
-    const Words both = load<Words>(x + 32 * (j / 2)), size = magnitudes(both);
+  static inline Floats values(const int16_t* x, int j, I16x32 first, I16x32 second, float unit, Counts& a, uint32_t& nonzero) {
+    const I16x32 both = load<I16x32>(x + 32 * (j / 2)), size = magnitudes(both);
     const uint32_t alive = not_zero(size);
     nonzero = j % 2 ? alive >> 16 : alive;
     if (j % 2 == 0) {

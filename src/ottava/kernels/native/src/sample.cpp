@@ -3,7 +3,7 @@
 #include "base.h"
 #include "extent.h"
 #include "floats.h"
-#include "vectors.h"
+#include "simd.h"
 
 #ifndef OTTAVA_TYPE  // of x: a library each
 #define OTTAVA_TYPE BFloat16

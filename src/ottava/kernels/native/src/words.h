@@ -10,9 +10,7 @@
 // powers of two share a table: theirs only move it.
 #pragma once
 
-#include "avx512.h"
-#include "base.h"
-#include "floats.h"
+#include "simd.h"
 
 #if defined(OTTAVA_CASTS_BF16) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define OTTAVA_WORDS 1
@@ -87,8 +85,6 @@ struct Bases {
 
 #if OTTAVA_WORDS
 
-typedef uint16_t UnsignedWords __attribute__((vector_size(64)));
-
 struct Table {  // what encoding takes, in registers
   const Steps& steps;
   const Z low_table, high_table, low_bytes, order, before_first, steps_end, largest, sign;
@@ -101,13 +97,13 @@ struct Table {  // what encoding takes, in registers
         low_bytes(Z{0x0e0c0a0806040200, 0x4e4c4a4846444240, 0x1e1c1a1816141210, 0x5e5c5a5856545250,
                     0x2e2c2a2826242220, 0x6e6c6a6866646260, 0x3e3c3a3836343230, 0x7e7c7a7876747270}),
         order(Z{0, 2, 4, 6, 1, 3, 5, 7}),
-        before_first(words(int16_t(s.first - 1))),
-        steps_end(words(int16_t(s.normal - s.first + 1))),
-        largest(bytes(s.largest)),
-        sign(bytes(s.sign)),
+        before_first(all16(int16_t(s.first - 1))),
+        steps_end(all16(int16_t(s.normal - s.first + 1))),
+        largest(all8(s.largest)),
+        sign(all8(s.sign)),
         sign_shift(__builtin_clz(s.sign) - 24) {}
 
-  static OTTAVA_INLINE Z shifted(Z x, int n) { return (Z)((UnsignedWords)x >> n); }
+  static OTTAVA_INLINE Z shifted(Z x, int n) { return (Z)((U16x32)x >> n); }
 
   // 64 numbers, none of them NaN, and how far their magnitudes are from the base. Bytes are packed in the order of 128
   // bits of a, 128 of b, ..; the last step puts them right.
@@ -124,15 +120,15 @@ struct Table {  // what encoding takes, in registers
 
   // Counts steps where some number is among them. Past the last one `code` is right.
   OTTAVA_INLINE Z counted(Z past_a, Z past_b, Z code) const {
-    const Z zero{}, one = bytes(1), a = max16(past_a, zero), b = max16(past_b, zero);
+    const Z zero{}, one = all8(1), a = max16(past_a, zero), b = max16(past_b, zero);
     Z count = zero, past = zero;
     for (int k = 0; k < steps.count; k++) {
       if (steps.counted_from[k] >= 0) {
-        const Z start = words(int16_t(steps.counted_from[k]));
+        const Z start = all16(int16_t(steps.counted_from[k]));
         past = packed_unsigned(subtract16_saturated(a, start), subtract16_saturated(b, start));
       }
-      const Z reached = subtract8_saturated(past, doubles(int32_t(steps.from_on[k])));
-      count = (Z)((Bytes)count + (Bytes)min8_unsigned(reached, one));
+      const Z reached = subtract8_saturated(past, all32(int32_t(steps.from_on[k])));
+      count = (Z)((U8x64)count + (U8x64)min8_unsigned(reached, one));
     }
     const Z left = packed_unsigned(subtract16_saturated(steps_end, a), subtract16_saturated(steps_end, b));
     return replaced8(count, is_zero8(left), code);
@@ -143,7 +139,7 @@ struct Table {  // what encoding takes, in registers
 template <bool LOOK>
 __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, int64_t n, Bases bases, const Steps& steps) {
   Table table(steps);  // not const: g++ 12 would keep it in memory
-  const Z magnitude = words(0x7fff);
+  const Z magnitude = all16(0x7fff);
   const bool each = bases.block == 1;
   Z most{};
   for (const int16_t* base = bases.first; n > 0; base += !each) {
@@ -156,9 +152,9 @@ __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, i
       const Z a = read(x + i, low), b = read(x + i + 32, high);
       const Z size_a = a & magnitude, size_b = b & magnitude;
       if (LOOK) most = max16(most, max16(size_a, size_b));
-      const Z base_a = each ? read(base + i, low) : words(*base);
+      const Z base_a = each ? read(base + i, low) : all16(*base);
       base += bases.block == 32 && high;
-      const Z base_b = each ? read(base + i + 32, high) : words(*base);
+      const Z base_b = each ? read(base + i + 32, high) : all16(*base);
       base += bases.block == 32;
       const Z code = table.codes(a, b, minus16(size_a, base_a), minus16(size_b, base_b));
       if (whole) store(out + i, code);  // a masked store takes several times as long
@@ -171,7 +167,7 @@ __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, i
 
 // The largest magnitude of 32, 64, .. numbers.
 OTTAVA_INLINE int16_t largest_word(const int16_t* x, int64_t n) {
-  const Z magnitude = words(0x7fff);
+  const Z magnitude = all16(0x7fff);
   Z most = load(x) & magnitude;
   for (int64_t i = 32; i < n; i += 32) most = max16(most, load(x + i) & magnitude);
   return largest16(most);
