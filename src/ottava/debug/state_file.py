@@ -27,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ottava.debug.safe_pickle import RefusedError, StandIn, check_tensors, load_pickle, load_torch
+from ottava.debug.statistics import json_values
 from ottava.formats import E4M3, E5M2, Format
 from ottava.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, regular_size
 
@@ -96,8 +97,12 @@ class ScalingStateFile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a number that is not finite becomes None."""
-        rows = [{k: None if _is_nonfinite(v) else v for k, v in asdict(row).items()} for row in self.rows]
-        return {"file": str(self.path), "source": self.source, "recipes": list(self.recipes), "rows": rows}
+        return {
+            "file": str(self.path),
+            "source": self.source,
+            "recipes": list(self.recipes),
+            "rows": json_values([asdict(row) for row in self.rows]),
+        }
 
     @property
     def problems(self) -> list[str]:
@@ -134,10 +139,6 @@ def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
     for text, names in about.items():
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"{names[0]}{others}: {text}"
-
-
-def _is_nonfinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_scaling_state(path: Path | str) -> ScalingStateFile:

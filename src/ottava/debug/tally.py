@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Merge = Literal["sum", "max", "min"]
 Detail = Literal["numbers", "exponents", "blocks"]
 """How much is summed: no histograms over elements; that of magnitudes; those below the amax of blocks, too."""
 DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks")
@@ -192,6 +191,12 @@ DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
 """How much of a vector of sums is filled, from its beginning: fields are in the order of DETAILS."""
 
 
+def row_of(rows: Tally, i: int) -> Tally:
+    """One row of a table of tallies."""
+    picked = {f.name: getattr(rows, f.name)[i] for f in fields(Tally)}
+    return Tally(**{name: value if np.ndim(value) else float(value) for name, value in picked.items()})
+
+
 class Tallies(Mapping[Key, Tally]):
     """One step's tallies by what they are of, in one table: what reads all of them need not go from one to the next.
 
@@ -219,10 +224,7 @@ class Tallies(Mapping[Key, Tally]):
         return cls(tallies, Tally(**rows))
 
     def __getitem__(self, key: Key) -> Tally:
-        i = self._index[key]
-        picked = {f.name: getattr(self.rows, f.name)[i] for f in fields(Tally)}
-        numbers: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in picked.items()}
-        return Tally(**numbers)
+        return row_of(self.rows, self._index[key])
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._index)

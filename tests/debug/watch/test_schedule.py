@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import ottava
+from ottava.debug.analysis.loss import robust_z
 from ottava.debug.measure import measure
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
 from ottava.debug.watch.config import Triggers
-from ottava.debug.watch.schedule import Schedule, robust_z
+from ottava.debug.watch.schedule import Schedule
 
 KEY = SlotKey("fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
 

@@ -38,7 +38,6 @@ from ottava.debug.run.schema import SYMBOLS, RunError
 from ottava.errors import unknown_name
 from ottava.formats import E4M3, FORMATS
 
-Align = Literal["step", "tokens"]
 Place = tuple[str, str, str]
 """(layer, tensor, direction)."""
 

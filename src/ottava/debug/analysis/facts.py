@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -109,7 +110,7 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "gain_error": Fact("|gain - 1|", lambda r: np.abs(r.value("gain") - 1)),
         "cosine_distance": Fact("1 - cosine", lambda r: 1 - r.value("cosine")),
         "clipped": Fact("elements clipped", lambda r: np.asarray(r.table.tallies.n_overflow)),
-        "looks": Fact("looks at this cast", lambda r: _sizes(r)),
+        "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
         "flushed_in_blocks_pct": Fact("predicted underflow with blocks of 1x128 [%]", _flushed_in_blocks),
         "at_block_amax_pct": Fact("elements within an eighth of the amax of their 1x32 block [%]", _at_block_amax),
@@ -118,10 +119,6 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
     }
 )
 """Names in conditions over casts."""
-
-
-def _sizes(rows: CastRows) -> Values:
-    return np.array([len(rows.index[slot]) for slot in rows.slots], dtype=np.float64)
 
 
 _COLUMNS = MappingProxyType(
@@ -158,19 +155,15 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
 """Names in conditions over steps."""
 
 
-def _words(name: str) -> Callable[[EventRows], Values]:
-    return lambda rows: rows.words(name)
-
-
-def _numbers(name: str) -> Callable[[EventRows], Values]:
-    return lambda rows: rows.numbers(name)
-
-
 EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
-        **{name: Fact("of the event", _words(name)) for name in ("kind", "check", "layer", "tensor")},
-        **{name: Fact("of the event", _words(name)) for name in ("reason", "direction", "text")},
-        **{name: Fact("of the event", _numbers(name)) for name in ("step", "value", "threshold")},
+        **{
+            name: Fact("of the event", partial(EventRows.words, name=name))
+            for name in ("kind", "check", "layer", "tensor", "reason", "direction", "text")
+        },
+        **{
+            name: Fact("of the event", partial(EventRows.numbers, name=name)) for name in ("step", "value", "threshold")
+        },
     }
 )
 """Names in conditions over events."""

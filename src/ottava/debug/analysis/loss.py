@@ -7,6 +7,7 @@ and no batch size enters.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +16,27 @@ import numpy as np
 from ottava.debug.analysis.conditions import Values
 
 _GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
-_WINDOW, _LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
+WINDOW, LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
 _SPIKE = 6.0  # standard deviations
 _BEFORE = 5  # losses that a jump is measured from
 _RISE = 0.02  # of the lowest loss: a smaller one is never called divergence
 _RISE_NOISE = 4.0
+
+
+def robust_z(value: float, earlier: Iterable[float]) -> float:
+    """How many standard deviations `value` lies above the median of earlier values.
+
+    The deviation is taken from their median distance to it, so that one earlier spike does not hide the next.
+
+    Example:
+        >>> round(robust_z(5.0, [1.0, 2.0, 3.0]), 2)
+        2.02
+    """
+    window = np.asarray([*earlier])
+    median = float(np.median(window))
+    spread = _GAUSSIAN * float(np.median(np.abs(window - median)))
+    # a loss cannot be known better than to a thousandth of itself: a flat start would make anything a spike
+    return float((value - median) / max(spread, 1e-3 * abs(median), 1e-12))
 
 
 def robust_distance(values: Values) -> Values:
@@ -32,16 +49,11 @@ def robust_distance(values: Values) -> Values:
     """
     values = np.asarray(values, dtype=np.float64)
     found = np.full(len(values), np.nan)
-    for i in range(_LEAST, len(values)):
-        window = values[max(0, i - _WINDOW) : i]
+    for i in range(LEAST, len(values)):
+        window = values[max(0, i - WINDOW) : i]
         window = window[np.isfinite(window)]
-        if len(window) < _LEAST:
-            continue
-        median = float(np.median(window))
-        spread = _GAUSSIAN * float(np.median(np.abs(window - median)))
-        # a loss cannot be known better than to a thousandth of itself: a flat start would make anything a spike
-        distance = (values[i] - median) / max(spread, 1e-3 * abs(median), 1e-12)
-        found[i] = distance
+        if len(window) >= LEAST:
+            found[i] = robust_z(values[i], window)
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from ottava.debug.analysis.conditions import Missing, Node, Values, evaluate, numbers
 from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.layer_names import end_blocks, layer_index, only_simulated
+from ottava.debug.run.ranks import rank_spread
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.formats import FORMATS, Format
@@ -168,7 +169,7 @@ class CastRows(AnyRows):
     @cached_property
     def slots(self) -> list[SlotKey]:
         """Of every row."""
-        return [SlotKey(*values) for values in zip(*(self.table[name] for name in SlotKey._fields), strict=True)]
+        return self.table.keys()
 
     @cached_property
     def index(self) -> Mapping[SlotKey, np.ndarray[Any, Any]]:
@@ -231,16 +232,9 @@ class CastRows(AnyRows):
         """Octaves between the largest and the smallest of a statistic over the ranks."""
         if len(self.context.run.ranks) < 2:
             raise Missing("statistics of more than one rank")
-        table = self.context.run.table(merge_ranks=False)
-        groups: dict[tuple[Any, ...], list[float]] = {}
-        keys = zip(table["step"], *(table[n] for n in SlotKey._fields), strict=True)
-        for key, value in zip(keys, table.metric(name), strict=True):
-            groups.setdefault(key, []).append(float(value))
-        spread = {
-            key: math.log2(max(v) / min(v)) if min(v) > 0 else math.nan for key, v in groups.items() if len(v) > 1
-        }
-        rows = zip(self.table["step"], *(self.table[n] for n in SlotKey._fields), strict=True)
-        return np.array([spread.get(key, math.nan) for key in rows], dtype=np.float64)
+        spread = {(s.step, s.key): s.octaves for s in rank_spread(self.context.run, name)}
+        rows = zip(self.table["step"], self.slots, strict=True)
+        return np.array([spread.get(row, math.nan) for row in rows], dtype=np.float64)
 
 
 class StepRows(AnyRows):

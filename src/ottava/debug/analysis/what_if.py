@@ -204,8 +204,8 @@ def thinned(table: Table, most: int) -> Table:
     full = table.take(np.flatnonzero(table.has_histograms()))
     bad = [full.metric("underflow_pct"), full.metric("overflow_pct"), -full.metric("sqnr_db")]
     members: dict[SlotKey, list[int]] = {}
-    for i, values in enumerate(zip(*(full[name] for name in SlotKey._fields), strict=True)):
-        members.setdefault(SlotKey(*values), []).append(i)
+    for i, key in enumerate(full.keys()):
+        members.setdefault(key, []).append(i)
     kept: set[int] = set()
     for rows in members.values():
         spread = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int)

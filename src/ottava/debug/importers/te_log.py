@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -42,29 +41,15 @@ RECIPES_OF_TE = MappingProxyType(
         "nvfp4": "nvfp4",
     }
 )
-OF_TENSOR: MappingProxyType[str, Callable[[float], dict[str, float]]] = MappingProxyType(
-    {
-        "cur_amax": lambda v: {"amax": v},
-        "max": lambda v: {"max": v},
-        "min": lambda v: {"min": v},
-        "mean": lambda v: {"mean": v},
-        "std": lambda v: {"std": v},
-        "dynamic_range": lambda v: {"dynamic_range_bits": v},
-        "l2_norm": lambda v: {"l2_norm": v},
-        "numel": lambda v: {"numel": v},
-    }
+OF_TENSOR = MappingProxyType(
+    {"cur_amax": "amax", "dynamic_range": "dynamic_range_bits"}
+    | {name: name for name in ("max", "min", "mean", "std", "l2_norm", "numel")}
 )
-"""Statistics of the tensor before any cast."""
-OF_CAST: MappingProxyType[str, Callable[[float], dict[str, float]]] = MappingProxyType(
-    {
-        "underflows%": lambda v: {"underflow_pct_numel": v},
-        "overflows%": lambda v: {"overflow_pct": v},
-        "mse": lambda v: {"mse": v},
-        "scale_inv_min": lambda v: {"scale_max": 1 / v} if v else {},
-        "scale_inv_max": lambda v: {"scale_min": 1 / v} if v else {},
-    }
-)
+"""Statistics of the tensor before any cast, and what they are called here."""
+OF_CAST = MappingProxyType({"underflows%": "underflow_pct_numel", "overflows%": "overflow_pct", "mse": "mse"})
 """Statistics of a cast."""
+_RECIPROCAL = MappingProxyType({"scale_inv_min": "scale_max", "scale_inv_max": "scale_min"})
+"""Those whose reciprocal is kept; of 0 there is none."""
 _ROUNDED_AWAY = frozenset({"mse", "std", "scale_inv_min", "scale_inv_max", "cur_amax", "l2_norm"})
 """A zero of these in a log of four digits says nothing."""
 _RESOLUTION = 5e-5
@@ -135,15 +120,17 @@ def parse_name(name: str) -> Named | None:
 def take(name: str, step: int, rank: int, value: float, collected: Collected) -> bool:
     """Takes in one number under a name of TransformerEngine; False if the name is none."""
     named = parse_name(name)
-    if named is None or (named.statistic not in OF_TENSOR and named.statistic not in OF_CAST):
+    if named is None or named.statistic not in {*OF_TENSOR, *OF_CAST, *_RECIPROCAL}:
         return False
     place = Place(step, rank, named.layer, named.tensor)
     if named.statistic in OF_TENSOR:
-        collected.of_tensor(place, OF_TENSOR[named.statistic](value))
+        collected.of_tensor(place, {OF_TENSOR[named.statistic]: value})
         if named.statistic in ("max", "min", "cur_amax") and not math.isfinite(value):
             collected.of_tensor(place, {"nonfinite": 1.0})
+    elif (reciprocal := _RECIPROCAL.get(named.statistic)) is not None:
+        collected.of_cast(place, named.cast, {reciprocal: 1 / value} if value else {})
     else:
-        collected.of_cast(place, named.cast, OF_CAST[named.statistic](value))
+        collected.of_cast(place, named.cast, {OF_CAST[named.statistic]: value})
     return True
 
 

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.ambient import autocast
+from ottava.debug.analysis.loss import LEAST, robust_z
 from ottava.debug.remedy.snapshot import Snapshot, Stateful
-from ottava.debug.watch.schedule import robust_z
 from ottava.quantizer import Quantizer
 
 TrainStep = Callable[[Any], Any]
 """(batch) -> loss, or (loss, grad_norm): forward, backward and the optimizer's step."""
-_LEAST = 16
-"""Losses before one can be called a spike."""
 _FORGIVEN = 4
 """FP8 that was well for so many times the last hold starts again with the first one."""
 
@@ -175,7 +173,7 @@ class SpikeGuard:
         numbers = [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in _several(answer) if v is not None]
         if not all(math.isfinite(number) for number in numbers):
             return numbers[0], math.inf
-        z = robust_z(numbers[0], self._losses) if len(self._losses) >= min(_LEAST, self.window) else 0.0
+        z = robust_z(numbers[0], self._losses) if len(self._losses) >= min(LEAST, self.window) else 0.0
         if z <= self.z:
             self._losses.append(numbers[0])
         return numbers[0], z

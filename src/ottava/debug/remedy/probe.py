@@ -25,7 +25,7 @@ from torch import Tensor
 from ottava.casts import quantize
 from ottava.debug.measure import measure
 from ottava.debug.remedy.replay import door_hooks
-from ottava.debug.statistics import STATISTICS
+from ottava.debug.statistics import STATISTICS, json_values
 from ottava.debug.watch.dumps import GemmDump
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import QuantizationSpec
@@ -91,7 +91,7 @@ class GemmProbe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; None where there is no error at all."""
         values = {**asdict(self), "worse_operand": self.worse_operand, "accumulation_share": self.accumulation_share}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        return dict(json_values(values))
 
 
 def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe]:

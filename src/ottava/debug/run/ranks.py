@@ -60,9 +60,8 @@ def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
     sign = -1.0 if STATISTICS[metric].worse == "low" else 1.0
     found = []
     rows: dict[tuple[int, SlotKey], list[int]] = {}
-    keys = zip(*(table[name] for name in SlotKey._fields), strict=True)
-    for i, (step, key) in enumerate(zip(table["step"], keys, strict=True)):
-        rows.setdefault((int(step), SlotKey(*key)), []).append(i)
+    for i, (step, key) in enumerate(zip(table["step"], table.keys(), strict=True)):
+        rows.setdefault((int(step), key), []).append(i)
     for (step, slot), index in sorted(rows.items(), key=lambda entry: entry[0][0]):
         known = [i for i in index if not np.isnan(values[i])]
         if len(known) > 1:

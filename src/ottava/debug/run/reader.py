@@ -32,7 +32,7 @@ from ottava.debug.run.schema import (
     read_manifest,
 )
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import Tallies, Tally, tally_fields
+from ottava.debug.tally import Tallies, Tally, row_of
 from ottava.errors import unknown_name
 from ottava.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 
@@ -142,12 +142,12 @@ class Table:
 
     def slots(self) -> list[SlotKey]:
         """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
-        return list(dict.fromkeys(self._keys()))
+        return list(dict.fromkeys(self.keys()))
 
     def groups(self) -> Iterator[tuple[SlotKey, Table]]:
         """Each cast with its rows, in the order of steps."""
         rows: dict[SlotKey, list[int]] = {}
-        for i, key in enumerate(self._keys()):
+        for i, key in enumerate(self.keys()):
             rows.setdefault(key, []).append(i)
         for key, index in rows.items():
             order = np.argsort(self["step"][index], kind="stable")
@@ -155,11 +155,7 @@ class Table:
 
     def tally(self, row: int) -> Tally:
         """That of one row."""
-        values: dict[str, Any] = {}
-        for f in tally_fields():
-            value = getattr(self.tallies, f.name)[row]
-            values[f.name] = value if f.metadata["bins"] else float(value)
-        return Tally(**values)
+        return row_of(self.tallies, row)
 
     def merged(self) -> Tally:
         """All rows as one tally."""
@@ -171,7 +167,8 @@ class Table:
         columns = {**self.columns, **{name: self.metric(name) for name in names}}
         return [{name: _python(values[i]) for name, values in columns.items()} for i in range(len(self))]
 
-    def _keys(self) -> list[SlotKey]:
+    def keys(self) -> list[SlotKey]:
+        """The cast of every row."""
         return [SlotKey(*values) for values in zip(*(self[name] for name in SlotKey._fields), strict=True)]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -40,7 +40,6 @@ MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
 )
 """What readers of watch.json rely on, see `untrusted.misfit`: all of it may be missing, and there may be more."""
 
-TensorName = Literal["input", "weight", "grad_output", "output", "grad_input", "grad_weight"]
 SYMBOLS = MappingProxyType(
     {
         "input": "X",

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ottava.recipe import GEMMS, Recipe
 from ottava.untrusted import UntrustedError, parse_json, regular_size
 
 _FORMAT = "ottava.debug.dump/1"
+_KINDS = ("tensor", "gemms", "batch")
 _HEADER_BYTES = 4096
 _NAME_BYTES = 200
 _UNSAFE = re.compile(r"[^\w.-]")
@@ -232,41 +233,35 @@ def read_dump(path: Path | str) -> Dump:
     if header.get("format") != _FORMAT:
         raise DumpError(f"{path}: is no dump of ottava's (format {header.get('format')!r}, needs {_FORMAT!r})")
     random = {n.removeprefix("random."): tensors.pop(n) for n in list(tensors) if n.startswith("random.")}
-    readers: dict[str, Callable[..., Dump]] = {"tensor": _read_tensor, "gemms": _read_gemms, "batch": _read_batch}
     try:
         kind = header["kind"]
-        if kind not in readers:
-            raise DumpError(f"{path}: {unknown_name('kind', kind, readers)}")
-        return readers[kind](path, int(header["step"]), parse_json(header["facts"]), tensors, random)
+        if kind not in _KINDS:
+            raise DumpError(f"{path}: {unknown_name('kind', kind, _KINDS)}")
+        return _contents(kind, path, int(header["step"]), parse_json(header["facts"]), tensors, random)
     except DumpError:
         raise
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise DumpError(f"{path}: its header does not fit its tensors ({error!r}); the file is damaged") from error
 
 
-def _read_tensor(
-    path: Path, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
-) -> TensorDump:
+def _contents(
+    kind: str,
+    path: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    random: Mapping[str, Tensor],
+) -> Dump:
+    if kind == "batch":
+        return BatchDump(path, step, _unflatten(facts["structure"], tensors), random)
+    if kind == "gemms":
+        recipe = Recipe.from_dict(facts["recipe"])
+        return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
     x_q = None
     if "codes" in tensors:
-        dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
-        x_q = QuantizedTensor(
-            tensors["codes"], tensors["scale_inv"], QuantizationSpec.from_dict(dict(facts["spec"])), dtype
-        )
+        dtype, spec = getattr(torch, facts["dtype"].removeprefix("torch.")), QuantizationSpec.from_dict(facts["spec"])
+        x_q = QuantizedTensor(tensors["codes"], tensors["scale_inv"], spec, dtype)
     return TensorDump(path, step, SlotKey(**facts["key"]), tensors["x"], tensors.get("rows"), x_q, random)
-
-
-def _read_gemms(
-    path: Path, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
-) -> GemmDump:
-    recipe = Recipe.from_dict(facts["recipe"])
-    return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
-
-
-def _read_batch(
-    path: Path, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], random: Mapping[str, Tensor]
-) -> BatchDump:
-    return BatchDump(path, step, _unflatten(facts["structure"], tensors), random)
 
 
 def _save(

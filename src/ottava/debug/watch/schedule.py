@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ottava.debug.analysis.loss import LEAST, WINDOW, robust_z
 from ottava.debug.layer_names import only_simulated
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch.config import Triggers
-
-_WINDOW, _LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
-_GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Schedule:
         self.burst_until = 0
         """Last step of the running burst."""
         self._next_burst = 0
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def looks(self, step: int) -> bool:
         """Whether that step is looked at in full."""
@@ -89,7 +86,7 @@ class Schedule:
         if not math.isfinite(value):
             return Trigger("nonfinite", value, 0.0) if self.triggers.nonfinite else None
         found = None
-        if self.triggers.loss_z is not None and len(self._losses) >= _LEAST:
+        if self.triggers.loss_z is not None and len(self._losses) >= LEAST:
             z = robust_z(value, self._losses)
             found = Trigger("loss_z", z, self.triggers.loss_z) if z > self.triggers.loss_z else None
         self._losses.append(value)
@@ -122,18 +119,3 @@ class Schedule:
             return None
         wrong = ((key, amax) for key, amax in zip(keys, amaxes, strict=True) if not math.isfinite(amax))
         return next((Trigger("nonfinite", amax, 0.0, key.layer, key.tensor) for key, amax in wrong), None)
-
-
-def robust_z(value: float, earlier: Iterable[float]) -> float:
-    """How many standard deviations `value` lies above the median of earlier values.
-
-    The deviation is taken from their median distance to it, so that one earlier spike does not hide the next.
-
-    Example:
-        >>> round(robust_z(5.0, [1.0, 2.0, 3.0]), 2)
-        2.02
-    """
-    window = list(earlier)
-    median = statistics.median(window)
-    spread = _GAUSSIAN * statistics.median(abs(v - median) for v in window)
-    return (value - median) / max(spread, 1e-3 * abs(median), 1e-12)

@@ -11,6 +11,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -147,7 +148,7 @@ def ranked(table: Table) -> list[Row]:
     """The casts of a look, worst first: by marks, then by row SQNR."""
     columns = {name: table.metric(name) for name in STATISTICS if name in {*AGGREGATED, *PER_TENSOR, *_SHOWN}}
     rows = []
-    for i, slot in enumerate(SlotKey(*values) for values in zip(*(table[n] for n in SlotKey._fields), strict=True)):
+    for i, slot in enumerate(table.keys()):
         values = {name: float(column[i]) for name, column in columns.items()}
         rows.append(Row(slot, values, _marks(slot, values)))
     rows.sort(key=lambda row: (-max(row.marks.values(), default=0), known_or_last(row.values["row_sqnr_p50_db"])))
@@ -363,15 +364,8 @@ class LoggerSink:
             self.module.log({**values, "watch/step": step})
 
 
-def _wandb(run_dir: Path, **settings: Any) -> LoggerSink:
-    return LoggerSink("wandb", run_dir, **settings)
-
-
-def _trackio(run_dir: Path, **settings: Any) -> LoggerSink:
-    return LoggerSink("trackio", run_dir, **settings)
-
-
 SINKS: Mapping[str, Callable[..., Sink]] = MappingProxyType(
-    {"terminal": TerminalSink, "tensorboard": TensorBoardSink, "wandb": _wandb, "trackio": _trackio}
+    {"terminal": TerminalSink, "tensorboard": TensorBoardSink}
+    | {name: partial(LoggerSink, name) for name in ("wandb", "trackio")}
 )
 """By name in a config."""
