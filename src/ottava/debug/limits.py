@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from ottava.formats import Format
 
@@ -13,6 +15,23 @@ PERCENT: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"underflow_pct": (1.0, 10.0), "overflow_pct": (1e-3, 1e-1)}
 )
 """Shares of elements above which a cast is to be looked at, and above which it is broken."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A statistic of a cast, and where it becomes bad."""
+
+    metric: str
+    """Its name."""
+    unit: str
+    limit: Callable[[Format], float]
+    """The worst number that is still well."""
+    above: bool
+    """Whether numbers must be at least the limit, or at most."""
+
+    def fails(self, values: Any, fmt: Format) -> Any:
+        """Whether each of these numbers is bad; one that is not known (NaN) is not."""
+        return values < self.limit(fmt) if self.above else values > self.limit(fmt)
 
 
 def healthy_db(fmt: Format) -> float:

@@ -27,8 +27,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ottava.debug.safe_pickle import RefusedError, StandIn, check_tensors, load_pickle, load_torch
-from ottava.debug.statistics import json_values
 from ottava.formats import E4M3, E5M2, Format
+from ottava.text import finite
 from ottava.untrusted import MAX_DEPTH, MAX_PARTS, LimitError, UntrustedError, regular_size
 
 _OURS = re.compile(
@@ -101,7 +101,7 @@ class ScalingStateFile:
             "file": str(self.path),
             "source": self.source,
             "recipes": list(self.recipes),
-            "rows": json_values([asdict(row) for row in self.rows]),
+            "rows": finite([asdict(row) for row in self.rows]),
         }
 
     @property

@@ -194,7 +194,8 @@ DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
 def row_of(rows: Tally, i: int) -> Tally:
     """One row of a table of tallies."""
     picked = {f.name: getattr(rows, f.name)[i] for f in fields(Tally)}
-    return Tally(**{name: value if np.ndim(value) else float(value) for name, value in picked.items()})
+    numbers: dict[str, Any] = {name: value if np.ndim(value) else float(value) for name, value in picked.items()}
+    return Tally(**numbers)
 
 
 class Tallies(Mapping[Key, Tally]):

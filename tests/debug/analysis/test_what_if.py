@@ -215,7 +215,7 @@ def test_summary_names_each_recipes_worst_tensor(outliers: Table) -> None:
 
 
 def test_floors_cover_what_recipes_have() -> None:
-    limits: Mapping[str, Callable[..., float]] = {floor.name: floor.limit for floor in FLOORS}
+    limits: Mapping[str, Callable[..., float]] = {floor.metric: floor.limit for floor in FLOORS}
     assert (limits["sqnr_db"](ottava.E4M3), limits["sqnr_db"](ottava.E5M2)) == (25.0, 20.0)  # facts, 5.8
 
 

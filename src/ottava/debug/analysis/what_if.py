@@ -28,7 +28,6 @@ from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
-from ottava.formats import Format
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
 from ottava.scaling import BLOCK_128X128, PER_TENSOR
@@ -43,23 +42,11 @@ which cast x and x.T apart and bring scales into the GEMM; a GEMM in BF16."""
 
 
 @dataclass(frozen=True)
-class Floor:
+class Floor(limits.Limit):
     """A number that a healthy cast clears."""
 
-    name: str
-    """Of the statistic."""
-    unit: str
-    limit: Callable[[Format], float]
-    """The worst number that still clears."""
-    above: bool
-    """Whether numbers must be at least the limit, or at most."""
     of: Callable[[Expected], Array]
     """The number of each row."""
-
-    def fails(self, expected: Expected, fmt: Format) -> Array:
-        """bool (rows,)."""
-        value, limit = self.of(expected), self.limit(fmt)
-        return np.asarray(value < limit if self.above else value > limit)
 
 
 def _share(part: Array, whole: Array) -> Array:
@@ -360,13 +347,13 @@ def _prediction(
     whole = Expected(*(np.asarray([column.sum()]) for column in vars(expected).values()))
     failures = []
     for floor in FLOORS:
-        failed = np.flatnonzero(floor.fails(expected, spec.format))
+        values = floor.of(expected)
+        failed = np.flatnonzero(floor.fails(values, spec.format))
         if len(failed):
-            values = floor.of(expected)
             worst = int(failed[np.argmin(values[failed]) if floor.above else np.argmax(values[failed])])
             sign, limit = "<" if floor.above else ">", floor.limit(spec.format)
             step = int(rows["step"][worst])
-            failures.append(f"{floor.name} {values[worst]:.1f} {sign} {limit:g} {floor.unit} at step {step}")
+            failures.append(f"{floor.metric} {values[worst]:.1f} {sign} {limit:g} {floor.unit} at step {step}")
     return Prediction(
         *place,
         underflow_pct=float(_underflow(whole)[0]),

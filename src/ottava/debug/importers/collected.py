@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ottava.debug.layer_names import layer_kind
-from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.schema import SlotKey, cast_key
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
@@ -168,7 +168,7 @@ class Collected:
         if spec is None:
             how = (place.layer, place.tensor, cast.direction, recipe or UNKNOWN)
             return SlotKey(*how, *(UNKNOWN,) * 4, source=source)
-        return slot(place.layer, place.tensor, cast.direction, recipe or UNKNOWN, spec, source)
+        return cast_key(place.layer, place.tensor, cast.direction, recipe or UNKNOWN, spec, source)
 
     def _config(self, source: Path) -> dict[str, Any]:
         """Settings in YAML files beside the logs, flat: {"a.b": 1}. Damaged ones are noted and left out."""
@@ -199,12 +199,6 @@ class Collected:
             "coverage": {"linear": len(names), "seen": len(names), "skipped": []},
             "config": config,
         }
-
-
-def slot(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
-    """The key of a cast by a spec."""
-    how = (spec.format.name, str(spec.granularity), spec.scale_format, spec.scaling)
-    return SlotKey(layer, tensor, direction, recipe, *how, source)
 
 
 def spec_of(recipe: str | None, tensor: str) -> QuantizationSpec | None:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ottava.casts import quantize
-from ottava.debug.importers.collected import Collected, slot, spec_of, whole
+from ottava.debug.importers.collected import Collected, spec_of, whole
 from ottava.debug.importers.te_log import TENSORS
 from ottava.debug.layer_names import KINDS
 from ottava.debug.measure import measure
+from ottava.debug.run.schema import cast_key
 from ottava.debug.safe_pickle import StandIn, check_tensors, load_torch
 from ottava.formats import E4M3, E5M2, E8M0, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -72,7 +73,7 @@ def read(paths: list[Path], collected: Collected) -> None:
             collected.note(f"{path.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         for (direction, recipe, source, x_q), tally in zip(casts, tallies, strict=True):
-            key = slot(layer, tensor, direction, recipe, x_q.spec, f"import:{source}")
+            key = cast_key(layer, tensor, direction, recipe, x_q.spec, f"import:{source}")
             collected.tally(whole(match["step"]), rank, key, tally)
             if tally.see > tally.sxx * 10 ** (-_IMPLAUSIBLE_DB / 10) and tally.n_underflow < tally.n_nonzero / 2:
                 collected.note(f"{path.name}: codes and tensor have little in common; their scales may lie otherwise")

@@ -11,7 +11,6 @@ not a better one (BioNeMo: the bad layer just moved), so at most `most` layers c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -28,7 +27,7 @@ from ottava.debug.remedy.snapshot import Snapshot, Stateful
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
-from ottava.formats import Format, get_format
+from ottava.formats import get_format
 from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
 
 Mode = Literal["propose", "apply"]
@@ -36,22 +35,10 @@ CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """Tried in the order of their cost; BF16 is the last resort."""
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A statistic of a real cast, and where it becomes bad."""
-
-    metric: str
-    """Of `STATISTICS`."""
-    unit: str
-    limit: Callable[[Format], float]
-    above: bool
-    """Whether numbers must stay above the limit, or below."""
-
-
 LIMITS = (
-    Limit("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False),
-    Limit("overflow_pct", "%", lambda fmt: limits.PERCENT["overflow_pct"][1], above=False),
-    Limit("row_sqnr_p50_db", "dB", limits.warn_db, above=True),
+    limits.Limit("underflow_pct", "%", lambda fmt: limits.PERCENT["underflow_pct"][0], above=False),
+    limits.Limit("overflow_pct", "%", lambda fmt: limits.PERCENT["overflow_pct"][1], above=False),
+    limits.Limit("row_sqnr_p50_db", "dB", limits.warn_db, above=True),
 )
 
 
@@ -298,12 +285,12 @@ class Fallback:
         for limit in LIMITS:
             values = real.metric(limit.metric)
             for i, value in enumerate(values):
-                threshold = limit.limit(get_format(str(real["format"][i])))
-                if math.isnan(value) or not (value < threshold if limit.above else value > threshold):
+                fmt = get_format(str(real["format"][i]))
+                if not limit.fails(value, fmt):
                     continue
                 if real["layer"][i] in self._watched and (real["tensor"][i], real["direction"][i]) in CELL_OF:
                     place = str(real["tensor"][i]), str(real["direction"][i])
-                    one = Evidence(*place, limit.metric, float(value), threshold, limit.unit)
+                    one = Evidence(*place, limit.metric, float(value), limit.limit(fmt), limit.unit)
                     found.setdefault(str(real["layer"][i]), []).append(one)
         return found
 

@@ -25,11 +25,12 @@ from torch import Tensor
 from ottava.casts import quantize
 from ottava.debug.measure import measure
 from ottava.debug.remedy.replay import door_hooks
-from ottava.debug.statistics import STATISTICS, json_values
+from ottava.debug.statistics import STATISTICS
 from ottava.debug.watch.dumps import GemmDump
 from ottava.ops import GemmRecord, gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
+from ottava.text import finite
 
 _EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mean_relative_error", "amax")
 
@@ -91,7 +92,7 @@ class GemmProbe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; None where there is no error at all."""
         values = {**asdict(self), "worse_operand": self.worse_operand, "accumulation_share": self.accumulation_share}
-        return dict(json_values(values))
+        return dict(finite(values))
 
 
 def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ottava.debug.tally import tally_fields
+from ottava.quantized_tensor import QuantizationSpec
 from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 SCHEMA_VERSION = 1
@@ -85,6 +86,12 @@ class SlotKey(NamedTuple):
     source: str
     """"door": the operand that the GEMM got. "hook": simulated beside a GEMM of whatever precision. "import:...":
     another tool measured it."""
+
+
+def cast_key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
+    """The key of a cast by a spec."""
+    how = (spec.format.name, str(spec.granularity), spec.scale_format, spec.scaling)
+    return SlotKey(layer, tensor, direction, recipe, *how, source)
 
 
 IDENTITY = ("step", "rank", "phase", "kind", *SlotKey._fields)

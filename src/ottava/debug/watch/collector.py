@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ottava.debug.measure import Packed, cast_of, found_by, measure_all, survey
-from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.schema import SlotKey, cast_key
 from ottava.debug.sample import sampled, take_bands, take_bands_of
 from ottava.debug.tally import Tallies, unpack
 from ottava.debug.watch.config import WatchConfig
@@ -112,7 +112,7 @@ class Collector:
             The extent of x, if it was asked for; that of x.T is the same: hand it in with the cast of that.
         """
         with self.timed():
-            key = _key(layer, tensor, direction, recipe, x_q.spec, source)
+            key = cast_key(layer, tensor, direction, recipe, x_q.spec, source)
             first = direction == "row" or (layer, tensor) not in self._light
             if not x.numel() or not (self.looking or first):
                 return None
@@ -223,7 +223,7 @@ class Collector:
         key = (layer, tensor)
         if key not in self._cells:
             self._cells[key] = [
-                (_key(layer, tensor, direction, recipe.name, spec, "hook"), spec)
+                (cast_key(layer, tensor, direction, recipe.name, spec, "hook"), spec)
                 for recipe in self._recipes
                 for direction, spec in cells(recipe.for_layer(layer), tensor)
             ]
@@ -263,11 +263,6 @@ def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
     found = [("row", row)] if row is not None else []
     shared = col is not None and row == col and col.granularity.transposes
     return found if col is None or shared else [*found, ("col", col)]
-
-
-def _key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
-    block = str(spec.granularity)
-    return SlotKey(layer, tensor, direction, recipe, spec.format.name, block, spec.scale_format, spec.scaling, source)
 
 
 def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:

@@ -259,7 +259,10 @@ def _contents(
         return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
     x_q = None
     if "codes" in tensors:
-        dtype, spec = getattr(torch, facts["dtype"].removeprefix("torch.")), QuantizationSpec.from_dict(facts["spec"])
+        dtype, spec = (
+            getattr(torch, facts["dtype"].removeprefix("torch.")),
+            QuantizationSpec.from_dict(dict(facts["spec"])),
+        )
         x_q = QuantizedTensor(tensors["codes"], tensors["scale_inv"], spec, dtype)
     return TensorDump(path, step, SlotKey(**facts["key"]), tensors["x"], tensors.get("rows"), x_q, random)
 

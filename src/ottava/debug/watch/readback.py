@@ -31,32 +31,20 @@ Read = Callable[[Sequence[Tensor]], Reading]
 """Begins to read."""
 
 
-class _OnHost:
-    """Read at once."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._values = [tensor.reshape(-1).tolist() for tensor in tensors]
-
-    def ready(self) -> bool:
-        return True
-
-    def values(self) -> list[list[float]]:
-        return self._values
-
-
-class _FromCuda:
-    """One copy for each device, and an event behind it."""
+class _Copies:
+    """One copy for each device, and an event behind that of a CUDA device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
         self._copies: list[tuple[list[int], Tensor, torch.cuda.Event | None]] = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             members = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-            flat = torch.cat([tensors[i].detach().reshape(-1).to(torch.float32) for i in members])
+            flat = [tensors[i].detach().reshape(-1) for i in members]
             if device.type != "cuda":
-                self._copies.append((members, flat.cpu(), None))
+                self._copies.append((members, torch.cat(flat).cpu(), None))
                 continue
-            host = torch.empty(flat.shape, dtype=torch.float32, pin_memory=True).copy_(flat, non_blocking=True)
+            joined = torch.cat([part.to(torch.float32) for part in flat])
+            host = torch.empty(joined.shape, dtype=torch.float32, pin_memory=True).copy_(joined, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(torch.cuda.current_stream(device))
             self._copies.append((members, host, arrived))
@@ -85,5 +73,4 @@ def read_back(tensors: Sequence[Tensor]) -> Reading:
         >>> reading.ready(), reading.values()
         (True, [[1.0, 2.0], [3.5]])
     """
-    on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-    return _FromCuda(tensors) if on_gpu else _OnHost(tensors)
+    return _Copies(tensors)

@@ -26,7 +26,7 @@ from ottava.debug import limits
 from ottava.debug.event_file import EventWriter
 from ottava.debug.observer import known_or_last
 from ottava.debug.run.reader import Table
-from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.run.schema import SYMBOLS, SlotKey, symbol
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import ROW_SQNR_BINS, ROW_SQNR_DB
 from ottava.errors import unknown_name
@@ -76,8 +76,7 @@ class Row(NamedTuple):
     @property
     def tag(self) -> str:
         """Name in a logger: the layer, the symbol of the tensor, and what tells casts of one tensor apart."""
-        direction = ".T" if self.slot.direction == "col" else ""
-        return f"tensor/{self.slot.layer}/{SYMBOLS.get(self.slot.tensor, self.slot.tensor)}{direction}"
+        return f"tensor/{self.slot.layer}/{symbol(self.slot.tensor, self.slot.direction)}"
 
 
 class Sink(Protocol):
