@@ -19,15 +19,18 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before = faults()
-print(keep_freed_memory(), before, faults())
+took = keep_freed_memory()
+for _ in range(10):                                             # glibc fits an aligned tensor into what is free only
+    faults()                                                    # where that is larger: a few calls widen the holes
+print(took, before, faults())
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's remedy")
 def test_large_tensors_are_not_faulted_in_again() -> None:
-    """A page is 4 KiB, or 2 MiB where the system makes huge ones; kept memory is faulted in once at most."""
+    """A page is 4 KiB, or 2 MiB where the system makes huge ones; kept memory is not faulted in again."""
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     took, before, after = ran.stdout.split()
     if took == "False":
         pytest.skip("the C library is not glibc")
-    assert int(after) < int(before) / 2
+    assert int(after) < int(before) / 10
