@@ -99,6 +99,25 @@ def test_transposed_codes_are_taken() -> None:
 
 
 @pytest.mark.scaled_mm_on_cpu
+def test_a_plan_has_the_bits_of_the_call(taken: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, transposed and as CUDA wants it, which is torch's call alone; and whatever autocast is on around it."""
+    alike = taken[0].granularity == taken[1].granularity
+    for m, n, k in ((32, 48, 64), (5, 17, 100)):
+        a, b = cast(torch.randn(m, k), taken[0]), cast(torch.randn(n, k), taken[1])
+        turned = [replace(t, data=t.data.t().contiguous().t()) for t in (a, b)]
+        for lhs, rhs, bias in ((a, b, None), (a, b, torch.randn(n).bfloat16()), (*turned, None)):
+            truth = scaled_mm.gemm(lhs, rhs, torch.bfloat16, bias)
+            with monkeypatch.context() as patch:
+                if lhs is a and k == 64 and alike:
+                    patch.setattr(scaled_mm, "gemm", None)
+                run = scaled_mm.plan_gemm(lhs, rhs, torch.bfloat16, bias, False)
+                with torch.autocast("cpu"):
+                    y = run(lhs, rhs, bias)
+            assert torch.equal(y, truth)
+            assert y.stride() == truth.stride()
+
+
+@pytest.mark.scaled_mm_on_cpu
 def test_fast_accumulation_is_passed_on() -> None:
     """torch takes the flag on a CPU as well, where it means nothing."""
     a = cast(torch.randn(16, 64), TENSOR)

@@ -14,6 +14,7 @@ Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,38 @@ def gemm(
     if own_bias is not None:
         y = (y + own_bias.to(torch.float32)).to(out_dtype)
     return y.contiguous()  # the strides that ops promises to torch.compile
+
+
+def plan_gemm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]:
+    """`gemm` for all operands like these. Where nothing is padded or laid out anew, it is torch's call alone."""
+    device = a.device.type
+    kind = ScalingType.TensorWise if a.scale_inv.numel() == b.scale_inv.numel() == 1 else ScalingType.RowWise
+    whole = kind == ScalingType.TensorWise or (len(a.scale_inv), len(b.scale_inv)) == (a.shape[0], b.shape[0])
+    contiguous = a.data.is_contiguous() and b.data.is_contiguous()
+    direct = whole and contiguous and not _has_blocks(a) and not padding(a, b)
+
+    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        if torch.is_autocast_enabled(device):  # torch's emulation on a CPU would multiply in BF16
+            with torch.autocast(device, enabled=False):
+                return run(a, b, bias)
+        if not direct:
+            return gemm(a, b, out_dtype, bias, fast_accum)
+        codes, scale_b = b.data.t(), b.scale_inv.t()
+        return nn.functional.scaled_mm(
+            a.data,
+            codes,
+            a.scale_inv,
+            kind,
+            scale_b,
+            kind,
+            bias=bias,
+            output_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
+
+    return run
 
 
 def _has_blocks(x_q: QuantizedTensor) -> bool:
