@@ -38,12 +38,12 @@ def test_the_table_has_ratios_and_quartiles() -> None:
 
 
 def test_perplexity_needs_weights(tmp_path: Path) -> None:
-    """Random ones know no text: exit code 2 of the app, which ValueError is."""
+    """Without them: ValueError, which the app turns into exit code 2."""
     text = tmp_path / "text"
     text.write_text("to be")
     ran = CliRunner().invoke(bench, ["cpu", "--suite", "smollm2", "--text", str(text)])
     assert isinstance(ran.exception, ValueError)
-    assert "perplexity needs the weights of --checkpoint" in str(ran.exception)
+    assert "perplexity needs trained weights" in str(ran.exception)
 
 
 def test_the_gpu_benchmark_writes_what_it_prints(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_what_is_lost_is_said(capsys: pytest.CaptureFixture[str], caplog: pytest
     assert "measured  levels of native_gemm: nothing, for there is one way only" in shown
     row = next(line for line in shown.splitlines() if line.startswith("tensorwise ") and "fprop" in line)
     assert row.split()[-3] == "reference"  # the cast
-    assert "What is lost:" in shown
+    assert "Missing:" in shown
 
 
 def test_a_machine_that_has_everything_is_told_so(
@@ -120,9 +120,9 @@ def test_a_wrong_cast_is_found(
     monkeypatch.setattr(casts, "quantize", lambda x, spec: wrong(real(x, spec)) if next(calls) == 1 else real(x, spec))
     assert doctor() == WRONG
     shown = capsys.readouterr().out
-    assert "What is wrong:" in shown
+    assert "Wrong results:" in shown
     assert f"tensorwise.fprop: {message}" in shown
-    assert "Do not train with these recipes here" in shown
+    assert "Do not train with these recipes on this machine" in shown
 
 
 def test_a_wrong_product_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_run_that_never_cast_is_a_bad_input_file(tmp_path: Path) -> None:
 
 def test_one_of_the_two_is_asked_for(tmp_path: Path) -> None:
     for arguments in ((), ("llama-8b", "--history", tmp_path)):
-        with pytest.raises(ValueError, match="give a MODEL, to predict its layers, or --history"):
+        with pytest.raises(ValueError, match="give a MODEL to predict its layers, or --history"):
             run(*arguments)
 
 

@@ -18,11 +18,11 @@ from ottava.train.checkpoint import (
     CheckpointError,
     _digest,
     atomic_write,
-    clear_left_overs,
     collect_state,
     find_checkpoint,
     newest_checkpoint,
     read_checkpoint,
+    remove_temporary_files,
     restore_state,
     restore_weights,
     save_checkpoint,
@@ -83,7 +83,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
             read_checkpoint(path)
     step = content.index(b'"step":"2"') + 8
     path.write_bytes(content[:step] + b"3" + content[step + 1 :])
-    with pytest.raises(CheckpointError, match="header and tensors do not have the hash"):
+    with pytest.raises(CheckpointError, match="hash of its header and tensors"):
         read_checkpoint(path)
 
 
@@ -165,7 +165,7 @@ def test_newest_readable_is_used_and_the_others_are_named(tmp_path: Path) -> Non
     assert checkpoint.step == 2
     assert len(problems) == 1
     assert "step-000003" in problems[0]
-    clear_left_overs(tmp_path)
+    remove_temporary_files(tmp_path)
     assert not list(tmp_path.glob(".*"))
     assert (tmp_path / "notes.txt").exists()
 

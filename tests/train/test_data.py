@@ -125,7 +125,7 @@ def test_digest_sees_a_changed_byte_and_a_changed_split(tmp_path: Path) -> None:
 def test_missing_empty_and_short_text_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none: does not exist"):
         ByteCorpus.load(DataConfig(path=tmp_path / "none"))
-    with pytest.raises(DataError, match="no text in it"):
+    with pytest.raises(DataError, match="holds no text"):
         ByteCorpus.load(DataConfig(path=tmp_path))
     file = tmp_path / "a"
     file.write_bytes(b"x")

@@ -48,7 +48,7 @@ def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
     lock.release()
     lock.release()  # again is nothing
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(RuntimeError, match="wrong"), FolderLock(tmp_path / "a").kept_if_all_is_well():
+    with pytest.raises(RuntimeError, match="wrong"), FolderLock(tmp_path / "a").released_on_error():
         raise RuntimeError("wrong")
     assert list(tmp_path.iterdir()) == []
     lock = FolderLock(tmp_path / "a" / "b")
@@ -91,4 +91,4 @@ def test_file_system_without_locks_is_said(
 
     monkeypatch.setattr(module, "_lock", refuse)
     FolderLock(tmp_path)
-    assert "this file system has no locks" in caplog.text
+    assert "the file system has no locks" in caplog.text

@@ -140,5 +140,5 @@ def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
 
 def test_a_fallback_without_a_watch_is_refused() -> None:
     """It would see nothing."""
-    with pytest.raises(ConfigError, match="nobody watches"):
+    with pytest.raises(ConfigError, match="needs a watch"):
         tiny("auto_fallback=propose")

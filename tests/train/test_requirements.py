@@ -8,7 +8,7 @@ import torch
 from ottava.settings import ConfigError
 from ottava.train.config import load_config
 from ottava.train.model import ByteTransformer
-from ottava.train.requirements import DeviceError, find_device, refuse_what_cannot_fit
+from ottava.train.requirements import DeviceError, find_device, refuse_oversized
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from ottava.train.requirements import DeviceError, find_device, refuse_what_cann
 )
 def test_what_no_machine_holds_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"need more than [\d,]+ GB of memory; cpu has"):
-        refuse_what_cannot_fit(load_config(None, [setting]), torch.device("cpu"))
+        refuse_oversized(load_config(None, [setting]), torch.device("cpu"))
 
 
 def test_defaults_fit_anywhere_and_parameters_are_counted_as_they_are() -> None:
     for settings in ([], ["model={d_model: 96, layers: 3, heads: 6, kv_heads: 2, ffn: 40}"]):
         config = load_config(None, settings)
-        refuse_what_cannot_fit(config, torch.device("cpu"))
+        refuse_oversized(config, torch.device("cpu"))
         assert config.model.parameters == sum(p.numel() for p in ByteTransformer(config.model, 8).parameters())
 
 

@@ -56,12 +56,12 @@ def test_missing_or_damaged_lines_are_refused(tmp_path: Path) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text(lines[0] + "nonsense\n" + lines[2])
-    with pytest.raises(CheckpointError, match="has a line that is no step"):
+    with pytest.raises(CheckpointError, match="has a line without a step"):
         folder.cut_history(3)
     assert folder.cut_history(1) == [record(1)]
     for damaged in ("[]", "5", "[" * 5000, lines[1].replace("2048", '"many"'), lines[1].replace("2048", "10" * 50)):
         metrics.write_text(lines[0] + damaged.rstrip("\n") + "\n" + lines[2])
-        with pytest.raises(CheckpointError, match="has a line that is no step"):
+        with pytest.raises(CheckpointError, match="has a line without a step"):
             folder.cut_history(3)
 
 

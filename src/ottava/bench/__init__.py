@@ -1,1 +1,1 @@
-"""Measurements of ottava beside its rivals on the machine at hand: ratios of interleaved rounds."""
+"""Measures ottava and other packages on this machine: ratios of interleaved rounds."""

@@ -1,4 +1,4 @@
-"""What it takes to compile the native kernels, each for itself and those of a first step together."""
+"""Times the compilation of the native kernels, one by one and together for a first step."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ Library = tuple[str, str]
 """Name of a C++ file, and the macro of a variant or ""."""
 
 FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""))
-"""What the first training step of a BF16 model loads."""
+"""The libraries of the first training step of a BF16 model."""
 
 
 class BuildTime(NamedTuple):
     """Seconds of one library, medians."""
 
     cpu: float
-    """Of the compiler and its parts."""
+    """CPU time of the compiler and its child processes."""
     wall: float
-    """Of the clock, until it is loaded."""
+    """Wall-clock time until the library is loaded."""
 
 
 def libraries() -> dict[str, Library]:
-    """Every library there is, by the name it has in a table."""
-    found: dict[str, Library] = {}
+    """Every library, by its name in a table."""
+    names: dict[str, Library] = {}
     for name in native_build.sources():
         per_dtype = name in ("quantize", "sample", "measure", "stochastic")
         for dtype, macro in native_quantize.VARIANTS.items() if per_dtype else ((None, ""),):
-            found[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
-    return found
+            names[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
+    return names
 
 
 def build_time(library: Library, rounds: int) -> BuildTime:
     """Builds one library in an empty cache, `rounds` times.
 
     Raises:
-        RuntimeError: it cannot be built; the reason is named.
+        RuntimeError: the library cannot be built; the message gives the reason.
 
     Example:
         >>> build_time(("nothing_of_that_name", ""), 1)
@@ -57,29 +57,28 @@ def build_time(library: Library, rounds: int) -> BuildTime:
     """
     times = []
     for _ in range(rounds):
-        before, started = os.times(), time.perf_counter()
+        start, started = os.times(), time.perf_counter()
         build_all([library], 1)
-        wall, after = time.perf_counter() - started, os.times()
-        times.append(
-            (after.children_user + after.children_system - before.children_user - before.children_system, wall)
-        )
+        wall, end = time.perf_counter() - started, os.times()
+        times.append((end.children_user + end.children_system - start.children_user - start.children_system, wall))
     return BuildTime(*map(statistics.median, zip(*times, strict=True)))
 
 
-def build_all(wanted: Iterable[Library], at_once: int) -> None:
-    """Builds libraries in an empty cache, so many at a time; raises as `build_time`."""
+def build_all(libraries: Iterable[Library], at_once: int) -> None:
+    """Builds libraries in an empty cache, `at_once` at a time. Raises as `build_time`."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         settings = replace(native_build.from_environment(), cache=Path(folder))
-        for library, built in [(one, pool.submit(native_build.build, one[0], settings, one[1])) for one in wanted]:
-            if reason := built.result().reason:
-                raise RuntimeError(f"{library[0]}: {reason}")
+        builds = [(name, pool.submit(native_build.build, name, settings, macro)) for name, macro in libraries]
+        for name, build in builds:
+            if reason := build.result().reason:
+                raise RuntimeError(f"{name}: {reason}")
 
 
 def compiled_by() -> str:
-    """The compiler's own words, and the instruction set that it compiles the GEMM for; "" where there is none."""
+    """The version line of the compiler and the instruction set of its GEMM; "" without a compiler."""
     command = native_build.find_compiler(native_build.from_environment())
     library = native_gemm.built().library
     if isinstance(command, str) or library is None:
         return ""
-    told = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    return f"{told.splitlines()[0]}, {native_gemm.LEVELS[library.ottava_gemm_level()]}"
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    return f"{version.splitlines()[0]}, {native_gemm.LEVELS[library.ottava_gemm_level()]}"

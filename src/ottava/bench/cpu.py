@@ -1,6 +1,6 @@
-"""`ottava bench cpu`: casts, linear layers, models and their memory on a CPU, beside BF16, memcpy and torchao.
+"""`ottava bench cpu`: measures casts, linear layers, models and their memory on a CPU, beside BF16, memcpy and torchao.
 
-Other emulations that are not installed are left out; the result has None for their version.
+It skips other emulators that are not installed; the result has None as their version.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-"""Those that have a goal."""
+"""The recipes with a speed goal."""
 COMPILED = ("BF16", "ottava tensorwise", "ottava mxfp8", "torchao tensorwise")
-"""What `compiled` adds under torch.compile."""
+"""The models that `compiled` also runs under torch.compile."""
 _COMPILED = ", compiled"
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 GEMM_SHAPES = ((2048, 512, 512), (2048, 512, 2048), (256, 576, 1536), (2048, 128, 384))
-"""(rows, in_features, out_features): the block's, one of SmolLM2's, one of the demo's."""
+"""(rows, in_features, out_features): two of the block, one of SmolLM2, one of the demo."""
 LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
 """(rows, in_features, out_features)."""
 BLOCK_SIZES = (512, 8, 256, 8)
@@ -54,14 +54,14 @@ BLOCK_SIZES = (512, 8, 256, 8)
 SMOLLM2_SIZES = (49_152, 30, 256)
 """Vocabulary, layers, tokens."""
 BUILDS = 5
-"""The most rounds of compiling."""
+"""The largest number of compilation rounds."""
 WATCHED_STEPS = 3
-"""Steps of a round."""
+"""Training steps per round."""
 WATCHES: tuple[Mapping[str, Any], ...] = (
     MappingProxyType({"detail": "numbers", "sample": 1}),
     MappingProxyType({"detail": "blocks", "sample": 16}),
 )
-"""Settings of the watches whose price is measured."""
+"""Settings of the measured watches."""
 
 Variants = dict[str, Callable[[], object]]
 Around = Mapping[str, Callable[[], AbstractContextManager[object]]]
@@ -69,16 +69,16 @@ Around = Mapping[str, Callable[[], AbstractContextManager[object]]]
 
 @dataclass(frozen=True)
 class Case:
-    """One table: the first timing is what the others are compared with."""
+    """One table. Ratios are relative to the first timing."""
 
     suite: str
     """One of SUITES."""
     name: str
     """Sizes."""
     timings: tuple[Timing, ...]
-    """In the order of the round; none where nothing is timed."""
+    """In the order of the round; empty if the case has figures only."""
     figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Other numbers: what (with its unit) -> variant -> value."""
+    """Other numbers: quantity with its unit -> variant -> value."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -102,21 +102,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a benchmark is run."""
+    """Settings of a benchmark."""
 
     rounds: int = 15
-    """Of every case; quartiles are over them."""
+    """Rounds of every case; quartiles are over them."""
     compiled: bool = False
-    """Also the models of COMPILED under torch.compile, which takes minutes; of linear, block and smollm2."""
+    """In linear, block and smollm2 also run the models of COMPILED under torch.compile, which takes minutes."""
     cpu_time: bool = False
-    """Count the process's CPU time instead of the clock's: with one thread, good on a busy machine."""
+    """Count CPU time of the process instead of wall-clock time, for one thread on a busy machine."""
     checkpoint: Path | None = None
-    """Folder of SmolLM2-135M as Hugging Face writes it; None: random weights, and no perplexity."""
+    """Folder of SmolLM2-135M in Hugging Face's layout; None: random weights, and no perplexity."""
     text: Path | None = None
-    """What its perplexity is taken over."""
+    """The text of the perplexity."""
 
     def time(self, variants: Variants, around: Around | None = None) -> tuple[Timing, ...]:
-        """Interleaved."""
+        """Times variants in interleaved rounds."""
         clock = time.process_time if self.cpu_time else time.perf_counter
         return tuple(interleaved(variants, self.rounds, clock=clock, around=around or {}))
 
@@ -125,20 +125,21 @@ def bench(suites: Iterable[str] | None = None, settings: Settings | None = None)
     """Measures case after case.
 
     Args:
-        suites: of SUITES; None: all but smollm2, which takes minutes and 2 GB.
+        suites: names of SUITES; None: all but smollm2, which takes minutes and 2 GB.
     Raises:
-        ValueError: an unknown suite.  FileNotFoundError: a checkpoint or text that is not there.
+        ValueError: an unknown suite.
+        FileNotFoundError: the checkpoint or text does not exist.
     """
     chosen = [suite for suite in SUITES if suite != "smollm2"] if suites is None else list(suites)
     for suite in chosen:
         if suite not in SUITES:
-            raise ValueError(f"suite: got {suite!r}; there are {', '.join(SUITES)}")
+            raise ValueError(f"suite: got {suite!r}; needs one of {', '.join(SUITES)}")
     for suite in chosen:
         yield from SUITES[suite](settings or Settings())
 
 
 def machine() -> dict[str, Any]:
-    """What ratios depend on: CPU, threads, versions."""
+    """The facts that ratios depend on: CPU, threads, versions."""
     return {
         "cpu": platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -148,7 +149,7 @@ def machine() -> dict[str, Any]:
 
 
 def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
-    """Bytes that a forward keeps for its backward, every storage once and parameters not: (activations, FP8 weights).
+    """Bytes that a forward keeps for its backward, without parameters: (activations, FP8 weights).
 
     Example:
         >>> layer, x = nn.Linear(8, 4), torch.ones(2, 8)
@@ -163,7 +164,7 @@ def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> tuple[int, i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = forward()  # held until they are counted: an address is not used twice meanwhile
+        y = forward()  # y keeps the storages alive until they are counted, so no address appears twice
     for parameter in model.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     doors = [module for module in model.modules() if isinstance(module, WeightQuantizer) and module.cached is not None]
@@ -202,7 +203,7 @@ def _casts(n: int) -> Variants:
 
 
 def _gemm(settings: Settings) -> Iterator[Case]:
-    """The three of a Linear in the layouts that they have there: w.T, dy.T and x.T are views."""
+    """The three GEMMs of a Linear in their layouts: w.T, dy.T and x.T are views."""
     for rows, k, n in GEMM_SHAPES:
         x, w, dy = (torch.randn(shape).bfloat16() for shape in ((rows, k), (n, k), (rows, n)))
         for name, a, b in (("fprop", x, w), ("dgrad", dy, w.t()), ("wgrad", dy.t(), x.t())):
@@ -224,7 +225,7 @@ def _gemms(a: Tensor, b: Tensor) -> Variants:
 
 
 def _measured(x: Tensor, spec: QuantizationSpec, every: int, detail: Detail) -> Packed:
-    """Casts, and measures the cast as a watch does."""
+    """Casts x, and measures the cast as a watch does."""
     x_q = quantize(x, spec)
     extent = found_by(x_q, x.numel())
     look = Look(x, x_q, survey(x) if extent is None else extent)
@@ -247,7 +248,7 @@ def _block(settings: Settings) -> Iterator[Case]:
     variants = _steps(models, x, dy, settings.compiled)
     timings = settings.time(variants, _updates(variants, models))
     yield Case("block", f"d={width} h={heads} T={tokens} B={sequences}, fwd+bwd", timings, _kept(models, x))
-    if settings.compiled:  # what of it is the compiler's and none of ours
+    if settings.compiled:  # parts of the block that ottava does not change
         for layer, features in ((nn.GELU(), 4 * width), (nn.LayerNorm(width), width)):
             x, dy = torch.randn(sequences, tokens, features), torch.randn(sequences, tokens, features)
             timings = settings.time(_steps({"BF16": layer.bfloat16()}, x, dy, True))
@@ -255,13 +256,13 @@ def _block(settings: Settings) -> Iterator[Case]:
 
 
 def _statistics(settings: Settings) -> Iterator[Case]:
-    """What looking at every cast of every step costs."""
+    """The cost of a watch that looks at every cast of every step."""
     width, heads, tokens, sequences = BLOCK_SIZES
     x, dy = torch.randn(sequences, tokens, width), torch.randn(sequences, tokens, width)
     for recipe in ("tensorwise", "blockwise"):
         model = _models(lambda: Block(width, heads), (recipe,), others=())[f"ottava {recipe}"]
         step = _steps({recipe: model}, x, dy, False)[recipe]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # its step is where the watch's ends
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # a step of the watch ends with this optimizer's step
 
         def steps(step: Callable[[], object] = step, optimizer: torch.optim.Optimizer = optimizer) -> None:
             for _ in range(WATCHED_STEPS):
@@ -269,17 +270,18 @@ def _statistics(settings: Settings) -> Iterator[Case]:
                 optimizer.step()
 
         for looks in WATCHES:
-            with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", {"every": 1, **looks}) as seen:
+            run = {"every": 1, **looks}
+            with tempfile.TemporaryDirectory() as folder, watch(model, f"{folder}/run", run) as session:
                 variants: Variants = {"unwatched": steps, "every step": steps}
-                timings = settings.time(variants, {"unwatched": seen.paused})
-                if seen.steps_done < settings.rounds * WATCHED_STEPS:
-                    raise RuntimeError(f"statistics: {seen.steps_done} watched steps were seen: not what was timed")
+                timings = settings.time(variants, {"unwatched": session.paused})
+                if session.steps_done < settings.rounds * WATCHED_STEPS:
+                    raise RuntimeError(f"statistics: the watch saw {session.steps_done} steps, fewer than were timed")
             what = ", ".join(f"{name}={value}" for name, value in looks.items())
             yield Case("statistics", f"block, {recipe}, {WATCHED_STEPS} steps, {what}", timings)
 
 
 def _demo(settings: Settings) -> Iterator[Case]:
-    """Training steps of the demo's model, optimizer included, FP32 parameters under torch.autocast."""
+    """Training steps of the demo's model with its optimizer, FP32 parameters under torch.autocast."""
     config = TrainConfig()
     ids = torch.randint(0, 256, (config.batch_size, config.sequence_length + 1))
     variants: Variants = {}
@@ -305,7 +307,7 @@ def _demo(settings: Settings) -> Iterator[Case]:
 
 
 def _build(settings: Settings) -> Iterator[Case]:
-    """Compiling the native kernels, which a machine does once."""
+    """Compilation of the native kernels, which a machine does once."""
     few = replace(settings, rounds=min(settings.rounds, BUILDS), cpu_time=False)
     timings = few.time(
         {
@@ -313,11 +315,11 @@ def _build(settings: Settings) -> Iterator[Case]:
             "at the same time": lambda: build_all(FIRST_STEP, len(FIRST_STEP)),
         }
     )
-    yield Case("build", "what the first step of a BF16 model loads, by the clock", timings)
+    yield Case("build", "libraries of the first step of a BF16 model, wall-clock time", timings)
     times = {name: build_time(library, few.rounds) for name, library in libraries().items()}
     figures = {
-        "CPU seconds": {name: one.cpu for name, one in times.items()},
-        "seconds by the clock": {name: one.wall for name, one in times.items()},
+        "CPU seconds": {name: t.cpu for name, t in times.items()},
+        "seconds by the clock": {name: t.wall for name, t in times.items()},
     }
     yield Case("build", f"every library, empty cache, {compiled_by()}", (), figures)
 
@@ -377,7 +379,7 @@ def _perplexity(model: nn.Module, ids: Tensor) -> float:
 def _models(
     make: Callable[[], nn.Module], recipes: Iterable[str] | None = None, others: Iterable[str] = tuple(EMULATORS)
 ) -> dict[str, nn.Module]:
-    """The same BF16 module as it is, under ottava's recipes, and under other emulations that are installed."""
+    """The same module in BF16, under ottava's recipes, and under other installed emulators."""
 
     def module() -> nn.Sequential:
         torch.manual_seed(0)
@@ -392,7 +394,7 @@ def _models(
 
 
 def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: bool) -> Variants:
-    """Forward and backward of each."""
+    """Forward and backward of each model."""
     x, dy = x.bfloat16().requires_grad_(), dy.bfloat16()
 
     def step(run: Callable[[Tensor], Tensor], owner: nn.Module) -> Callable[[], object]:
@@ -407,8 +409,8 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 
 
 def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
-    """Before each run, untimed, a step of an optimizer: as in training, kept casts of weights are out of date then, and
-    predicted scales have moved on. A learning rate of 0 leaves the numbers."""
+    """An untimed optimizer step before each run. As in training, it outdates cached casts of weights and moves
+    predicted scales. Its learning rate is 0, so the weights stay."""
 
     def update(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         return nullcontext(optimizer.step())
@@ -418,7 +420,7 @@ def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
 
 
 def _runs(models: Mapping[str, nn.Module], compiled: bool) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]]:
-    """What to call and whose gradients it fills: each model, and if asked for some of them compiled."""
+    """The functions to call, each with the model whose gradients it fills. `compiled` adds compiled models."""
     runs: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {n: (model, model) for n, model in models.items()}
     for name in COMPILED if compiled else ():
         if name in models:
@@ -430,7 +432,7 @@ def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, flo
     x = x.bfloat16().requires_grad_()
     sizes = {name: saved_bytes(lambda model=model: model(x), model) for name, model in models.items()}  # type: ignore[misc]
     return {
-        "activations kept for backward, MiB": {name: own / 2**20 for name, (own, _) in sizes.items()},
+        "activations kept for backward, MiB": {name: activations / 2**20 for name, (activations, _) in sizes.items()},
         "FP8 weights kept beside them, MiB": {name: weights / 2**20 for name, (_, weights) in sizes.items()},
     }
 
@@ -447,4 +449,4 @@ SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
         "smollm2": _smollm2,
     }
 )
-"""What can be measured."""
+"""The suites of `ottava bench cpu`."""

@@ -1,13 +1,13 @@
-"""`ottava bench gpu`: speed on a GPU, correctness in the same run, beside BF16 and the rivals that are installed.
+"""`ottava bench gpu`: measures speed and checks results on a GPU, beside BF16 and other installed packages.
 
-ceilings    copy, launch, BF16 and FP8 GEMMs by themselves: the constants of `ottava plan --device`
-gemm        every way to run a GEMM, Triton's under each promotion interval too; what wins is kept for this device
-cast        ottava's casts of x and x.T, in bytes a second
-linear      forward and backward of a Linear, eager, compiled and as a graph, and the prediction
-host        the host's time for a Linear, and its launches
+ceilings    copy, launch, single BF16 and FP8 GEMMs: the constants of `ottava plan --device`
+gemm        every way to run a GEMM, Triton's under each promotion interval too; keeps the fastest for this device
+cast        ottava's casts of x and x.T, in bytes per second
+linear      forward and backward of a Linear, eager, compiled and as a graph, beside the prediction
+host        host time and launches of a Linear
 block       forward and backward of a decoder layer, Llama's 8B and 1B sizes, with memory
 seed_layer  a transformer layer with the shapes of TransformerEngine issue #1119, with AdamW
-train       tokens a second of whole training steps, eager and as a graph, with the loss
+train       tokens per second of whole training steps, eager and as a graph, with the loss
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ SUITES: Mapping[str, Callable[[Run], dict[str, Any]]] = MappingProxyType(
         "train": train,
     }
 )
-"""In the order in which they run: what needs least comes first."""
+"""In running order: the suite with the smallest needs comes first."""
 _PACKAGES = ("ottava", "torch", "triton", "torchao", "liger-kernel", "transformer-engine")
 _UNITS = MappingProxyType({"flops": "FLOP/s", "bytes_per_second": "B/s"})
 _GPU_STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
 def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measures suite after suite: (name, its rows and the state of the GPU before and after).
+    """Measures suite after suite. Yields its name, its rows and the state of the GPU before and after.
 
     Raises:
-        ValueError: an unknown suite; before anything is measured.
-        WrongResultError: a contender computed something else.
+        ValueError: an unknown suite, before any measurement.
+        WrongResultError: a contender computed a wrong result.
     """
     chosen = list(suites)
     for name in chosen:
@@ -61,22 +61,22 @@ def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, dict[
             raise ValueError(f"bench gpu: {unknown_name('suite', name, tuple(SUITES))}")
     for name in chosen:
         torch.manual_seed(0)
-        torch._dynamo.reset()  # graphs of the suite before would count against the limit of recompilations
-        before = gpu_state(run)
-        found = SUITES[name](run)
-        yield name, {**found, "gpu_state": [before, gpu_state(run)]}
+        torch._dynamo.reset()  # graphs of earlier suites count against the limit of recompilations
+        state = gpu_state(run)
+        result = SUITES[name](run)
+        yield name, {**result, "gpu_state": [state, gpu_state(run)]}
 
 
 def where(run: Run) -> dict[str, Any]:
-    """Device, versions, commit: without them a number means nothing."""
+    """Device, versions and commit: a number means nothing without them."""
     return {
         "device": torch.cuda.get_device_name(run.device) if run.cuda else platform.processor() or "cpu",
-        "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if run.cuda else "",
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if run.cuda else "",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if run.cuda else None,
         "python": platform.python_version(),
         "versions": versions(_PACKAGES),
-        "commit": _said(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
+        "commit": _output(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]),
         "smoke": run.smoke,
         "rounds": run.rounds,
         "assumed": asdict(Device()),
@@ -86,13 +86,13 @@ def where(run: Run) -> dict[str, Any]:
 
 def gpu_state(run: Run) -> dict[str, str]:
     """Clocks, power and temperature; empty without nvidia-smi."""
-    said = _said(["nvidia-smi", f"--query-gpu={_GPU_STATE}", "--format=csv,noheader"]) if run.cuda else ""
-    values = [value.strip() for value in said.splitlines()[0].split(",")] if said else []
+    line = _output(["nvidia-smi", f"--query-gpu={_GPU_STATE}", "--format=csv,noheader"]) if run.cuda else ""
+    values = [value.strip() for value in line.splitlines()[0].split(",")] if line else []
     return dict(zip(_GPU_STATE.split(","), values, strict=False))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a row: what it is, its median in microseconds with percentiles, and its rates."""
+    """One line per row: its name, its median in microseconds with percentiles, and its rates."""
     lines = []
     for row in rows:
         name = " ".join(str(row[key]) for key in ("recipe", "what", "mode", "shape") if row.get(key) is not None)
@@ -107,8 +107,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _said(command: list[str]) -> str:
-    """What a program printed; empty if it cannot be run."""
+def _output(command: list[str]) -> str:
+    """The output of a program; empty if it cannot run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,6 @@
-"""GPU suites of single kernels: `ceilings`, copies and GEMMs by themselves, `gemm`, every way to run one, and `cast`,
-ottava's casts.
+"""GPU suites of single kernels: `ceilings` (copies and GEMMs), `gemm` (every way to run a GEMM) and `cast`.
 
-`ceilings` ends in the constants that `ottava plan --device` reads.
+`ceilings` computes the constants for `ottava plan --device`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ottava.ops import explain, gemm, tune_gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import RECIPES
 
-_TINY = 64  # launches in the graph that measures one
+_TINY = 64  # launches in the graph that measures one launch
 
 
 def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> tuple[Callable[[], Any], float, str]:
-    """(the GEMM of two casts of the recipe's fprop, its relative error, what ran)."""
+    """The GEMM of two casts of the recipe's fprop, its relative error, and its kernel."""
     cells = RECIPES[recipe].fprop
     assert cells.lhs is not None
     assert cells.rhs is not None
@@ -40,14 +39,14 @@ def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> t
     y = gemm(a, b, out_dtype=torch.bfloat16, fast_accum=fast)
     rows = slice(0, min(m, 256))
     exact = a.dequantize(torch.float32)[rows].double() @ b.dequantize(torch.float32).double().t()
-    # rounding to BF16 is 2e-3; the short accumulator of `fast` keeps some 14 bits of each of K / 32 partial sums
+    # rounding to BF16 errs by 2e-3; the accumulator of `fast` keeps about 14 bits of each of K / 32 partial sums
     error = check(f"{recipe} {m}x{n}x{k}", y[rows], exact, 3e-2 if fast else 4e-3)
     ran = explain(a, b, out_dtype=torch.bfloat16)
     return (lambda: gemm(*take(), out_dtype=torch.bfloat16, fast_accum=fast)), error, ran
 
 
 def ceilings(run: Run) -> dict[str, Any]:
-    """Rates of copies and GEMMs, and from them the constants of a Device."""
+    """Rates of copies and GEMMs, and the constants of a Device that follow from them."""
     table: list[dict[str, Any]] = []
     size = 2**16 if run.smoke else 2**28
     source, target = (torch.empty(size, dtype=torch.uint8, device=run.device) for _ in range(2))
@@ -75,7 +74,7 @@ def ceilings(run: Run) -> dict[str, Any]:
 
 
 def gemms(run: Run) -> dict[str, Any]:
-    """Each kernel and configuration by itself, on one pair of operands a shape, and what `tune_gemm` makes of them."""
+    """Each kernel and configuration on one pair of operands per shape. On a GPU `tune_gemm` keeps the fastest."""
     rows: list[dict[str, Any]] = []
     cells = (("tensorwise", "fprop"), ("rowwise", "fprop"), ("blockwise", "fprop"), ("blockwise", "wgrad"))
     for m, n, k in run.shapes((16384, 14336, 4096), (16384, 4096, 14336), (4096, 14336, 16384), (4096, 4096, 4096)):
@@ -87,29 +86,29 @@ def gemms(run: Run) -> dict[str, Any]:
                 call: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": fast}
                 ways = gemm_ways(a, b, **call)
                 errors = {way: check(f"{way} {m}x{n}x{k}", work(), exact, 0.03) for way, work in ways.items()}
-                own = {"recipe": f"{recipe}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
+                facts = {"recipe": f"{recipe}.{cell}", "mode": "fast" if fast else "accurate", "shape": [m, n, k]}
                 for way, times in race(run, ways).items():
                     rate = 2 * m * n * k / times["median"]
-                    rows.append(own | {"what": way, "flops": rate, "relative_error": errors[way], **times})
+                    rows.append(facts | {"what": way, "flops": rate, "relative_error": errors[way], **times})
                 if run.device.type == "cuda":
                     tune_gemm(a, b, **call)
     return {"rows": rows}
 
 
 def launch(run: Run) -> dict[str, Any]:
-    """The shortest kernel there is, in a graph of many: what each launch costs at least."""
-    one = torch.zeros(1, device=run.device)
+    """The shortest kernel, in a graph of many: the lowest cost of a launch."""
+    number = torch.zeros(1, device=run.device)
 
     def many() -> None:
         for _ in range(_TINY):
-            one.add_(1)
+            number.add_(1)
 
     times = race(run, {"launch": replayed(many) if run.cuda else many})["launch"]
     return {"what": "launch", **{name: value / _TINY for name, value in times.items()}}
 
 
 def transposing_cast(run: Run) -> dict[str, Any]:
-    """x and x.T with a given scale, one reading of x: the rate of casts."""
+    """Casts x and x.T with a given scale from one reading of x: the rate of casts."""
     ((m, k),) = run.shapes((16384, 4096))
     spec, scale = RECIPES["delayed"].fprop.lhs, torch.ones((), device=run.device)
     assert spec is not None
@@ -126,22 +125,22 @@ def dense_pair(run: Run, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def dense_gemm(take: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-    """torch's own."""
+    """The GEMM of torch."""
     a, b = take()
     return torch.mm(a, b.t())
 
 
 def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `nn.plan.Device.read` takes, from the first shape of the table, which is the largest."""
+    """The constants for `nn.plan.Device.read`, from the first and largest shape of the table."""
     first = next(row["shape"] for row in table if "shape" in row)
     rates = {row["what"]: row["flops"] for row in table if row.get("shape") == first}
     ratios = {name: rate / rates["bf16"] for name, rate in rates.items() if name != "bf16"}
     cuda = run.device.type == "cuda"
-    known = torch.cuda.get_device_properties(run.device) if cuda else None
+    gpu = torch.cuda.get_device_properties(run.device) if cuda else None
     return {
-        "name": f"{known.name} (measured)" if known else "CPU (smoke run, means nothing)",
-        "capability": [known.major, known.minor] if known else [0, 0],
-        "processors": known.multi_processor_count if known else 1,
+        "name": f"{gpu.name} (measured)" if gpu else "CPU (smoke run, means nothing)",
+        "capability": [gpu.major, gpu.minor] if gpu else [0, 0],
+        "processors": gpu.multi_processor_count if gpu else 1,
         "bf16": rates["bf16"],
         "bandwidth": next(row["bytes_per_second"] for row in table if row["what"] == "copy"),
         "transposing": next(row["bytes_per_second"] for row in table if row["what"] == "cast"),
@@ -151,7 +150,7 @@ def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cast(run: Run) -> dict[str, Any]:
-    """x and x.T of each recipe's input: cast one by one, and by one reading of x where there is a kernel for it."""
+    """Casts of x and x.T under each recipe: one by one, and from one reading of x if a kernel can."""
     rows = []
     for m, k in run.shapes((16384, 2048), (16384, 4096), (16384, 14336)):
         take = rotating(run, partial(normal, run, m, k), 2 * m * k)
@@ -168,35 +167,35 @@ def cast(run: Run) -> dict[str, Any]:
             moved = 4 * m * k  # at least: 2 bytes read, 1 + 1 written
             for contender, times in race(run, contenders).items():
                 rate = moved / times["median"]
-                own: dict[str, Any] = {
+                facts: dict[str, Any] = {
                     "recipe": name,
                     "shape": [m, k],
                     "what": contender,
                     "bytes_per_second": rate,
                     "triton": reason,
                 }
-                rows.append(own | times)
+                rows.append(facts | times)
     return {"rows": rows}
 
 
 def one_by_one(
     take: Callable[[], Tensor], spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None
 ) -> None:
-    """Two casts."""
+    """Casts x and x.T by two calls."""
     x = take()
     quantize(x, spec, scale=scale)
     quantize(x.t(), spec_t, scale=scale)
 
 
 def at_once(take: Callable[[], Tensor], spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
-    """One reading of x."""
+    """Casts x and x.T from one reading of x."""
     triton_quantize.quantize_both(take(), spec, spec_t, scale)
 
 
 def same_codes(name: str, x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
-    """Ends the run unless the casts at once have the codes of the reference."""
+    """Raises WrongResultError unless `quantize_both` gives the codes of the reference."""
     casts = triton_quantize.quantize_both(x, spec, spec_t, scale)
-    for got, tensor, wanted in zip(casts, (x, x.t()), (spec, spec_t), strict=True):
-        truth = reference.quantize(tensor, wanted, scale).data.contiguous()
+    for got, tensor, cell in zip(casts, (x, x.t()), (spec, spec_t), strict=True):
+        truth = reference.quantize(tensor, cell, scale).data.contiguous()
         if got is None or not torch.equal(got.data.view(torch.uint8), truth.view(torch.uint8)):
-            raise WrongResultError(f"{name}: other codes than the reference's: wrong results have no times")
+            raise WrongResultError(f"{name}: codes differ from those of the reference, so its times mean nothing")

@@ -20,61 +20,61 @@ from ottava.state import ScalingState
 from ottava.train.config import ModelConfig
 from ottava.train.model import VOCABULARY, ByteTransformer, loss
 
-_LOOSE = 0.15  # of the output of a layer in FP8 beside BF16's: wrong codes or scales are off by more than 1
+_LOOSE = 0.15  # relative error of an FP8 layer against BF16; wrong codes or scales give more than 1
 
 
 def rows_of(
-    run: Run, found: list[Contender], work: dict[str, Callable[[], Any]], about: dict[str, Any]
+    run: Run, runners: list[Contender], work: dict[str, Callable[[], Any]], about: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One row a contender: times, speed-up over the fastest BF16 of the same mode, memory, what ran."""
-    # a replay allocates nothing: its graph holds the memory
-    memory = {name: None if name.endswith(", graph") else step_bytes(run, one) for name, one in work.items()}
-    measured, models = race(run, work), {one.name: one.model for one in found}
+    """One row per contender: times, speed-up over the fastest BF16 of the same mode, memory, kernels."""
+    # a replay allocates no memory: its graph holds it
+    memory = {name: None if name.endswith(", graph") else step_bytes(run, call) for name, call in work.items()}
+    measured, models = race(run, work), {c.name: c.model for c in runners}
     rows = []
     for what, times in measured.items():
         name, _, mode = what.partition(", ")
         base = min(other["median"] for key, other in measured.items() if "bf16" in key and key.endswith(f", {mode}"))
-        own = {**about, "recipe": name, "mode": mode, **times, "speedup": base / times["median"]}
-        rows.append(own | {"step_bytes": memory[what], "ran": ran(models[name])})
+        facts = {**about, "recipe": name, "mode": mode, **times, "speedup": base / times["median"]}
+        rows.append(facts | {"step_bytes": memory[what], "ran": ran(models[name])})
     return rows
 
 
 def ran(model: nn.Module) -> dict[str, str]:
-    """What each GEMM of the first layer of ours really ran; empty for rivals and compiled code, which is not seen."""
+    """The kernel of each GEMM in the first layer of ottava; empty for rivals and compiled code: they keep no record."""
     calls = (getattr(module, "last_call", None) for module in model.modules())
     first = next((call for call in calls if call is not None), None)
     return {name: record.kernel for name, record in first.records.items()} if first is not None else {}
 
 
-def settled(work: dict[str, Callable[[], Any]], found: list[Contender]) -> dict[str, Callable[[], Any]]:
-    """The same work after one step and one boundary: predicted scales are predicted from then on."""
-    for one in work.values():
-        one()
-    for contender in found:
+def settled(work: dict[str, Callable[[], Any]], runners: list[Contender]) -> dict[str, Callable[[], Any]]:
+    """Runs one step and one boundary: from then on recipes predict their scales. Returns the same work."""
+    for call in work.values():
+        call()
+    for contender in runners:
         ScalingState(contender.model).update()
     return work
 
 
 def linear_layer(run: Run, k: int, n: int) -> nn.Linear:
-    """Always with the same numbers."""
+    """A Linear, always with the same weights."""
     torch.manual_seed(0)
     return nn.Linear(k, n, bias=False, device=run.device, dtype=torch.bfloat16)
 
 
 def linear(run: Run) -> dict[str, Any]:
-    """Forward and backward, BF16 against the recipes and the rivals; what was predicted stands beside it."""
+    """Forward and backward of BF16, the recipes and the rivals, with the predicted speed-up."""
     rows = []
     shapes = run.shapes((16384, 4096, 14336), (16384, 4096, 4096), (4096, 4096, 4096), (2048, 2048, 2048), (1024,) * 3)
     for m, k, n in shapes:
         x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
-        found = contenders(run, partial(linear_layer, run, k, n))
-        truth = found[0].model(x)
-        errors = {one.name: check(f"linear {one.name}", one.forward(x), truth, _LOOSE) for one in found}
-        work = settled({f"{one.name}, eager": step(one.forward, one.model, x, dy) for one in found}, found)
+        runners = contenders(run, partial(linear_layer, run, k, n))
+        truth = runners[0].model(x)
+        errors = {c.name: check(f"linear {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
+        work = settled({f"{c.name}, eager": step(c.forward, c.model, x, dy) for c in runners}, runners)
         if run.cuda:
-            plain = [one for one in found if "compiled" not in one.name and not one.name.startswith("te ")]
-            work |= {f"{one.name}, graph": replayed(step(one.forward, one.model, x, dy)) for one in plain}
-        for row in rows_of(run, found, work, {"shape": [m, k, n]}):
+            plain = [c for c in runners if "compiled" not in c.name and not c.name.startswith("te ")]
+            work |= {f"{c.name}, graph": replayed(step(c.forward, c.model, x, dy)) for c in plain}
+        for row in rows_of(run, runners, work, {"shape": [m, k, n]}):
             recipe = row["recipe"].removesuffix(" compiled")
             if recipe in RECIPES and recipe != "bf16":
                 row["predicted"] = plan_layer("", (m, k, n), RECIPES[recipe], Device()).speedup
@@ -83,15 +83,15 @@ def linear(run: Run) -> dict[str, Any]:
 
 
 def host(run: Run) -> dict[str, Any]:
-    """Microseconds of the host for forward and backward of one Linear, and how many kernels that launches."""
+    """Host time for forward and backward of one Linear, and its kernel launches."""
     rows = []
     for m, k, n in run.shapes((512, 512, 512)):
         x, dy = normal(run, m, k).requires_grad_(), normal(run, m, n)
-        found = contenders(run, partial(linear_layer, run, k, n))
-        work = settled({one.name: step(one.forward, one.model, x, dy) for one in found}, found)
+        runners = contenders(run, partial(linear_layer, run, k, n))
+        work = settled({c.name: step(c.forward, c.model, x, dy) for c in runners}, runners)
         for name, times in race(run, work, host_seconds).items():
-            own = {"recipe": name, "what": "host", "shape": [m, k, n], "launches": launches(run, work[name])}
-            rows.append(own | times)
+            facts = {"recipe": name, "what": "host", "shape": [m, k, n], "launches": launches(run, work[name])}
+            rows.append(facts | times)
     return {"rows": rows}
 
 
@@ -150,11 +150,11 @@ def block(run: Run) -> dict[str, Any]:
 
 def layers(run: Run, make: Callable[[], nn.Module], x: Tensor, dy: Tensor, about: dict[str, Any]) -> list[Any]:
     """Rows of forward and backward of one module."""
-    found = contenders(run, make)
-    truth = found[0].model(x)
-    errors = {one.name: check(f"block {one.name}", one.forward(x), truth, _LOOSE) for one in found}
-    work = settled({f"{one.name}, eager": step(one.forward, one.model, x, dy) for one in found}, found)
-    return [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, found, work, about)]
+    runners = contenders(run, make)
+    truth = runners[0].model(x)
+    errors = {c.name: check(f"block {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
+    work = settled({f"{c.name}, eager": step(c.forward, c.model, x, dy) for c in runners}, runners)
+    return [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, runners, work, about)]
 
 
 class SeedLayer(nn.Module):
@@ -175,7 +175,7 @@ class SeedLayer(nn.Module):
 
 
 def seed_layer(run: Run) -> dict[str, Any]:
-    """The layer of TransformerEngine issue #1119 with AdamW; memory too."""
+    """The layer of TransformerEngine issue #1119 with AdamW, and its memory."""
     sizes, tokens = ((64, 128, 4, 2), (2, 16)) if run.smoke else ((4096, 16384, 32, 8), (32, 1024))
     x = normal(run, *tokens, sizes[0])
 
@@ -184,26 +184,26 @@ def seed_layer(run: Run) -> dict[str, Any]:
         with run.device:
             return SeedLayer(*sizes).to(torch.bfloat16)
 
-    found = contenders(run, make, ("tensorwise", "blockwise", "delayed"))
-    truth = found[0].model(x)
-    errors = {one.name: check(f"seed_layer {one.name}", one.forward(x), truth, _LOOSE) for one in found}
+    runners = contenders(run, make, ("tensorwise", "blockwise", "delayed"))
+    truth = runners[0].model(x)
+    errors = {c.name: check(f"seed_layer {c.name}", c.forward(x), truth, _LOOSE) for c in runners}
     work: dict[str, Callable[[], Any]] = {}
-    for one in found:
-        optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-4, fused=run.cuda)
-        work[f"{one.name}, eager"] = partial(train_once, one.forward, optimizer, x)
+    for c in runners:
+        optimizer = torch.optim.AdamW(c.model.parameters(), lr=1e-4, fused=run.cuda)
+        work[f"{c.name}, eager"] = partial(train_once, c.forward, optimizer, x)
     about = {"shape": [*tokens, *sizes]}
-    return {"rows": [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, found, work, about)]}
+    return {"rows": [row | {"relative_error": errors[row["recipe"]]} for row in rows_of(run, runners, work, about)]}
 
 
 def train_once(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """One step of the mean square of the output."""
+    """One training step on the mean square of the output."""
     optimizer.zero_grad()
     forward(x).float().square().mean().backward()
     optimizer.step()
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Tokens a second of whole training steps: the demo's model, and one of 155 million parameters; with the loss."""
+    """Tokens per second and loss of whole training steps: the demo's model, and one of 155 million parameters."""
     demo, large = ModelConfig(), ModelConfig(d_model=1024, layers=12, heads=16, kv_heads=16, ffn=2816)
     cases = {"demo": (demo, (64, 256)), "155M": (large, (16, 1024))}
     if run.smoke:
@@ -222,12 +222,12 @@ def train(run: Run) -> dict[str, Any]:
                 if recipe != "bf16":
                     convert(model, recipe)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=run.cuda, capturable=run.cuda)
-                one = graphed_step(training_step(run, model, optimizer), text, eager=mode == "eager")
+                train_step = graphed_step(training_step(run, model, optimizer), text, eager=mode == "eager")
                 losses[f"{recipe}, {mode}"], models[recipe] = [], model
-                work[f"{recipe}, {mode}"] = partial(noted, one, text, losses[f"{recipe}, {mode}"])
-        found = [Contender(recipe, model, model) for recipe, model in models.items()]
+                work[f"{recipe}, {mode}"] = partial(append_loss, train_step, text, losses[f"{recipe}, {mode}"])
+        runners = [Contender(recipe, model, model) for recipe, model in models.items()]
         count = tokens[0] * tokens[1]
-        for row in rows_of(run, found, work, {"what": name, "shape": list(tokens)}):
+        for row in rows_of(run, runners, work, {"what": name, "shape": list(tokens)}):
             last = losses[f"{row['recipe']}, {row['mode']}"]
             first_loss, last_loss = float(last[0]), float(last[-1])
             check(f"train {name} {row['recipe']}", last[0], losses["bf16, eager"][0], _LOOSE)
@@ -237,7 +237,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def learnable(run: Run, batch: int, length: int) -> Tensor:
-    """Bytes of which each follows from the one before, with one in eight at random; int64 (batch, length + 1)."""
+    """Bytes that follow from the byte before, except one random byte in eight; int64 (batch, length + 1)."""
     start = torch.randint(VOCABULARY, (batch, 1), device=run.device)
     text = (start + 7 * torch.arange(length + 1, device=run.device)) % VOCABULARY
     noise = torch.randint(VOCABULARY, text.shape, device=run.device)
@@ -245,9 +245,9 @@ def learnable(run: Run, batch: int, length: int) -> Tensor:
 
 
 def training_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
-    """One step on a batch of text; the loss."""
+    """A function that trains one step on a batch of text and returns the loss."""
 
-    def one(text: Tensor) -> Tensor:
+    def train_step(text: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=False)
         with torch.autocast(run.device.type, torch.bfloat16, enabled=not run.cuda):  # on a CPU attention is fp32
             value = loss(model, text[:, :-1], text[:, 1:])
@@ -255,9 +255,9 @@ def training_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) 
         optimizer.step()
         return value
 
-    return one
+    return train_step
 
 
-def noted(one: Callable[[Tensor], Tensor], text: Tensor, losses: list[Tensor]) -> None:
-    """One step; its loss is kept, on the device."""
-    losses.append(one(text))
+def append_loss(train_step: Callable[[Tensor], Tensor], text: Tensor, losses: list[Tensor]) -> None:
+    """Runs one step and keeps its loss on the device."""
+    losses.append(train_step(text))

@@ -1,7 +1,8 @@
-"""How GPU suites measure: random numbers, buffers rotated beyond the L2 cache, contenders in turn, results checked.
+"""The method of the GPU suites: random numbers, buffers rotated beyond the L2 cache, contenders in turn, checks.
 
-Random normal numbers, for zeros run 13% faster; CUDA events; warm-up, then medians with 10th and 90th percentiles of
-interleaved rounds; and the results of every contender compared in the same run: wrong ones have no times.
+Inputs are random normal numbers, because zeros run 13% faster. CUDA events measure the time. After a warm-up,
+interleaved rounds give medians with 10th and 90th percentiles. The same run checks the result of every contender: a
+wrong result ends the run.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _AT_MOST = 64
 
 
 class WrongResultError(Exception):
-    """A contender computed something else; its times would mean nothing."""
+    """A contender computed a wrong result; its times would mean nothing."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a suite runs.
+    """Settings of a suite.
 
     Example:
         >>> Run(torch.device("cpu"), smoke=True, rounds=3).shapes((4096, 4096), (8192, 8192))
@@ -38,42 +39,42 @@ class Run:
     """
 
     device: torch.device
-    """Where."""
+    """Device of the measurement."""
     smoke: bool
-    """Tiny shapes, to check the program: its times mean nothing."""
+    """Tiny shapes, to check the program; the times mean nothing."""
     rounds: int
     """Samples of each contender."""
     rivals: bool = True
-    """Whether other packages are measured too, where they are installed."""
+    """Whether to measure other installed packages too."""
     compiled: bool = True
-    """Whether contenders under torch.compile are."""
+    """Whether to measure contenders under torch.compile."""
 
     @property
     def cuda(self) -> bool:
-        """Whether there are events, graphs and a profiler of the device."""
+        """Whether the device has CUDA events, graphs and a profiler."""
         return self.device.type == "cuda"
 
     def shapes(self, *full: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes, or one tiny one of as many sizes."""
+        """The shapes; in a smoke run one tiny shape with as many sizes."""
         return (tuple(64 for _ in full[0]),) if self.smoke else full
 
 
 def seconds(run: Run, work: Callable[[], Any]) -> float:
-    """One call, by CUDA events on a GPU."""
+    """Seconds of one call, by CUDA events on a GPU."""
     if not run.cuda:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
+    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start_event.record()
     work()
-    after.record()
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3
+    end_event.record()
+    end_event.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1e3
 
 
 def host_seconds(run: Run, work: Callable[[], Any]) -> float:
-    """One call until the host is free again; the device is idle when it begins."""
+    """Seconds of one call until the host is free again. The device is idle at the start."""
     if run.cuda:
         torch.cuda.synchronize(run.device)
     start = time.perf_counter()
@@ -87,8 +88,8 @@ def race(
     measure: Callable[[Run, Callable[[], Any]], float] = seconds,
 ) -> dict[str, dict[str, float]]:
     """Name -> median, p10, p90 in seconds; the contenders take turns."""
-    taken = samples(contenders, run.rounds, lambda work: measure(run, work), warm_up=1 if run.smoke else 10)
-    return {name: summary(values) for name, values in taken.items()}
+    times = samples(contenders, run.rounds, lambda work: measure(run, work), warm_up=1 if run.smoke else 10)
+    return {name: summary(values) for name, values in times.items()}
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -103,7 +104,7 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def rotating(run: Run, make: Callable[[], Any], nbytes: int) -> Callable[[], Any]:
-    """Calls give one of several equal things in turn, so that none of them waits in the L2 cache."""
+    """Returns a function that yields several equal inputs in turn: none of them stays in the L2 cache."""
     count = 1 if run.smoke else max(2, -(-L2_BYTES // nbytes))
     turns = itertools.cycle([make() for _ in range(min(count, _AT_MOST))])
     return lambda: next(turns)
@@ -113,25 +114,25 @@ def check(name: str, got: Tensor, want: Tensor, tolerance: float) -> float:
     """The relative error in the Frobenius norm.
 
     Raises:
-        WrongResultError: it is not below the tolerance, or not a number.
+        WrongResultError: the error is not below the tolerance, or NaN.
     """
     got, want = got.detach(), want.detach()
     error = float((got.double() - want.double()).norm() / want.double().norm())
     if not error < tolerance:
         raise WrongResultError(
-            f"{name}: relative error {error:.3g} is not below {tolerance}: wrong results have no times. Run the tests "
-            "there: pytest -m gpu"
+            f"{name}: relative error {error:.3g} is not below {tolerance}, so its times mean nothing. Run the tests on "
+            "this machine: pytest -m gpu"
         )
     return error
 
 
 def normal(run: Run, *shape: int) -> Tensor:
-    """Random, BF16."""
+    """Random normal numbers in BF16."""
     return torch.randn(*shape, device=run.device, dtype=torch.bfloat16)
 
 
 def replayed(work: Callable[[], Any]) -> Callable[[], Any]:
-    """The same work as a CUDA graph: GPU time without the host's."""
+    """The same work as a CUDA graph: GPU time without host time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -145,7 +146,7 @@ def replayed(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def step(module: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    """Forward and backward of `module`, whose parameters are the owner's; gradients are made anew."""
+    """Forward and backward of `module` with the parameters of `owner`. Each call makes new gradients."""
 
     def work() -> None:
         x.grad = None
@@ -157,23 +158,20 @@ def step(module: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor, dy: Te
 
 
 def step_bytes(run: Run, work: Callable[[], Any]) -> int | None:
-    """Memory that one call takes at its peak beyond what is there when it begins, other contenders included.
-
-    None without a GPU.
-    """
+    """Peak memory of one call, minus the memory that all contenders hold at its start. None without a GPU."""
     if not run.cuda:
         return None
     work()
     torch.cuda.synchronize(run.device)
-    before = torch.cuda.memory_allocated(run.device)
+    held = torch.cuda.memory_allocated(run.device)
     torch.cuda.reset_peak_memory_stats(run.device)
     work()
     torch.cuda.synchronize(run.device)
-    return int(torch.cuda.max_memory_allocated(run.device)) - before
+    return int(torch.cuda.max_memory_allocated(run.device)) - held
 
 
 def launches(run: Run, work: Callable[[], Any]) -> int | None:
-    """Kernels, fills and copies of one call, as torch's profiler counts them; None without a GPU."""
+    """Kernels, fills and copies of one call, counted by torch's profiler. None without a GPU."""
     if not run.cuda:
         return None
     work()

@@ -1,4 +1,4 @@
-"""What is measured besides single layers: a GPT block, and the architecture of SmolLM2-135M."""
+"""Models to measure: a GPT block, and the architecture of SmolLM2-135M."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Block(nn.Module):
 
 
 class SmolLM2(nn.Module):
-    """The architecture of SmolLM2-135M (134,515,008 parameters), with random weights until `load` brings others.
+    """The architecture of SmolLM2-135M (134,515,008 parameters). Weights are random until `load`.
 
-    Its projections are fused as the demo's are: q, k and v in one Linear, gate and up in another; the numbers are the
-    same. The head is the embedding's weight and stays in high precision.
+    Projections are fused as in the demo's model, q, k and v in one Linear, gate and up in another, which changes no
+    result. The head is the weight of the embedding and stays in high precision.
     Source: the config.json of HuggingFaceTB/SmolLM2-135M.
     """
 
@@ -48,7 +48,7 @@ class SmolLM2(nn.Module):
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
         self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        # no buffers, which `.bfloat16()` would round
+        # not a buffer: `.bfloat16()` would round it
         self.rotary = rotary_table(length, config.d_model // config.heads, config.rope_theta)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -61,10 +61,11 @@ class SmolLM2(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     def load(self, folder: Path) -> None:
-        """Takes the weights of a checkpoint as Hugging Face writes it.
+        """Loads the weights of a checkpoint in Hugging Face's layout.
 
         Raises:
-            FileNotFoundError: there is no model.safetensors.  ValueError: it holds another architecture.
+            FileNotFoundError: the folder has no model.safetensors.
+            ValueError: the file holds another architecture.
         """
         from safetensors.torch import load_file
 
@@ -78,7 +79,7 @@ class SmolLM2(nn.Module):
 
 
 def _renamed(theirs: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Hugging Face's names and separate projections -> ours."""
+    """Turns Hugging Face's names and separate projections into ours."""
     ours = {"embedding.weight": theirs["model.embed_tokens.weight"], "norm.weight": theirs["model.norm.weight"]}
     for i in range(layers):
         old, new = f"model.layers.{i}.", f"layers.{i}."

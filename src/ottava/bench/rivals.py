@@ -1,8 +1,8 @@
-"""Who is measured beside ottava: BF16 as it is and compiled, torchao, Liger's kernels, TransformerEngine; on a CPU who
-else emulates FP8: torchao and Microsoft's microxcaling.
+"""The packages that `ottava bench` measures beside ottava.
 
-Each takes the same BF16 module and makes a contender of it. One that cannot be imported is left out, and the report
-names it with the reason; one that fails while it is built or run fails the run, loudly.
+On a GPU: BF16 eager and compiled, torchao, Liger's kernels, TransformerEngine. On a CPU the other emulators of FP8:
+torchao and Microsoft's microxcaling. Each rival turns the same BF16 module into a contender. The report names a rival
+that cannot be imported, with the reason. A rival that fails later ends the run with its error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ottava.nn.convert import convert
 
 Forward = Callable[..., Tensor]
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "guarded")
-"""Of ottava, those that a GPU has tensor cores for."""
+"""Recipes of ottava that tensor cores of a GPU run."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Contender:
     """One way to run a model."""
 
     name: str
-    """In tables."""
+    """Its name in tables."""
     model: nn.Module
-    """Whose parameters are trained."""
+    """The model with the trained parameters."""
     forward: Forward
-    """What is called."""
+    """The function to call."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Another package's way."""
+    """Another package that runs a model in FP8, or faster in BF16."""
 
     package: str
-    """What is imported."""
+    """The module to import."""
     change: Callable[[nn.Module, Run], nn.Module]
-    """The BF16 model, changed in place or replaced."""
+    """Changes the BF16 model in place, or returns another one."""
     compiled: bool = False
-    """Under torch.compile, as its authors advise."""
+    """Run it under torch.compile, as its authors advise."""
 
 
 def _torchao(model: nn.Module, run: Run, recipe: str) -> nn.Module:
@@ -62,23 +62,23 @@ def _liger(model: nn.Module, run: Run) -> nn.Module:
     gates = importlib.import_module("liger_kernel.ops.swiglu")
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.RMSNorm):
-            own = norms.LigerRMSNorm(module.normalized_shape[0], eps=module.eps or 1e-6, in_place=False)
-            own.weight = module.weight
-            model.set_submodule(name, own)
+            norm = norms.LigerRMSNorm(module.normalized_shape[0], eps=module.eps or 1e-6, in_place=False)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
         if hasattr(module, "swiglu"):
             module.swiglu = gates.LigerSiLUMulFunction.apply
     return model
 
 
 class _InTransformerEngine(nn.Module):
-    """A model whose Linears are TransformerEngine's, called under its autocast."""
+    """A model with Linears of TransformerEngine, which runs under its autocast."""
 
     def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self.model, self.autocast = model, autocast
 
     def forward(self, *args: Any) -> Any:
-        """As the model."""
+        """Calls the model."""
         with self.autocast():
             return self.model(*args)
 
@@ -86,7 +86,7 @@ class _InTransformerEngine(nn.Module):
 def _transformer_engine(model: nn.Module, run: Run, recipe: str) -> nn.Module:
     te = importlib.import_module("transformer_engine.pytorch")
     recipes = importlib.import_module("transformer_engine.common.recipe")
-    made = {
+    te_recipe = {
         "delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID, margin=0),
         "current": recipes.Float8CurrentScaling,
         "block": recipes.Float8BlockScaling,
@@ -95,18 +95,18 @@ def _transformer_engine(model: nn.Module, run: Run, recipe: str) -> nn.Module:
     for name, module in list(holder.named_modules()):
         if isinstance(module, nn.Linear):
             sizes, bias = (module.in_features, module.out_features), module.bias is not None
-            own = te.Linear(*sizes, bias=bias, params_dtype=module.weight.dtype, device=module.weight.device)
+            layer = te.Linear(*sizes, bias=bias, params_dtype=module.weight.dtype, device=module.weight.device)
             with torch.no_grad():
-                own.weight.copy_(module.weight)
+                layer.weight.copy_(module.weight)
                 if bias:
-                    own.bias.copy_(module.bias)
-            holder.set_submodule(name, own)
-    return _InTransformerEngine(holder[0], lambda: te.autocast(enabled=True, recipe=made))
+                    layer.bias.copy_(module.bias)
+            holder.set_submodule(name, layer)
+    return _InTransformerEngine(holder[0], lambda: te.autocast(enabled=True, recipe=te_recipe))
 
 
 def _microxcaling(model: nn.Module, run: Run) -> nn.Module:
-    """E4M3 in blocks of 32 for all operands of all GEMMs, which its elementwise BF16 rounding does not precede."""
-    importlib.import_module("mx.mx_ops")  # other packages are called mx too
+    """E4M3 in blocks of 32 for all operands of all GEMMs, without its elementwise BF16 rounding in front."""
+    importlib.import_module("mx.mx_ops")  # other packages have the name mx, too
     mx: Any = importlib.import_module("mx")
     settings = {
         "scale_bits": 8,
@@ -118,9 +118,9 @@ def _microxcaling(model: nn.Module, run: Run) -> nn.Module:
     specs = mx.finalize_mx_specs({**settings, "custom_cuda": False})
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            own = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)
-            own.to(module.weight.dtype).load_state_dict(module.state_dict())
-            model.set_submodule(name, own)
+            layer = mx.Linear(module.in_features, module.out_features, module.bias is not None, mx_specs=specs)
+            layer.to(module.weight.dtype).load_state_dict(module.state_dict())
+            model.set_submodule(name, layer)
     return model
 
 
@@ -134,15 +134,15 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
         "te block": Rival("transformer_engine.pytorch", partial(_transformer_engine, recipe="block")),
     }
 )
-"""On a GPU. Adding one is one entry here."""
+"""Rivals on a GPU. A new rival is one entry here."""
 EMULATORS: Mapping[str, Rival] = MappingProxyType(
     {"torchao tensorwise": RIVALS["torchao tensorwise"], "microxcaling mxfp8": Rival("mx.mx_ops", _microxcaling)}
 )
-"""On a CPU."""
+"""Rivals on a CPU."""
 
 
 def missing() -> dict[str, str]:
-    """Rival -> why it cannot be measured here; those that can are left out.
+    """Rivals that cannot run on this machine, with the reason.
 
     Example:
         >>> set(missing()) <= set(RIVALS)
@@ -152,46 +152,48 @@ def missing() -> dict[str, str]:
     for name, rival in RIVALS.items():
         try:
             importlib.import_module(rival.package)
-        except Exception as error:  # a library of another CUDA, an assertion about torch: whatever it is, it is said
+        except (
+            Exception
+        ) as error:  # e.g. a library of another CUDA, or an assertion about torch: the report shows any error
             reasons[name] = f"{type(error).__name__}: {error}"
     return reasons
 
 
 def contenders(run: Run, make: Callable[[], nn.Module], recipes: tuple[str, ...] = RECIPES) -> list[Contender]:
-    """BF16 first, then BF16 compiled, each recipe eager and compiled, and the rivals that are here.
+    """BF16, BF16 compiled, each recipe eager and compiled, and the rivals on this machine, in this order.
 
     Args:
-        make: gives the BF16 model, always with the same numbers.
+        make: returns the BF16 model, always with the same weights.
     """
     bf16 = make()
-    found = [Contender("bf16", bf16, bf16)]
+    models = [Contender("bf16", bf16, bf16)]
     if run.compiled:
         model = make()
-        found.append(Contender("bf16 compiled", model, torch.compile(model)))
+        models.append(Contender("bf16 compiled", model, torch.compile(model)))
     for recipe in recipes:
         model = make()
         convert(model, recipe, filter=lambda name, layer: True)
-        found.append(Contender(recipe, model, model))
+        models.append(Contender(recipe, model, model))
         if run.compiled:
             model = make()
             convert(model, recipe, filter=lambda name, layer: True)
-            found.append(Contender(f"{recipe} compiled", model, torch.compile(model)))
+            models.append(Contender(f"{recipe} compiled", model, torch.compile(model)))
     absent = missing() if run.rivals else RIVALS
     for name, rival in RIVALS.items():
         if name not in absent and (run.cuda or rival.package == "torchao.float8"):
             model = rival.change(make(), run)
             compiled = rival.compiled and run.compiled
-            found.append(
+            models.append(
                 Contender(f"{name} compiled" if compiled else name, model, torch.compile(model) if compiled else model)
             )
-    return found
+    return models
 
 
 def emulated(make: Callable[[], nn.Module], names: Iterable[str] = tuple(EMULATORS)) -> dict[str, nn.Module]:
-    """Those emulators that are installed, each with a BF16 model of its own that it has converted.
+    """The installed emulators, each with its own converted BF16 model.
 
     Args:
-        make: gives the model, always with the same numbers; its Linears lie inside it.
+        make: returns the model, always with the same weights. Its Linears must be submodules.
 
     Example:
         >>> set(emulated(lambda: nn.Sequential(nn.Linear(32, 32)).bfloat16())) <= set(EMULATORS)

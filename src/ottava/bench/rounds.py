@@ -1,4 +1,4 @@
-"""Interleaved timing: A B C A B C ..., and the ratio of each to A in the same round: other load hits all alike."""
+"""Interleaved timing: A B C A B C ..., and the ratio of each to A in the same round. Other load hits all alike."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One variant of one case."""
+    """The times of one variant of one case."""
 
     name: str
-    """Of the variant."""
+    """Name of the variant."""
     milliseconds: float
     """Median of its rounds."""
     ratio: float
-    """Median of its time over the first variant's in the same round."""
+    """Median over rounds of its time divided by that of the first variant."""
     quartiles: tuple[float, float]
-    """First and third quartile of those ratios."""
+    """First and third quartile of these ratios."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -37,19 +37,19 @@ class Timing:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Of what a figure depends on; None: not installed. torch's own word names its build (2.11.0+cu130), pip's may not.
+    """Versions of packages; None: not installed. torch.__version__ names the build (2.11.0+cu130), pip's may not.
 
     Example:
         >>> versions(["torch", "no such package"]) == {"torch": torch.__version__, "no such package": None}
         True
     """
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     for name in names:
         try:
-            found[name] = str(torch.__version__) if name == "torch" else version(name)
+            result[name] = str(torch.__version__) if name == "torch" else version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            result[name] = None
+    return result
 
 
 def samples(
@@ -60,12 +60,12 @@ def samples(
     warm_up: int = 2,
     around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> dict[str, list[float]]:
-    """Runs every variant once a round, and `measure`s it in the rounds after the first `warm_up` ones.
+    """Runs every variant once a round, and calls `measure` on it after the first `warm_up` rounds.
 
     Args:
-        around: name of a variant -> what is entered before and left after each of its runs, unmeasured.
+        around: name of a variant -> context manager around each of its runs; its own time does not count.
     Raises:
-        ValueError: fewer than 2 rounds, or nothing to time.
+        ValueError: fewer than 2 rounds, or no variants.
     """
     if rounds < 2:
         raise ValueError(f"rounds: got {rounds}; needs 2 or more, for quartiles")
@@ -89,14 +89,14 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     around: Mapping[str, Callable[[], AbstractContextManager[object]]] | None = None,
 ) -> list[Timing]:
-    """Runs every variant once a round; the first is what the others are compared with.
+    """Runs every variant once a round, and compares the others with the first.
 
     Args:
-        variants: name -> what to time. Two rounds before the counted ones warm up (allocations, builds, compilers).
-        rounds: counted ones, 2 or more.
-        around: name of a variant -> what is entered before and left after each of its runs, untimed.
+        variants: name -> function to time. Two extra rounds come first and warm up allocations, builds and compilers.
+        rounds: number of counted rounds, 2 or more.
+        around: name of a variant -> context manager around each of its runs; its own time does not count.
     Raises:
-        ValueError: fewer rounds, or nothing to time.
+        ValueError: fewer rounds, or no variants.
 
     Example:
         >>> [timing.name for timing in interleaved({"a": lambda: 1, "b": lambda: 2}, 2)]
@@ -111,8 +111,8 @@ def interleaved(
     times = samples(variants, rounds, measure, around=around)
     first = next(iter(times.values()))
     timings = []
-    for name, own in times.items():
-        ratios = [mine / max(base, 1e-12) for mine, base in zip(own, first, strict=True)]
+    for name, values in times.items():
+        ratios = [value / max(base, 1e-12) for value, base in zip(values, first, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        timings.append(Timing(name, 1e3 * statistics.median(own), middle, (low, high)))
+        timings.append(Timing(name, 1e3 * statistics.median(values), middle, (low, high)))
     return timings

@@ -1,16 +1,16 @@
-"""The `ottava` command: the list of its subcommands, and what every one of them does about errors.
+"""The `ottava` command: its subcommands, and the exit code of each kind of error.
 
     exit code   0    done, or everything was saved after SIGTERM
                 1    done, and a numerics problem was found (a run diverged, a recipe is clearly worse)
                 2    the command line or a config is wrong
                 3    hardware or an optional dependency is missing
                 4    an input file is missing, damaged or unsuitable
-                70   a bug of ottava's
+                70   a bug in ottava
                 130  Ctrl-C
 
 A subcommand returns its exit code (None is 0). An exception class may carry an `exit_code`; ValueError and TypeError
-are 2, OSError is 4, ImportError is 3. Files of subcommands import torch and the engine inside their function only, so
-that help stays quick.
+are 2, OSError is 4, ImportError is 3. The file of a subcommand imports torch and the engine inside its function only:
+help stays quick.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ app.command()(diagnose)
 app.command()(report)
 app.command()(formats)
 app.command("import")(import_run)
-# whatever follows the script is the script's
+# every word after the script belongs to the script
 app.command(context_settings={"allow_interspersed_args": False})(watch)
 app.command("what-if")(what_if)
 app.command()(bisect)
@@ -78,11 +78,11 @@ def _print_version(wanted: bool) -> None:
 
 
 def _torch_version() -> str:
-    """`torch.__version__` without importing torch; a wheel's metadata may leave out the build (2.11.0+cu130)."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    """`torch.__version__` without importing torch. The wheel's metadata may lack the build (2.11.0+cu130)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise ImportError("torch is not installed; install it with: pip install torch")
-    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
 
 
 @app.callback()
@@ -92,19 +92,19 @@ def options(
         bool, typer.Option("--version", help="Show the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options that come before the subcommand."""
+    """The options before the subcommand."""
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("ottava").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line (None: the process's own) and exits with its code; errors go to stderr in a few lines."""
-    if "_OTTAVA_COMPLETE" in os.environ:  # to strip its markup, of which our help has none, typer would import rich
-        sys.modules["rich"] = None  # type: ignore[assignment]  # Python's word for: not there
+    """Runs the command line (None: sys.argv) and exits with its code. Errors go to stderr in a few lines."""
+    if "_OTTAVA_COMPLETE" in os.environ:  # typer would import rich to strip markup, and our help has no markup
+        sys.modules["rich"] = None  # type: ignore[assignment]  # for Python: this module does not exist
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own = words.index("--") if "--" in words else len(words)
-    # a stable sort: --debug works anywhere, as people type it, but after -- it is somebody else's
-    words[:own] = sorted(words[:own], key=lambda word: word != "--debug")
+    end = words.index("--") if "--" in words else len(words)
+    # a stable sort moves --debug to the front, wherever it was typed; after -- it belongs to the script
+    words[:end] = sorted(words[:end], key=lambda word: word != "--debug")
     try:
         code = app(args=words, prog_name="ottava", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -118,29 +118,29 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _report(error: Exception) -> int:
-    """Says on stderr what went wrong and returns the exit code for it."""
-    show = getattr(error, "show", None)  # what the command line parser raises knows best how to say it
+    """Prints the error on stderr and returns its exit code."""
+    show = getattr(error, "show", None)  # errors of the command line parser print themselves
     code = exit_code(error)
     if show is not None:
         show(file=sys.stderr)
     elif code == BUG:
         print(f"ottava: internal error: {type(error).__name__}: {error}", file=sys.stderr)
-        print("This is a bug of ottava's. Run the same command with --debug for the traceback.", file=sys.stderr)
+        print("This is a bug in ottava. Run the same command with --debug for the traceback.", file=sys.stderr)
     else:
         print(f"ottava: {error}", file=sys.stderr)
     return code
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code for an exception, see the module's docstring.
+    """The exit code of an exception. The module's docstring lists them.
 
     Example:
         >>> exit_code(ValueError("steps: got 0")), exit_code(FileNotFoundError("a.yaml")), exit_code(KeyError("x"))
         (2, 4, 70)
     """
-    own = getattr(error, "exit_code", None)
-    if isinstance(own, int):
-        return own
+    number = getattr(error, "exit_code", None)
+    if isinstance(number, int):
+        return number
     for kind, code in ((ImportError, 3), (OSError, 4), ((ValueError, TypeError), 2)):
         if isinstance(error, kind):
             return code

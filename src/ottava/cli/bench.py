@@ -1,4 +1,4 @@
-"""`ottava bench`: measurements on this machine, one command a device, and the constants of the planner."""
+"""`ottava bench`: measures this machine, one command per device, and the constants of the planner."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def cpu(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Also under torch.compile: minutes.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Also under torch.compile, which takes minutes.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="Threads of torch. [torch's own choice]")] = None,
     cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Count CPU time: for a busy machine, one thread.")
+        bool, typer.Option("--cpu-time", help="Count CPU time, for a busy machine and one thread.")
     ] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
@@ -52,10 +54,10 @@ def cpu(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Time casts, linear layers and models on the CPU, and measure what they keep for backward.
+    """Time casts, linear layers and models on the CPU, and measure the memory they keep for backward.
 
-    Every round runs every variant once; ratios are within a round, with the quartiles of all rounds, so that other load
-    on the machine hits all alike. Exit code 2 for an unknown suite, or text without a checkpoint.
+    Every round runs every variant once, so other load on the machine hits all variants alike. Ratios are within a
+    round; the quartiles are over all rounds. Exit code 2 for an unknown suite, or text without a checkpoint.
     """
     import torch
 
@@ -64,9 +66,9 @@ def cpu(
     from ottava.kernels.memory import keep_freed_memory
 
     if text is not None and checkpoint is None:
-        raise ValueError("--text: perplexity needs the weights of --checkpoint; random ones know no text")
+        raise ValueError("--text: perplexity needs trained weights; give them with --checkpoint")
     if keep_memory and not keep_freed_memory():
-        raise ValueError("--keep-memory: needs glibc, which is not this machine's C library")
+        raise ValueError("--keep-memory: needs glibc; this machine has another C library")
     if threads is not None:
         torch.set_num_threads(threads)
     cases = []
@@ -77,8 +79,8 @@ def cpu(
         if not as_json:
             typer.echo(f"\n{case}")
     if as_json:
-        said = machine() | {"keep_memory": keep_memory}
-        result = {"schema_version": SCHEMA_VERSION, "machine": said, "cases": [case.to_dict() for case in cases]}
+        facts = machine() | {"keep_memory": keep_memory}
+        result = {"schema_version": SCHEMA_VERSION, "machine": facts, "cases": [case.to_dict() for case in cases]}
         typer.echo(to_json(result))
     return 0
 
@@ -89,17 +91,17 @@ def gpu(
         list[str] | None,
         typer.Argument(help="Of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers here.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
     rivals: Annotated[bool, typer.Option(help="Also torchao, Liger and TransformerEngine, where installed.")] = True,
-    compiled: Annotated[bool, typer.Option(help="Also under torch.compile: minutes more.")] = True,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes, any device; times mean nothing.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Also under torch.compile, which takes minutes.")] = True,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:
     """Time kernels, layers and training on the GPU, and check every result in the same run.
 
-    A table a suite: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16 of the
-    same mode, launches, memory of a step. The file holds them with device, driver, clocks, power, versions and commit,
-    and is written after each suite.
+    Each suite prints a table: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16
+    of the same mode, launches, memory of a step. The file also names device, driver, clocks, power, versions and
+    commit. It is written after each suite.
 
     Exit code 1 if a contender computes wrong results, 2 for an unknown suite, 3 without a GPU.
     """
@@ -113,9 +115,9 @@ def gpu(
 def ceilings(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file for the constants.")] = Path("ceilings.json"),
     rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes, any device; times mean nothing.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:
-    """Measure what this GPU can do at most, for `ottava plan --device FILE`: two minutes.
+    """Measure the peak rates of this GPU for `ottava plan --device FILE`, in two minutes.
 
     Exit code 1 if a GEMM computes wrong results, 3 without a GPU.
     """
@@ -124,7 +126,7 @@ def ceilings(
 
 
 def _run(smoke: bool, rounds: int, rivals: bool, compiled: bool) -> Run | None:
-    """None without a GPU, which has been said then."""
+    """The settings of a measurement. None without a GPU, after a line on stderr."""
     import torch
 
     from ottava.bench.method import Run
@@ -144,10 +146,10 @@ def _measure(run: Run, suites: list[str], out: Path | None) -> int:
     typer.echo(f"{report['device']}, torch {report['versions']['torch']}, commit {report['commit'] or 'unknown'}")
     for name, reason in report["left_out"].items():
         typer.echo(f"left out: {name}: {reason}")
-    for name, found in measure(run, suites):
-        report["suites"][name] = found
-        report |= {"constants": found["constants"]} if "constants" in found else {}
-        typer.echo(f"\n{name}\n{table(found['rows'])}")
-        if out is not None:  # after each suite: what has been measured is kept
+    for name, result in measure(run, suites):
+        report["suites"][name] = result
+        report |= {"constants": result["constants"]} if "constants" in result else {}
+        typer.echo(f"\n{name}\n{table(result['rows'])}")
+        if out is not None:  # after each suite: an interruption loses one suite only
             out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""`ottava bisect`: which cast of which layer, from one batch of a training run."""
+"""`ottava bisect`: finds the cast and the layer that err most, from one batch of a training run."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ def bisect(
         int | None,
         typer.Option("--step", metavar="N", help="Batch of this step; default: the one after the checkpoint."),
     ] = None,
-    batch: Annotated[Path | None, typer.Option("--batch", metavar="FILE", help="A dumped batch instead.")] = None,
+    batch: Annotated[
+        Path | None, typer.Option("--batch", metavar="FILE", help="Replay this dumped batch instead.")
+    ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to take apart; default: the run's own.")
+        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to take apart; default: the run's recipe.")
     ] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="gradient|loss", help="What is compared with high precision.")
+        str, typer.Option("--target", metavar="gradient|loss", help="The quantity to compare with high precision.")
     ] = "gradient",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Replay one batch with parts of the recipe off: which GEMM, which layer, which operand, and why.
+    """Replay one batch with parts of the recipe off, and name the GEMM, the layer and the operand that err most.
 
-    The run's model is loaded from its newest checkpoint (or the one given); the run folder is only read. Every probe
-    turns all but some casts off and compares the gradient with that of high precision. A dump of a layer's GEMM
-    operands is taken apart without a model. For a model of your own call ottava.debug.bisect.
+    The model comes from the run's newest checkpoint, or from the one given. The run folder is only read. Every probe
+    keeps a few casts, turns the others off, and compares the gradient with that of high precision. A dump of a layer's
+    GEMM operands needs no model. For a model of your own call ottava.debug.bisect.
 
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
@@ -55,29 +57,28 @@ def bisect(
 
     if path.is_file() and not _CHECKPOINT.fullmatch(path.name):
         return _operands(path, as_json=as_json)
-    checkpoint, config = _opened(path)
-    model, loss, data, states, position = _replayed(checkpoint, config, step, batch)
+    checkpoint, config = _open(path)
+    model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
     def tell(probe: Probe) -> None:
         typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
 
-    wanted = recipe if recipe is not None else None
-    told = _known_target(target)
-    result = search(model, data, loss, wanted, target=told, random=states, on_probe=None if as_json else tell)
+    quantity = _check_target(target)
+    result = search(model, data, loss, recipe, target=quantity, random=states, on_probe=None if as_json else tell)
     facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
     facts |= result.to_dict()
     typer.echo(to_json(facts) if as_json else f"{checkpoint.path}, batch of step {position}\n\n{result}")
     return 1 if result.suspect is not None and not result.spread else 0
 
 
-def _known_target(target: str) -> Literal["gradient", "loss"]:
+def _check_target(target: str) -> Literal["gradient", "loss"]:
     if target not in ("gradient", "loss"):
         raise ValueError(f"--target {target!r}: needs gradient or loss")
     return "gradient" if target == "gradient" else "loss"
 
 
-def _opened(path: Path) -> tuple[Checkpoint, TrainConfig]:
-    """The checkpoint that a path means, and the settings of its run."""
+def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
+    """The checkpoint at a path, and the settings of its run."""
     from ottava.train.checkpoint import CheckpointError, read_checkpoint
     from ottava.train.config import load_config
 
@@ -86,8 +87,8 @@ def _opened(path: Path) -> tuple[Checkpoint, TrainConfig]:
         raise CheckpointError(f"{path}: does not exist; needs a run folder or a checkpoint of `ottava train`")
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{folder}: has no config.yaml, so its model cannot be rebuilt here: it is no run of `ottava train`. In "
-            "your own code call ottava.debug.remedy.bisect.bisect(model, batch, loss)"
+            f"{folder}: has no config.yaml, so it is no run of `ottava train`. In your "
+            "own code call ottava.debug.bisect(model, batch, loss)"
         )
     chosen = path
     if not path.is_file():
@@ -98,10 +99,10 @@ def _opened(path: Path) -> tuple[Checkpoint, TrainConfig]:
     return read_checkpoint(chosen), load_config(folder / "config.yaml")
 
 
-def _replayed(
+def _load(
     checkpoint: Checkpoint, config: TrainConfig, step: int | None, dumped: Path | None
 ) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any, dict[str, Tensor], int]:
-    """The model of a checkpoint, its loss, a batch, random states to start from, and the step of the batch."""
+    """The model of a checkpoint, its loss, a batch, the random states at the start, and the step of the batch."""
     import torch
 
     from ottava.debug.watch.dumps import BatchDump, DumpError, read_dump
@@ -114,7 +115,9 @@ def _replayed(
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(here if config.device == "auto" else config.device)
     if device.type == "cuda" and here == "cpu":
-        typer.echo(f"the run was on {device}, which is not here: replayed on the CPU, GEMMs emulated", err=True)
+        typer.echo(
+            f"the run was on {device}; this machine has no GPU, so the CPU replays it with emulated GEMMs", err=True
+        )
         device = torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
@@ -128,10 +131,10 @@ def _replayed(
     states = {n.removeprefix("random."): t for n, t in checkpoint.tensors.items() if n == "random.cpu"}
     position = checkpoint.step + 1 if step is None else step
     if dumped is not None:
-        read = read_dump(dumped)
-        if not isinstance(read, BatchDump):
+        dump = read_dump(dumped)
+        if not isinstance(dump, BatchDump):
             raise DumpError(f"{dumped}: is a dump of a tensor, not of a batch")
-        data, position = read.batch, read.step
+        data, position = dump.batch, dump.step
     else:
         if position < 1:
             raise ValueError(f"--step {position}: steps are counted from 1")
@@ -150,15 +153,13 @@ def _replayed(
 
 
 def _operands(path: Path, *, as_json: bool) -> int:
-    """Takes dumped operands of GEMMs apart."""
+    """Takes the GEMMs of a dump apart, operand by operand."""
     from ottava.debug.remedy.probe import probe_gemms
     from ottava.debug.watch.dumps import DumpError, GemmDump, read_dump
 
     dump = read_dump(path)
     if not isinstance(dump, GemmDump):
-        raise DumpError(
-            f"{path}: is not a dump of GEMM operands; those of a layer's x, w and dy are (Dumper.dump_gemms)"
-        )
+        raise DumpError(f"{path}: is not a dump of GEMM operands; dump a layer's x, w and dy with Dumper.dump_gemms")
     probes = probe_gemms(dump, dump.recipe)
     facts = {"schema_version": SCHEMA_VERSION, "layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
     facts |= {"gemms": [probe.to_dict() for probe in probes]}
@@ -175,6 +176,6 @@ def _table(dump: GemmDump, probes: list[Any]) -> str:
     if probes and all(p.emulated for p in probes):
         lines += [
             "",
-            "native GEMMs are emulated here, with fp32 sums: nothing is said about a tensor core's accumulator",
+            "native GEMMs are emulated here, with fp32 sums: they say nothing about a tensor core's accumulator",
         ]
     return "\n".join(lines)

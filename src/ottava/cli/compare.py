@@ -1,4 +1,4 @@
-"""`ottava compare`: a good run beside a bad one."""
+"""`ottava compare`: compares a good run with a bad one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 def compare(
     good: Annotated[Path, typer.Argument(metavar="GOOD", help="Folder of the run that went well.")],
-    bad: Annotated[Path, typer.Argument(metavar="BAD", help="Folder of the run that did not.")],
+    bad: Annotated[Path, typer.Argument(metavar="BAD", help="Folder of the run that went wrong.")],
     align: Annotated[str, typer.Option("--align", metavar="AXIS", help="Pair looks by step, or by tokens.")] = "step",
     control: Annotated[
         list[Path] | None,
@@ -28,10 +28,10 @@ def compare(
 ) -> int:
     """Compare a good run with a bad one: settings first, then which tensor left the good run's band, and when.
 
-    The table is ranked by bits lost per element: 6 dB of SQNR are one bit, an element that was flushed or clipped lost
-    all of its bits, and eight octaves of growth count as one.
+    The table is ranked by bits lost per element. 6 dB of SQNR are one bit. An element that the cast flushed or clipped
+    lost all of its bits. Eight octaves of growth count as one bit.
 
-    A statistic's band is where the good run itself moves around that step; --control widens it.
+    The band of a statistic is the range of the good run around that step; --control widens it.
 
     Exit code 1 if the loss or a tensor of the bad run left the band of the good one.
     """

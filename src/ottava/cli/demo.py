@@ -1,4 +1,4 @@
-"""`ottava demo`: BF16 and FP8 side by side on real text, with a verdict and a report."""
+"""`ottava demo`: trains BF16 and FP8 side by side on real text, with a verdict and a report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", help="BF16 runs, whose spread is the noise; default 3.")
+        int | None, typer.Option("--seeds", help="BF16 runs; their spread is the noise; default 3.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -38,17 +38,18 @@ def demo(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the trainer.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Default runs/demo.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished demo in its folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the unfinished demo in DIR.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard an unfinished demo and start over.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost anything.
+    """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
 
     Writes report.html (one file, works offline), loss.svg and summary.json into the run folder. Ctrl-C and SIGTERM save
-    everything; the same command then goes on where it stopped.
+    the demo; the same command continues it.
 
-    Exit code 0, or 1 if a recipe diverged or ended clearly above BF16: farther than two BF16 runs that differ by seed
-    alone come apart 95 times in 100, judged from the BF16 seeds (Student's t). With one seed only divergence counts.
+    Exit code 0, or 1 if a recipe diverged or ended clearly above BF16. Clearly means farther than 95 of 100 pairs of
+    BF16 runs with different seeds lie apart, estimated from the BF16 seeds (Student's t). With one seed only divergence
+    counts.
     """
     from rich.console import Console
 
@@ -80,20 +81,20 @@ def demo(
 
 @contextmanager
 def _only_warnings() -> Iterator[None]:
-    """Without the trainers' log lines about checkpoints: five runs at a time, they would bury the table."""
+    """Hides the trainers' log lines about checkpoints: those of five runs would bury the table."""
     logger = logging.getLogger("ottava.train")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 def _given(
     recipes: str | None, steps: int | None, seeds: int | None, data: Path | None, settings: list[str] | None
 ) -> dict[str, Any]:
-    """The options that were given, as fields of `DemoSettings`."""
+    """The options on the command line, as fields of `DemoSettings`."""
     from ottava.recipe import RECIPES
 
     names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
@@ -110,7 +111,7 @@ def _given(
 
 
 def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
-    """What is about to run."""
+    """Prints the size, the data and the recipes of the demo."""
     from rich.markup import escape
 
     settings = folder.settings
@@ -123,7 +124,7 @@ def _introduce(console: Console, folder: DemoFolder, demo: Demo) -> None:
 
 
 def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
-    """Results, verdicts, and where to look further."""
+    """Prints results, verdicts and the path of the report."""
     console.print("\nValidation loss in nats per byte", highlight=False)
     console.print(_results_table(result))
     for verdict in result.news:

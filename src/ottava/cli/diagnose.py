@@ -1,4 +1,4 @@
-"""`ottava diagnose`: what is wrong with a run, why, and what to do."""
+"""`ottava diagnose`: symptoms of a run, their causes and their remedies."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def diagnose(
         typer.Option(
             "--answer",
             metavar="NAME=CHOICE",
-            help="Answer to what no run folder knows; repeatable; --questions lists them.",
+            help="Answer a question that no run folder can; repeatable; --questions lists them.",
         ),
     ] = None,
-    ask: Annotated[bool, typer.Option("--ask", help="Be asked these questions, one by one.")] = False,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask me these questions, one by one.")] = False,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions and exit.")] = False,
     framework: Annotated[
-        str, typer.Option("--for", metavar="NAME", help="Whose patches to print: ottava, megatron, te, torchao.")
+        str, typer.Option("--for", metavar="NAME", help="Print patches for ottava, megatron, te or torchao.")
     ] = ("ottava"),
     fail_on: Annotated[
-        str, typer.Option("--fail-on", metavar="NAME", help="Exit 1 from which severity on: critical, warning, never.")
+        str, typer.Option("--fail-on", metavar="NAME", help="Exit 1 from this severity on: critical, warning, never.")
     ] = "critical",
     every: Annotated[bool, typer.Option("--all", help="Name each rule that could not be tested.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Explain a run: symptoms, causes, remedies in order of cost, each with the numbers behind it.
+    """Explain a run: symptoms, causes, and remedies in order of cost, each with its numbers.
 
-    Rules are asked in this order: software bugs, configuration, numerics. Where none fires, the answer is "no FP8
-    evidence found" with the share of layers that was seen. Rules that could not be asked are counted by what they
-    need; --all lists them.
+    Rules are tested in this order: software bugs, configuration, numerics. If no rule fires, the answer is "no FP8
+    evidence found" with the share of layers that the watch saw. A rule may lack data: the last lines count such rules
+    by what they need, and --all lists them.
 
     Exit code 1 if a finding is at least as severe as --fail-on.
     """
@@ -60,9 +60,9 @@ def diagnose(
     from ottava.debug.run.reader import Run
     from ottava.errors import unknown_name
 
-    for option, value, known in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, _FRAMEWORKS)):
-        if value not in known:
-            raise ValueError(unknown_name(f"value of {option}", value, known))
+    for option, value, choices in (("--fail-on", fail_on, _SEVERITIES), ("--for", framework, _FRAMEWORKS)):
+        if value not in choices:
+            raise ValueError(unknown_name(f"value of {option}", value, choices))
     book = load_rules(rules)
     if questions:
         for question in book.questions.values():
@@ -89,31 +89,31 @@ def _answers(given: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str, str]) -> dict[str, str]:
-    """Asks along the triage tree until it asks nothing new; Enter leaves a question open."""
+    """Asks the questions of the triage tree until it has no new one. Enter leaves a question open."""
     from ottava.debug.analysis.diagnose import diagnose as explain
 
     asked: set[str] = set(answers)
     while True:
-        open_ones = [
+        unanswered = [
             step["ask"]
             for step in explain(run, baseline=baseline, rules=book, answers=answers).questions
             if step["ask"] is not None and step["ask"] not in asked
         ]
-        if not open_ones:
+        if not unanswered:
             return answers
-        name = open_ones[0]
+        name = unanswered[0]
         asked.add(name)
         question = book.questions[name]
-        said = typer.prompt(f"{question.ask} [{'/'.join(question.choices)}, Enter: not known]", default="", err=True)
-        if said.strip():
-            answers = {**answers, name: said.strip()}
+        reply = typer.prompt(f"{question.ask} [{'/'.join(question.choices)}, Enter: not known]", default="", err=True)
+        if reply.strip():
+            answers = {**answers, name: reply.strip()}
             book.check_answers(answers)
 
 
 def _text(result: Diagnosis, framework: str, every: bool) -> str:
-    known = result.coverage_pct == result.coverage_pct  # not NaN
-    seen = f" Coverage {result.coverage_pct:.0f} %." if known else " Coverage is not known."
-    lines = [result.sentence + (seen if result.findings else "")]
+    measured = result.coverage_pct == result.coverage_pct  # not NaN
+    coverage = f" Coverage {result.coverage_pct:.0f} %." if measured else " Coverage is not known."
+    lines = [result.sentence + (coverage if result.findings else "")]
     for number, finding in enumerate(result.findings, 1):
         lines += ["", *_finding(number, finding, framework)]
     lines += ["", "Triage"]
@@ -123,21 +123,21 @@ def _text(result: Diagnosis, framework: str, every: bool) -> str:
         lines.append(f"  {step['id']:4} {step['question']} {step['answer']}{needs}{say}")
     if result.untested:
         lines += ["", f"Not tested: {len(result.untested)} rules" + ("" if every else " (--all lists them)")]
-        lines += _each(result) if every else _wants(result)
+        lines += _list_untested(result) if every else _count_needs(result)
     return "\n".join(lines)
 
 
-def _each(result: Diagnosis) -> list[str]:
+def _list_untested(result: Diagnosis) -> list[str]:
     return [f"  {rule['id']:4} {rule['title']}: needs {rule['needs']}" for rule in result.untested]
 
 
-def _wants(result: Diagnosis) -> list[str]:
-    """What would let rules be tested, the need that stops most of them first."""
-    wants: Counter[str] = Counter()
+def _count_needs(result: Diagnosis) -> list[str]:
+    """The needs of rules that could not be tested, the most frequent first."""
+    counts: Counter[str] = Counter()
     for rule in result.untested:
         needs = rule["needs"].split("; ")
-        wants.update({"an answer (--ask asks for it)" if need.startswith("an answer to") else need for need in needs})
-    return [f"  {count:4} for want of {need}" for need, count in wants.most_common()]
+        counts.update({"an answer (--ask asks for it)" if need.startswith("an answer to") else need for need in needs})
+    return [f"  {count:4} for want of {need}" for need, count in counts.most_common()]
 
 
 def _finding(number: int, finding: Finding, framework: str) -> list[str]:
@@ -147,12 +147,12 @@ def _finding(number: int, finding: Finding, framework: str) -> list[str]:
     lines = [
         f"{number}. {finding.severity} {finding.id}  {finding.title}  (confidence {finding.confidence:.0%}{steps})"
     ]
-    for seen in finding.evidence:
-        where = f"{seen.layer}.{symbol(seen.tensor)}  " if seen.layer else ""
-        value, limit = (f"{v:.4g}" if isinstance(v, float) else v for v in (seen.value, seen.threshold))
-        unit = f" {seen.unit}" if seen.unit else ""
-        at = "" if seen.step is None else f", step {seen.step}"
-        lines.append(f"     {where}{seen.metric} {value}{unit} (limit {limit}{at})")
+    for proof in finding.evidence:
+        where = f"{proof.layer}.{symbol(proof.tensor)}  " if proof.layer else ""
+        value, limit = (f"{v:.4g}" if isinstance(v, float) else v for v in (proof.value, proof.threshold))
+        unit = f" {proof.unit}" if proof.unit else ""
+        at = "" if proof.step is None else f", step {proof.step}"
+        lines.append(f"     {where}{proof.metric} {value}{unit} (limit {limit}{at})")
     if len(finding.layers) > 1:
         lines.append(f"   in {len(finding.layers)} layers")
     lines.append(f"   cause: {finding.cause}")

@@ -1,4 +1,4 @@
-"""`ottava doctor`: what runs on this machine, whether it computes what it should, and what is lost."""
+"""`ottava doctor`: names the kernels of this machine, tests them, and lists what is missing."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ottava.text import columns, to_json
 SCHEMA_VERSION = 1
 WRONG, MISSING = 1, 3
 SIZE = 128
-"""Of the matrices that are tried: every kernel takes them."""
+"""Of the test matrices; every kernel takes this size."""
 TOLERANCE = 2.0**-8
-"""Twice what one rounding to BF16 can do, which each kernel makes; operands that are wrong in one code of a hundred are
-off by more."""
+"""Twice the largest error of one rounding to BF16, which each kernel makes. One wrong operand code in a hundred gives a
+larger error."""
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Say what this machine has, which kernels each recipe would run on it, and whether they compute what they should.
+    """Show this machine, the kernels that each recipe runs on it, and whether the kernels compute right.
 
-    Every GEMM of every recipe is tried on random numbers: the codes of its operands must be those of the reference, bit
-    by bit, and the product that of the codes.
+    Doctor runs every GEMM of every recipe on random numbers. The codes of the operands must be those of the reference,
+    bit by bit, and the product must be that of the codes.
 
-    Builds the native kernels if that has not happened yet, which takes seconds once, and measures which way to multiply
-    is the fastest on this CPU. OTTAVA_NATIVE=0 switches them off, OTTAVA_CACHE says where they and what was measured
-    are kept, CXX which compiler makes them.
+    It builds the native kernels if they are not built yet, which takes seconds once. It also measures which GEMM kernel
+    is the fastest on this CPU. OTTAVA_NATIVE=0 switches native kernels off, OTTAVA_CACHE names the folder for kernels
+    and measurements, CXX names the compiler.
 
-    Exit code 1 if a recipe computes something else, 3 if something is missing that makes ottava slower than it could be
-    here, such as a C++ compiler.
+    Exit code 1 if a recipe computes wrong results, 3 if something is missing that would make ottava faster, such as a
+    C++ compiler.
     """
-    found = examine()
-    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **found}) if as_json else report(found))
-    wrong = any(row["check"] != "ok" for row in found["recipes"])
-    return WRONG if wrong else MISSING if found["lost"] else 0
+    result = examine()
+    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **result}) if as_json else report(result))
+    wrong = any(row["check"] != "ok" for row in result["recipes"])
+    return WRONG if wrong else MISSING if result["lost"] else 0
 
 
 def examine() -> dict[str, Any]:
-    """Device, versions, libraries, every recipe's kernels and their test, traps, and what is lost; plain values."""
+    """Device, versions, libraries, the kernels of every recipe with their test, traps and losses, as plain values."""
     import torch
 
     import ottava
@@ -80,7 +80,7 @@ def examine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What traps depend on."""
+    """The facts of a machine that traps depend on."""
 
     capability: tuple[int, int] | None
     """Of the GPU; None without one."""
@@ -95,7 +95,7 @@ class Facts:
 
 
 def facts() -> Facts:
-    """Those of this machine."""
+    """The facts of this machine."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -109,41 +109,45 @@ def facts() -> Facts:
 
 
 def traps(here: Facts) -> list[str]:
-    """What makes FP8 slower than it should be, and is not seen in a receipt.
+    """Settings that slow FP8 down and that no receipt shows.
 
     Example:
         >>> [trap.split(":")[0] for trap in traps(Facts((9, 0), (12, 8), 91000, True, "high"))]
         ['float32 inputs', 'attention', 'blocks of 128']
     """
-    found = [
-        "float32 inputs: casts read twice the bytes and all that is no GEMM stays in float32, which can be slower than "
-        "BF16 (TransformerEngine #1119). Use model.bfloat16(), or torch.autocast(device_type, torch.bfloat16)"
+    warnings = [
+        "float32 inputs: casts read twice the bytes, and every other operation stays in float32, which can be slower "
+        "than BF16 (TransformerEngine #1119). Use model.bfloat16(), or torch.autocast(device_type, torch.bfloat16)"
     ]
     if here.capability is None:
-        return found
+        return warnings
     sm = f"sm_{here.capability[0]}{here.capability[1]}"
     if here.capability < (8, 9):
-        found.append(f"tensor cores: {sm} has none for FP8; every recipe is emulated in BF16, and none is faster")
+        warnings.append(
+            f"tensor cores: {sm} has none for FP8; BF16 emulates every recipe, and no recipe is faster than BF16"
+        )
     if here.capability >= (9, 0) and not (here.cudnn_attention and here.cudnn > 91500):
         why = f"cuDNN {here.cudnn // 10000}.{here.cudnn // 100 % 100}" if here.cudnn_attention else "switched off"
-        found.append(
+        warnings.append(
             f"attention: torch does not choose cuDNN's ({why}; it does after 9.15), and FlashAttention-2 takes 1.7 to "
             "2.3 times as long on Hopper. Put torch.nn.attention.sdpa_kernel([SDPBackend.CUDNN_ATTENTION, "
             "SDPBackend.FLASH_ATTENTION], set_priority=True) around the forward"
         )
     if here.capability[0] == 9 and here.cuda < (12, 9):
         version = ".".join(map(str, here.cuda))
-        found.append(f"blocks of 128: this torch is built for CUDA {version}; their GEMMs need 12.9 and run in BF16")
-    if here.matmul_precision == "highest":
-        found.append(
-            "float32 GEMMs: precision is 'highest', so that layers left in float32 use no tensor cores; "
-            "torch.set_float32_matmul_precision('high') lets them"
+        warnings.append(
+            f"blocks of 128: this torch is built for CUDA {version}; GEMMs of such blocks need 12.9 and run in BF16"
         )
-    return found
+    if here.matmul_precision == "highest":
+        warnings.append(
+            "float32 GEMMs: precision is 'highest', so float32 layers use no tensor cores; "
+            "torch.set_float32_matmul_precision('high') turns tensor cores on"
+        )
+    return warnings
 
 
 def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
-    """One row a quantized GEMM: the kernels of a matrix that fits all of them, and whether they compute it."""
+    """One row per quantized GEMM: its kernels for a matrix that fits all kernels, and the check of their result."""
     import torch
 
     from ottava.casts import explain_quantize, quantize
@@ -165,14 +169,14 @@ def _kernels(recipe: Any, device: str) -> list[dict[str, str]]:
 
 
 def _check(cells: Any, tensors: Any, operands: Any) -> str:
-    """ "ok", or what is wrong with the casts of these tensors or with the product of their codes."""
+    """ "ok", or the error in the casts of these tensors or in the product of their codes."""
     import torch
 
     from ottava.kernels import reference
     from ottava.ops import gemm
 
     for side, x, got in zip(("left", "right"), tensors, operands, strict=True):
-        if got.spec.rounding == "stochastic":  # other codes each time
+        if got.spec.rounding == "stochastic":  # draws other codes each time
             continue
         truth = reference.quantize(x.cpu(), got.spec)
         codes = (got.data.cpu().contiguous().view(torch.uint8), truth.data.contiguous().view(torch.uint8))
@@ -192,30 +196,30 @@ def _check(cells: Any, tensors: Any, operands: Any) -> str:
 
 
 def _runs(explanation: str) -> str:
-    """The name of the kernel that an explanation ends on."""
+    """The kernel at the end of an explanation."""
     return next(line.removesuffix(": runs") for line in explanation.splitlines() if line.endswith(": runs"))
 
 
-def report(found: dict[str, Any]) -> str:
-    """The same for people."""
+def report(result: dict[str, Any]) -> str:
+    """The result of `examine` as text."""
     lines = [
-        f"ottava {found['ottava']}, torch {found['torch']}, Python {found['python']}",
-        f"device    {found['device']}, {found['threads']} threads",
-        f"compiler  {found['compiler'] or 'none'}",
-        f"cache     {found['cache'] or 'none'}",
+        f"ottava {result['ottava']}, torch {result['torch']}, Python {result['python']}",
+        f"device    {result['device']}, {result['threads']} threads",
+        f"compiler  {result['compiler'] or 'none'}",
+        f"cache     {result['cache'] or 'none'}",
     ]
-    lines += [f"native    {one['name']}: {one['reason'] or 'built'}" for one in found["libraries"]]
-    lines += [f"measured  {what}: {ranking}" for what, ranking in found["measured"].items()]
+    lines += [f"native    {library['name']}: {library['reason'] or 'built'}" for library in result["libraries"]]
+    lines += [f"measured  {what}: {ranking}" for what, ranking in result["measured"].items()]
     header = ("recipe", "gemm", "operands", "quantize", "kernel", "check")
-    lines += ["", *columns(header, *([row[key] for key in header] for row in found["recipes"])), ""]
-    wrong = [f"  {row['recipe']}.{row['gemm']}: {row['check']}" for row in found["recipes"] if row["check"] != "ok"]
+    lines += ["", *columns(header, *([row[key] for key in header] for row in result["recipes"])), ""]
+    wrong = [f"  {row['recipe']}.{row['gemm']}: {row['check']}" for row in result["recipes"] if row["check"] != "ok"]
     if wrong:
-        lines += ["What is wrong:", *wrong]
-        lines.append("Do not train with these recipes here; please report it with the output of this command.")
-    lines += ["Traps:", *(f"  {line}" for line in found["traps"]), ""]
-    if found["lost"]:
-        lines += ["What is lost:", *(f"  {line}" for line in found["lost"])]
-        lines.append("Everything works without; casts, GEMMs and statistics on the CPU take several times as long.")
+        lines += ["Wrong results:", *wrong]
+        lines.append("Do not train with these recipes on this machine. Please report the output of this command.")
+    lines += ["Traps:", *(f"  {line}" for line in result["traps"]), ""]
+    if result["lost"]:
+        lines += ["Missing:", *(f"  {line}" for line in result["lost"])]
+        lines.append("Ottava works without it, but casts, GEMMs and statistics on the CPU take several times as long.")
     else:
         lines.append("Nothing is missing.")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""`ottava formats`: every number format, its derived numbers, and what each of its codes stands for.
+"""`ottava formats`: every number format, its derived numbers, and the value of each code.
 
-Nothing here is written down twice: all numbers come from `ottava.formats`, all values of codes from the definition in
-`ottava.rounding`. A row of the grid is what the upper bits of a code say, a column the lowest bits.
+All numbers come from `ottava.formats`, and the values of codes from the definition in `ottava.rounding`. The upper bits
+of a code choose the row of the grid, the lowest bits the column.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MAX_COLUMN_BITS = 3
 _PIPE_WIDTH, _GAP = 120, 2
 _OVERVIEW_NOTES = (
     "s|e|m: bits of sign, exponent and mantissa. eps: from 1 to the next number. range: octaves, smallest to largest.",
-    "ottava formats NAME shows one format and what each of its codes stands for.",
+    "ottava formats NAME shows one format and the value of each code.",
 )
 
 
 class Code(NamedTuple):
-    """One code of a format and what it stands for."""
+    """One code of a format and its value."""
 
     code: int
     sign: int
@@ -47,12 +47,12 @@ def formats(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A format such as E4M3: its numbers and codes.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, values in full.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with values in full.")] = False,
     all_codes: Annotated[bool, typer.Option("--all", help="List the codes of a 16-bit format too.")] = False,
 ) -> int:
     """Show the number formats: range, precision, and the value of every code.
 
-    Without NAME, all of them in one table. Exit code 2 for an unknown name.
+    Without NAME, one table shows all formats. Exit code 2 for an unknown name.
     """
     from rich.console import Console
 
@@ -70,11 +70,11 @@ def formats(
         typer.echo(to_json({"schema_version": SCHEMA_VERSION, "formats": described}))
         return 0
     console = Console()
-    if not console.is_terminal:  # a pipe has no width; 80 would fold the tables
+    if not console.is_terminal:  # a pipe has no width, and 80 would fold the tables
         console = Console(width=_PIPE_WIDTH)
     if chosen is None:
-        known = list(FORMATS.values())
-        console.print(_widest(console, (_overview(known, storage=True), _overview(known, storage=False))))
+        every = list(FORMATS.values())
+        console.print(_widest(console, (_overview(every, storage=True), _overview(every, storage=False))))
         console.print()
         for note in _OVERVIEW_NOTES:
             console.print(note, style="dim", highlight=False, soft_wrap=True)
@@ -87,7 +87,7 @@ def list_codes(fmt: Format) -> list[Code]:
     """Every code of a format of at most 16 bits, in order.
 
     Raises:
-        ValueError: more bits.
+        ValueError: the format has more bits.
 
     Example:
         >>> from ottava.formats import E2M1
@@ -130,7 +130,7 @@ def _describe(fmt: Format) -> dict[str, Any]:
 
 
 def _code_as_json(code: Code, bits: int) -> dict[str, Any]:
-    """As JSON, which knows neither infinity nor NaN: `value` is null there, `kind` and `sign` tell."""
+    """A code as JSON. JSON has no infinity and no NaN: there `value` is null, and `kind` and `sign` say which."""
     finite = math.isfinite(code.value)
     return {"hex": _hex(code.code, bits)} | code._asdict() | {"value": code.value if finite else None}
 
@@ -140,7 +140,7 @@ def _hex(code: int, bits: int) -> str:
 
 
 def _number(value: float) -> str:
-    """Five digits, or the power of two that it is where that says more."""
+    """Five digits; a power of two for very large and very small numbers."""
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 and not 0.001 <= value < 1e6 else f"{value:.5g}"
 
@@ -157,7 +157,7 @@ def _table() -> Table:
 
 
 def _widest(console: Console, tables: Iterable[Table]) -> Table:
-    """The first of the tables, widest first, that fits the terminal unfolded; if none does the last, folded."""
+    """The first of the tables, widest first, that fits the terminal. If no table fits: the last one, folded."""
     for table in tables:
         # rich's own measure takes seconds for the 4,096 rows of a 16-bit format
         widths = [max(len(str(text)) for text in (column.header, *column.cells)) for column in table.columns]
@@ -166,8 +166,8 @@ def _widest(console: Console, tables: Iterable[Table]) -> Table:
     return table
 
 
-def _overview(known: list[Format], *, storage: bool) -> Table:
-    """One line a format, its torch type last."""
+def _overview(every: list[Format], *, storage: bool) -> Table:
+    """One line per format, with the torch type last."""
     from ottava.formats import dtype_name
 
     table = _table()
@@ -176,7 +176,7 @@ def _overview(known: list[Format], *, storage: bool) -> Table:
         table.add_column(heading, justify="right", overflow="fold")
     for heading in ("inf", "NaN", *(["held in"] if storage else [])):
         table.add_column(heading, overflow="fold")
-    for fmt in known:
+    for fmt in every:
         table.add_row(
             fmt.name,
             str(fmt.bits),
@@ -194,7 +194,7 @@ def _overview(known: list[Format], *, storage: bool) -> Table:
 
 
 def _show(console: Console, fmt: Format, codes: list[Code]) -> None:
-    """One format: what it is, then the grid of its codes."""
+    """Prints the facts of one format and the grid of its codes."""
     console.print(fmt.name, style="bold")
     for label, text in _facts(fmt):
         console.print(f"  {label:<13}{text}", highlight=False, soft_wrap=True)
@@ -232,7 +232,7 @@ def _facts(fmt: Format) -> list[tuple[str, str]]:
 
 
 def _recipes_with(fmt: Format) -> tuple[list[str], list[str]]:
-    """Names of the recipes that cast a tensor to the format, and of those whose scales are in it."""
+    """Recipes that cast a tensor to the format, and recipes that store scales in it."""
     from ottava.recipe import GEMMS, RECIPES
 
     specs = {
@@ -245,7 +245,7 @@ def _recipes_with(fmt: Format) -> tuple[list[str], list[str]]:
 
 
 def _grid(fmt: Format, codes: list[Code], column_bits: int) -> Table:
-    """A row for each pattern of the upper bits, a column for each of the lowest `column_bits`; the sign left out."""
+    """One row per pattern of the upper bits, one column per pattern of the lowest `column_bits`; no signs."""
     table = _table()
     for heading in ("code", "s|exp|man" if fmt.signed else "exp", "kind"):
         table.add_column(heading, overflow="fold")
@@ -261,7 +261,7 @@ def _grid(fmt: Format, codes: list[Code], column_bits: int) -> Table:
 
 
 def _bits(fmt: Format, code: Code, column_bits: int) -> str:
-    """The bits that a row shares, and a dot for each that its columns tell: s|0111|... of E4M3."""
+    """The bits that a row shares, and a dot for each bit of its columns: s|0111|... of E4M3."""
     bits = f"{code.exponent:0{fmt.exponent_bits}b}" + (
         f"{code.mantissa:0{fmt.mantissa_bits}b}" if fmt.mantissa_bits else ""
     )
@@ -277,9 +277,11 @@ def _cell(fmt: Format, code: Code) -> str:
 
 
 def _notes(fmt: Format) -> list[str]:
-    notes = ["The code of a value is that of its row plus the bits above its column."]
+    notes = ["The code of a value is the code of its row plus the bits above its column."]
     if fmt.signed:
-        notes.append(f"With the sign bit, code + {_hex(1 << (fmt.bits - 1), fmt.bits)}: the same with a minus, -0 too.")
+        notes.append(
+            f"The sign bit adds {_hex(1 << (fmt.bits - 1), fmt.bits)} to a code and a minus to its value, also to 0."
+        )
     if fmt.mantissa_bits:
-        notes.append("Values have five digits here; --json has all of them.")
+        notes.append("Values have five digits here; --json prints all digits.")
     return notes

@@ -1,4 +1,4 @@
-"""`ottava import`: a run that another tool watched, as a run folder."""
+"""`ottava import`: turns the record of another tool into a run folder."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ SCHEMA_VERSION = 1
 
 def import_run(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
-    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to make.")],
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write.")],
     kind: Annotated[
-        str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all that are there.")
+        str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all kinds in SOURCE.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="Recipe the run trained with, where the source does not say.")
+        str | None, typer.Option("--recipe", help="Recipe of the run, if SOURCE does not name it.")
     ] = None,
     tag: Annotated[
-        list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="What a scalar is: 'my loss=loss'.")
+        list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="Meaning of a scalar: 'my loss=loss'.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Read the statistics of another tool, so that compare, diagnose and report work on them.
 
-    Understands the logs and tensor dumps of TransformerEngine's debug features (nvdlfw_inspect), also as BioNeMo
-    arranges them, and TensorBoard files of TransformerEngine, torchao, Megatron and others. Nothing in a file is
-    executed.
+    Reads the logs and tensor dumps of TransformerEngine's debug features (nvdlfw_inspect), also in BioNeMo's layout,
+    and TensorBoard files of TransformerEngine, torchao, Megatron and others. No code of a file is executed.
 
     Exit code 0; 2 for an unknown kind, recipe or tag; 4 if nothing could be imported.
     """
@@ -66,7 +65,7 @@ def _text(facts: dict[str, object]) -> str:
     notes: list[str] = facts["notes"]  # type: ignore[assignment]
     lines = [
         f"{facts['run_dir']}: {facts['rows']:,} rows of {facts['layers']:,} layers at {facts['steps']:,} steps, "
-        f"{facts['losses']:,} of them with a loss or other number",
+        f"{facts['losses']:,} of them with a loss or another number",
         "read: " + ", ".join(f"{count} {name} file{'s' if count != 1 else ''}" for name, count in files.items()),
     ]
     if unknown:

@@ -1,4 +1,4 @@
-"""`ottava inspect`: what is in a file."""
+"""`ottava inspect`: shows the scaling state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SCHEMA_VERSION = 1
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or one of torch.save.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a file of torch.save.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Show the FP8 scaling state in a checkpoint, of ottava or TransformerEngine, and check it.
+    """Show the FP8 scaling state of ottava or TransformerEngine in a checkpoint, and check it.
 
-    Per tensor: how full its amax history is, the newest and the largest amax, the scale, and how that scale follows
-    from the history. Nothing in the file is executed; a pickle that wants to run something is refused.
+    For each tensor: how full the amax history is, the newest and the largest amax, the scale, and how the scale follows
+    from the history. No code of the file is executed; a pickle that would run code is refused.
 
     Exit code 0; 1 if a state contradicts itself; 4 if the file is damaged, refused or holds no scaling state.
     """
     from ottava.debug.state_file import read_scaling_state
 
-    found = read_scaling_state(file)
-    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **found.to_dict()}) if as_json else str(found))
-    return 1 if found.problems else 0
+    state = read_scaling_state(file)
+    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **state.to_dict()}) if as_json else str(state))
+    return 1 if state.problems else 0

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: long commands finish their step, save, and say how to go on."""
+"""Ctrl-C and SIGTERM as a request: a long command finishes its step, saves, and prints how to go on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], signal.Signals | None]]:
-    """Inside, the first Ctrl-C or SIGTERM does nothing but make the yielded function tell it; Ctrl-C then interrupts.
+    """Holds the first Ctrl-C or SIGTERM back: the yielded function returns it. The next Ctrl-C interrupts.
 
-    A second SIGTERM does nothing: schedulers send several, and kill what takes too long.
+    A second SIGTERM does nothing: schedulers send several, and kill a process that takes too long.
 
     Example:
         >>> with stop_on_interrupt() as stopping:
@@ -23,25 +23,25 @@ def stop_on_interrupt() -> Iterator[Callable[[], signal.Signals | None]]:
         ...     stopping().name
         'SIGINT'
     """
-    asked: signal.Signals | None = None
+    request: signal.Signals | None = None
 
     def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = asked or signal.Signals(number)
+        nonlocal request
+        request = request or signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: request
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def say_saved(stopped: signal.Signals | None, command: str) -> int:
-    """Says on stderr that everything is saved and which command goes on; returns the exit code for that signal.
+    """Prints on stderr that the run is saved and which command continues it. Returns the exit code of the signal.
 
-    0 for SIGTERM, by which a scheduler asks for just this; 130 for Ctrl-C.
+    0 for SIGTERM, because a scheduler asks for a save with it; 130 for Ctrl-C.
     """
     terminated = stopped == signal.SIGTERM
     typer.echo(f"{'terminated' if terminated else 'interrupted'} and saved; go on with: {command}", err=True)

@@ -1,4 +1,4 @@
-"""`ottava plan`: which layers of a model would gain, or what would have been better in a recorded run."""
+"""`ottava plan`: predicts which layers gain from FP8, or ranks amax histories for a recorded run."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ SCHEMA_VERSION = 1
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="llama-8b, llama-1b or MODULE:FUNCTION, which returns a model.")
+        str,
+        typer.Argument(
+            metavar="[MODEL]", help="llama-8b, llama-1b, or MODULE:FUNCTION of a function that returns a model."
+        ),
     ] = "",
-    tokens: Annotated[int, typer.Option("--tokens", help="Of MODEL: batch x sequence on one GPU.")] = 16384,
+    tokens: Annotated[int, typer.Option("--tokens", help="For MODEL: batch x sequence on one GPU.")] = 16384,
     recipe: Annotated[str, typer.Option("--recipe", help="For MODEL: the recipe to predict.")] = "tensorwise",
     device: Annotated[
         Path | None,
-        typer.Option("--device", metavar="JSON", help="For MODEL: what `ottava bench ceilings` measured."),
+        typer.Option("--device", metavar="JSON", help="For MODEL: the constants from `ottava bench ceilings`."),
     ] = None,
     history: Annotated[
-        Path | None, typer.Option("--history", metavar="RUN", help="Folder of a run whose recipe predicts scales.")
+        Path | None,
+        typer.Option("--history", metavar="RUN", help="Folder of a run with a recipe that predicts scales."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
 
-    With MODEL: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16 and why. The
-    constants are an H200's unless --device names a file of measured ones.
+    With MODEL: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16, and why. The
+    constants are those of an H200 unless --device names a file of measured constants.
 
-    With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. A setting
-    is better if fewer casts clip, and then if fewer bits are lost: octaves at the bottom of the format that the scale
-    leaves unused.
-    "guard fires": casts in which recipe guarded would have taken the current scale instead of the predicted one.
+    With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. The setting
+    with fewer clipped casts is better, and then the setting that loses fewer bits. Lost bits are octaves at the bottom
+    of the format that the scale leaves unused. "guard fires" counts the casts in which recipe guarded would have taken
+    the current scale instead of the predicted one.
 
     Exit code 4 if the run has no recording or it is damaged.
     """
     if bool(model) == bool(history):
-        raise ValueError("plan: give a MODEL, to predict its layers, or --history, to replay a run's amaxes")
+        raise ValueError("plan: give a MODEL to predict its layers, or --history to replay the amaxes of a run")
     if history is None:
         return _plan_model(model, tokens, recipe, device, as_json)
     return _plan_history(history, as_json)
@@ -55,7 +59,7 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
 
     from ottava.nn.plan import Device, plan_model
 
-    with torch.device("meta"):  # no memory for weights that nobody reads
+    with torch.device("meta"):  # the weights need no memory: only their shapes are read
         model = _build(name)
     result = plan_model(model, recipe, tokens=tokens, device=Device.read(device) if device else None)
     values = {"schema_version": SCHEMA_VERSION, "model": name, **result.to_dict()}
@@ -66,10 +70,10 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
 def _build(name: str) -> nn.Module:
     from torch import nn
 
-    # (hidden, feed-forward, width of the keys' and values' heads)
-    known = {"llama-8b": (4096, 14336, 1024), "llama-1b": (2048, 8192, 512)}
-    if name in known:
-        hidden, wide, kv = known[name]
+    # hidden size, feed-forward size, width of all key (or value) heads
+    sizes = {"llama-8b": (4096, 14336, 1024), "llama-1b": (2048, 8192, 512)}
+    if name in sizes:
+        hidden, wide, kv = sizes[name]
         return nn.ModuleDict(
             {
                 "attention": nn.ModuleDict(
@@ -80,14 +84,14 @@ def _build(name: str) -> nn.Module:
         )
     module, colon, function = name.partition(":")
     if not colon or not function:
-        raise ValueError(f"plan: unknown model {name!r}; needs one of {', '.join(known)} or MODULE:FUNCTION")
+        raise ValueError(f"plan: unknown model {name!r}; needs one of {', '.join(sizes)} or MODULE:FUNCTION")
     make = getattr(importlib.import_module(module), function, None)
     if not callable(make):
         raise ValueError(f"plan: {module} has no function {function!r}; needs one that returns a model")
-    built = make()
-    if not isinstance(built, nn.Module):
-        raise TypeError(f"plan: {name} returned {type(built).__name__}; needs a torch.nn.Module")
-    return built
+    model = make()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan: {name} returned {type(model).__name__}; needs a torch.nn.Module")
+    return model
 
 
 def _plan_history(history: Path, as_json: bool) -> int:

@@ -25,7 +25,7 @@ def report(
 ) -> int:
     """Write RUN/report.html: what is wrong, since when, in which tensor, and what to do.
 
-    The file needs no network and no server. Every picture in it also stands there as a table.
+    The file needs no network and no server. Every picture in it is also there as a table.
 
     Exit code 1 if the verdict is critical, 4 if RUN is not the folder of a watched run.
     """

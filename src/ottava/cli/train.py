@@ -1,4 +1,4 @@
-"""`ottava train`: one run from a config, resumable at any moment."""
+"""`ottava train`: trains one run from a config, and resumes it from any moment."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ _REDRAW_SECONDS = 0.25
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; what is left out keeps its default.")
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; a missing setting keeps its default.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: optimizer.eps=1e-6")
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/<CONFIG>.")
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="Run folder; default runs/<CONFIG>.")
     ] = None,
     init: Annotated[
         Path | None,
-        typer.Option("--init", metavar="RUN", help="Start from the weights of that run, or of one of its checkpoints."),
+        typer.Option("--init", metavar="RUN", help="Start from the weights of this run or checkpoint."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Put statistics of every cast into the run folder; --set watch.every=10")
+        bool, typer.Option("--watch", help="Record statistics of every cast in the run folder; --set watch.every=10")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and exit.")] = False,
 ) -> int:
     """Train a byte-level Llama on text under an FP8 recipe.
 
-    Every setting has a default: see them with --print-config. The run folder gets the settings, a line per step
-    (metrics.jsonl), checkpoints, and a receipt of what each GEMM really ran. A killed run goes on with --resume and
-    ends bit for bit where it would have ended; Ctrl-C and SIGTERM (which exits with 0) save first. --init goes on under
-    another recipe: the weights are taken over, and predicted scales calibrated on them. With --watch it can be asked
-    where FP8 hurt: `ottava diagnose RUN`, `ottava report RUN`.
+    Every setting has a default; --print-config shows them. The run folder holds the settings, a line per step
+    (metrics.jsonl), checkpoints, and a receipt of the kernel of each GEMM. --resume continues a killed run, which ends
+    with the same bits as an uninterrupted one. Ctrl-C and SIGTERM (exit code 0) save first. --init takes the weights of
+    another run, also under another recipe, and calibrates predicted scales on them. After --watch, `ottava diagnose
+    RUN` and `ottava report RUN` show where FP8 hurt.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.train import Trainer, load_config
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
-    # What was saved needs no CONFIG; if nothing was, load_config says so.
-    wanted = ["watch={}"] if watch else []
-    wanted += [f"init={json.dumps(str(init))}"] if init else []
-    wanted += settings or ()
-    resolved = load_config(folder / "config.yaml" if resume and config is None else config, wanted)
+    # --resume without CONFIG reads the saved settings; load_config reports a folder without them
+    overrides = ["watch={}"] if watch else []
+    overrides += [f"init={json.dumps(str(init))}"] if init else []
+    overrides += settings or ()
+    resolved = load_config(folder / "config.yaml" if resume and config is None else config, overrides)
     if print_config:
         values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
         typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
@@ -75,7 +75,7 @@ def train(
 
 
 def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], *, progress_on_stderr: bool) -> bool:
-    """Trains to the end, showing how it goes; False if `stopping` came first, and then a checkpoint has been saved."""
+    """Trains to the end and shows progress. If `stopping` comes first, saves a checkpoint and returns False."""
     from rich.console import Console
 
     from ottava.train.display import open_display
@@ -100,7 +100,7 @@ def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], 
 
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:
-    """The run as the display shows it."""
+    """The run, for the display."""
     from ottava.pages.charts import smooth
     from ottava.train.display import RunView
 
@@ -118,12 +118,12 @@ def _view(trainer: Trainer, config: TrainConfig) -> RunView:
 
 
 def _tokens_per_second(records: Sequence[StepRecord]) -> float | None:
-    """At the median step, so that one disturbed step changes nothing; None where no step was done."""
+    """The rate of the median step: one disturbed step changes nothing. None before the first step."""
     return records[-1].tokens / statistics.median(record.seconds for record in records) if records else None
 
 
 def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     last = trainer.history[-1] if trainer.history else None
     validation = [record.val_loss for record in trainer.history if record.val_loss is not None]
     return {
@@ -142,13 +142,13 @@ def _result(trainer: Trainer, config: TrainConfig, *, interrupted: bool) -> dict
 
 
 def _summary(trainer: Trainer, config: TrainConfig) -> str:
-    """The last lines a person sees."""
+    """The last lines on the terminal."""
     result = _result(trainer, config, interrupted=False)
     head = f"{result['recipe']}: {trainer.step} of {config.steps} steps"
     if trainer.diverged:
         return (
             f"{head}, then it diverged: the loss or gradient of step {trainer.step + 1} is not finite. That "
-            "update was not applied. Does recipe=bf16 do so too? Then it is not FP8; lower optimizer.learning_rate"
+            "update was not applied. If recipe=bf16 diverges too, FP8 is not the cause: lower optimizer.learning_rate"
         )
     parts = [head]
     if result["val_loss"] is not None:

@@ -1,4 +1,4 @@
-"""`ottava watch`: a training script, watched."""
+"""`ottava watch`: runs a training script and records its casts."""
 
 from __future__ import annotations
 
@@ -28,62 +28,69 @@ def watch(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE.yaml", help="Settings; options have the last word."),
+        typer.Option("--config", metavar="FILE.yaml", help="Settings; options overrule them."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from one full look, at all statistics, to the next [50].")
+        int | None, typer.Option(metavar="N", help="Steps between full looks, which take all statistics [50].")
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="R", help="Recipe to simulate in layers that are not ottava's; repeatable [tensorwise]."),
+        typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Only layers of such names, as '*.down_proj'; repeatable [*].")
+        list[str] | None,
+        typer.Option(metavar="P", help="Watch only layers with such names, e.g. '*.down_proj'; repeatable [*]."),
     ] = None,
     tensors: Annotated[
-        str | None, typer.Option(metavar="T", help="Which of X,W,dY,Y,dX,dW, with commas between [X,W,dY].")
+        str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
     ] = None,
     sample: Annotated[
         int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
     ] = None,
     detail: Annotated[
-        str | None, typer.Option(metavar="D", help="How much: numbers, exponents, blocks (for what-if) [blocks].")
+        str | None,
+        typer.Option(metavar="D", help="How much to record: numbers, exponents, blocks (for what-if) [blocks]."),
     ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="Compiled layers: warn that they go unseen, or look at them eager [warn]."),
+        typer.Option(
+            metavar="MODE",
+            help="Compiled layers: warn (they stay unseen), or eager (run watched steps uncompiled) [warn].",
+        ),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="mean of micro-batches, or sum where the loop divides them (HF) [mean]."),
+        typer.Option(metavar="HOW", help="mean of micro-batches, or sum if the loop divides their losses (HF) [mean]."),
     ] = None,
-    append: Annotated[bool, typer.Option("--append", help="Go on in a folder that holds a watched run.")] = False,
+    append: Annotated[bool, typer.Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int,
-        typer.Option(metavar="N", help="With --append: optimizer steps done so far; later ones are taken off record."),
+        typer.Option(
+            metavar="N", help="With --append: optimizer steps done so far; records of later steps are removed."
+        ),
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was watched as one JSON object, last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
     """Run a training script, unchanged, and record what FP8 does to its tensors.
 
     Example: ottava watch --every 20 --recipe blockwise --out runs/a -- train.py --lr 1e-3
 
-    Any PyTorch script will do: layers of ottava show the operands that their GEMMs get, all others what the recipe
-    would make of them. Training is bit for bit what it is unwatched. Under torchrun every rank writes its own files:
-    torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
+    Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; in all other layers it
+    simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every rank writes its
+    own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
 
-    Afterwards: ottava diagnose DIR says what is wrong, ottava report DIR shows it. The exit code is the script's.
+    Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
     from ottava.debug.watch import watch as start
     from ottava.debug.watch.launch import LaunchError, check_script
 
     check_script(command)
     if out is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LaunchError("watch: several processes write to one folder; say which, with --out DIR")
-    given = {
+        raise LaunchError("watch: several processes write to one folder; name it with --out DIR")
+    options = {
         "every": every,
         "recipes": recipe,
         "layers": layers,
@@ -94,19 +101,19 @@ def watch(
         "compiled": compiled,
         "loss": loss,
     }
-    settings = {name: value for name, value in given.items() if value not in (None, [])}
-    seen = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    _tell(seen, code := _run(seen, command), as_json=as_json)
+    settings = {name: value for name, value in options.items() if value not in (None, [])}
+    session = start(None, out or _folder(command), config, step=step, append=append, **settings)
+    _tell(session, code := _run(session, command), as_json=as_json)
     return code
 
 
-def _run(seen: Watch, command: list[str]) -> int:
-    """Runs the script to its end, and says what it died of as Python does; returns its exit code."""
+def _run(session: Watch, command: list[str]) -> int:
+    """Runs the script and returns its exit code. An exception of the script prints as Python prints it."""
     from ottava.debug.watch.launch import LaunchError, own_traceback, run_script
     from ottava.settings import ConfigError
 
     try:
-        with seen:
+        with session:
             try:
                 run_script(command)
             except SystemExit as end:
@@ -115,7 +122,7 @@ def _run(seen: Watch, command: list[str]) -> int:
     except (LaunchError, ConfigError):
         raise
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else _said(end.code)
+        return end.code if isinstance(end.code, int) else _print_exit(end.code)
     except (Exception, KeyboardInterrupt) as error:
         sys.excepthook(type(error), error.with_traceback(own_traceback(error)), error.__traceback__)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _FAILED
@@ -127,24 +134,24 @@ def _folder(command: list[str]) -> Path:
     return Path("runs") / f"watch-{script}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _said(message: object) -> int:
+def _print_exit(message: object) -> int:
     """sys.exit("text") prints the text and means 1."""
     print(message, file=sys.stderr)
     return _FAILED
 
 
-def _tell(seen: Watch, code: int, *, as_json: bool) -> None:
-    """What was watched: on stdout as JSON, or on stderr, out of the way of what the script prints."""
-    if seen.rank != 0:
+def _tell(session: Watch, code: int, *, as_json: bool) -> None:
+    """Prints the summary: JSON on stdout, or text on stderr, apart from the output of the script."""
+    if session.rank != 0:
         return
-    coverage = seen.writer.manifest["coverage"]
+    coverage = session.writer.manifest["coverage"]
     facts = {
         "schema_version": SCHEMA_VERSION,
-        "folder": str(seen.folder),
-        "steps": seen.steps_done,
+        "folder": str(session.folder),
+        "steps": session.steps_done,
         "layers": coverage["linear"],
         "layers_seen": coverage["seen"],
-        "overhead": seen.overhead,
+        "overhead": session.overhead,
         "script_exit_code": code,
     }
     if as_json:
@@ -152,12 +159,12 @@ def _tell(seen: Watch, code: int, *, as_json: bool) -> None:
         return
     typer.echo(
         f"ottava watch: {facts['steps']} steps, {facts['layers_seen']} of {facts['layers']} linear layers seen, "
-        f"{100 * seen.overhead:.1f}% of the time; {seen.folder}",
+        f"{100 * session.overhead:.1f}% of the time; {session.folder}",
         err=True,
     )
-    if not seen.steps_done:
+    if not session.steps_done:
         typer.echo(
-            "ottava watch: no step of a torch optimizer ended in this process, so nothing is on record. A script that "
-            "starts its own training processes (mp.spawn) is not followed into them: start it with torchrun",
+            "ottava watch: no torch optimizer finished a step in this process, so nothing is on record. The watch does "
+            "not follow a script into processes that it starts (mp.spawn): start it with torchrun",
             err=True,
         )

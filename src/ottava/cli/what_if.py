@@ -1,4 +1,4 @@
-"""`ottava what-if`: every recipe's underflow and error from what one run recorded."""
+"""`ottava what-if`: predicts underflow and error of every recipe from the record of one run."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def what_if(
     layers: Annotated[
         str | None,
         typer.Option(
-            "--layers", metavar="PATTERN", help="Only these layers, with the numbers of every tensor: *.down_proj"
+            "--layers", metavar="PATTERN", help="Only these layers, with numbers of every tensor: *.down_proj"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Predict what every recipe would have done to every tensor of a run, without running anything again.
+    """Predict the error of every recipe in every tensor of a run, without another run.
 
-    From the recorded histograms: underflow, SQNR, and element SQNR, in which every element counts the same, however
-    small. A recipe clears a layer if no recorded step of any of its tensors misses a floor: at most 1 % underflow, SQNR
-    of 25 dB in E4M3 and 20 in E5M2, element SQNR 5 dB below that. Then the cheapest recipe that clears, for each layer.
+    The recorded histograms give underflow, SQNR, and element SQNR, in which every element has the same weight. A recipe
+    clears a layer if no tensor misses a floor in a recorded step: at most 1 % underflow, SQNR of 25 dB in E4M3 and 20
+    in E5M2, element SQNR 5 dB below that. The last table names the cheapest recipe that clears each layer.
 
-    Exit code 0; 1 if some layer is cleared by no recipe; 2 for an unknown recipe or a pattern that matches nothing; 4
-    if the folder has no histograms.
+    Exit code 0; 1 if no recipe clears some layer; 2 for an unmisses recipe or a pattern that matches no layer; 4 if the
+    folder has no histograms.
     """
     from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
     from ottava.debug.recording import recorded
@@ -45,16 +45,16 @@ def what_if(
     from ottava.debug.run.schema import RunError
     from ottava.recipe import get_recipe
 
-    wanted = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
+    candidates = [get_recipe(name.strip()) for name in recipes.split(",")] if recipes else list(default_recipes())
     opened = Run.open(run)
     table = opened.table(phase=None)
     if layers is not None:
         names = {name for name in table["layer"] if fnmatchcase(name, layers)}
         if not names:
-            known = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
-            raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {known}, ...")
+            examples = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
+            raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {examples}, ...")
         table = table.where(layer=names)
-    predictions = predict(table, wanted, recording=recorded(run))
+    predictions = predict(table, candidates, recording=recorded(run))
     if not predictions:
         raise RunError(f"{run}: holds no histograms to predict from ({table.not_recorded() or 'of other layers only'})")
     best = cheapest(predictions)
@@ -63,7 +63,7 @@ def what_if(
         "run_dir": str(run),
         "recipes": summary(predictions),
         "cheapest": best,
-        "predictions": [one.to_dict() for one in predictions],
+        "predictions": [prediction.to_dict() for prediction in predictions],
     }
     typer.echo(to_json(values) if as_json else _text(run, predictions, best, detailed=layers is not None))
     return 1 if None in best.values() else 0
@@ -73,7 +73,7 @@ def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None],
     from ottava.debug.analysis.what_if import HIGH_PRECISION, summary
     from ottava.debug.run.schema import symbol
 
-    steps = max(one.steps for one in predictions)
+    steps = max(prediction.steps for prediction in predictions)
     lines = [f"{run}: {steps:,} recorded steps, {len(best)} layers; predicted from histograms", ""]
     head = f"{'underflow':>9}  {'SQNR':>7}  {'element':>7}"
     lines.append(f"{'recipe':18}  {'clears':>7}  {'worst tensor':22}  {head}")
@@ -81,7 +81,7 @@ def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None],
         share = f"{row['clears']}/{row['layers']}"
         numbers = _numbers(row["underflow_pct"], row["sqnr_db"], row["element_sqnr_db"])
         lines.append(f"{row['recipe']:18}  {share:>7}  {_short(row['worst'] or '-', 22):22}  {numbers}")
-    lines += ["(layers that it clears, of all; SQNR in dB; element: every element alike)"]
+    lines += ["(clears: of all layers; SQNR in dB; element: every element weighted alike)"]
     lines += ["", "cheapest recipe that clears the floors in every recorded step:"]
     groups: dict[str, list[str]] = {}
     for layer, name in best.items():
@@ -91,22 +91,21 @@ def _text(run: Path, predictions: list[Prediction], best: dict[str, str | None],
         lines.append(f"  {name}: {shown}")
     if detailed:
         lines += ["", f"{'layer':32}  {'tensor':6}  {'recipe':20}  {head}"]
-        rows = [one for one in predictions if one.spec != HIGH_PRECISION]
-        lines += [_row(one) for one in rows]
-    elif any(not one.clears for one in predictions):
-        lines += ["", "what is in the way (worst first):"]
-        known = sorted((p for p in predictions if not p.clears and p.steps), key=lambda p: p.element_sqnr_db)
-        lines += [f"  {p.layer} {symbol(p.tensor, p.direction)}  {p.recipe}: {p.why}" for p in known[:8]]
-        lines += [f"  ... {len(known) - 8} more; see --layers PATTERN or --json"] if len(known) > 8 else []
+        lines += [_row(prediction) for prediction in predictions if prediction.spec != HIGH_PRECISION]
+    elif any(not prediction.clears for prediction in predictions):
+        lines += ["", "floors missed (worst first):"]
+        misses = sorted((p for p in predictions if not p.clears and p.steps), key=lambda p: p.element_sqnr_db)
+        lines += [f"  {p.layer} {symbol(p.tensor, p.direction)}  {p.recipe}: {p.why}" for p in misses[:8]]
+        lines += [f"  ... {len(misses) - 8} more; see --layers PATTERN or --json"] if len(misses) > 8 else []
     return "\n".join(lines)
 
 
-def _row(one: Prediction) -> str:
+def _row(p: Prediction) -> str:
     from ottava.debug.run.schema import symbol
 
-    mark = "ok" if one.clears else one.why
-    numbers = _numbers(one.underflow_pct, one.sqnr_db, one.element_sqnr_db)
-    return f"{_short(one.layer, 32):32}  {symbol(one.tensor, one.direction):6}  {one.recipe:20}  {numbers}  {mark}"
+    mark = "ok" if p.clears else p.why
+    numbers = _numbers(p.underflow_pct, p.sqnr_db, p.element_sqnr_db)
+    return f"{_short(p.layer, 32):32}  {symbol(p.tensor, p.direction):6}  {p.recipe:20}  {numbers}  {mark}"
 
 
 def _numbers(underflow: float | None, *decibels: float | None) -> str:

@@ -1,1 +1,1 @@
-"""What every page of ottava is made of: its frame and looks, line charts, and what answers the pointer."""
+"""The parts that all pages of ottava share: frame, style, line charts and tooltips."""

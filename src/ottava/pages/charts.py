@@ -1,10 +1,10 @@
-"""Line charts as SVG text: for the report (inline, coloured by the page's CSS) and for a file that stands alone.
+"""Line charts as SVG text: inline in a report, with the colours of its CSS, or as a file of its own.
 
-A chart is data (`Chart`: lines, bands, axes); `render` turns it into one <svg> with nice ticks, a legend, a title and a
-description for screen readers, and the numbers as JSON for the report's tooltips. Colours are Okabe and Ito's, which
-colour-blind readers can tell apart, and every line also differs by dash and marker, so a black-and-white print works.
+A chart is data (`Chart`: lines, bands, axes). `render` turns it into one <svg> with nice ticks, a legend, a title and a
+description for screen readers. Tooltips read its numbers as JSON. Colour-blind readers can tell Okabe and Ito's colours
+apart. Lines also differ by dash and marker, so a black-and-white print works.
 
-Drawn on the server, because a report must open offline, in ten years, in any browser, and in a README.
+Python draws the charts: a report must open offline, in ten years, in any browser, and its picture in a README.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ottava.text import to_json
 
 Point = tuple[float, float]
 
-# Okabe and Ito, "Color Universal Design" (2008); yellow left out (unreadable on white). The first is for BF16.
+# Okabe and Ito, "Color Universal Design" (2008); without yellow (unreadable on white). The first is for BF16.
 LIGHT_PALETTE = ("#1f2328", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9")
 DARK_PALETTE = ("#e6edf3", "#4aa8e0", "#f08a4b", "#2fc79b", "#e3a3c6", "#e6b84d", "#8fd0f5")
 LIGHT: Mapping[str, str] = MappingProxyType(
@@ -28,7 +28,7 @@ LIGHT: Mapping[str, str] = MappingProxyType(
     | {"ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7eb", "paper": "#ffffff", "raised": "#f6f8fa"}
     | {"line": "#d1d9e0", "good": "#1a7f37", "warn": "#9a6700", "bad": "#cf222e", "heat": "213, 94, 0"}
 )
-"""Every colour that pages share; of a curve: s0, s1, ..."""
+"""Every colour that pages share; curves have s0, s1, ..."""
 DARK: Mapping[str, str] = MappingProxyType(
     {f"s{i}": color for i, color in enumerate(DARK_PALETTE)}
     | {"ink": "#e6edf3", "muted": "#9198a1", "grid": "#262c36", "paper": "#0d1117", "raised": "#151b23"}
@@ -37,12 +37,12 @@ DARK: Mapping[str, str] = MappingProxyType(
 _DASHES = ("", "", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
 _MARKERS = ("circle", "square", "triangle", "diamond")
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 14, 30, 40
-_MAX_POINTS = 240  # more than the pixels can show, and the report stays small
+_MAX_POINTS = 240  # more than the pixels can show; more points would only make the report larger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A named series. `style` numbers its colour, dash and marker; equal numbers look alike in every chart."""
+    """A named series. `style` is the number of its colour, dash and marker, and means the same in every chart."""
 
     name: str
     points: Sequence[Point]
@@ -50,7 +50,7 @@ class Line:
     markers: bool = False
     """Draw a marker at every point (measured values) instead of a plain line (a smoothed curve)."""
     faint: bool = False
-    """A thin line in the background; stays out of the legend."""
+    """A thin line in the background, without a legend entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Everything a picture says. A range of None comes from the data; points outside a given one are clipped."""
+    """The data of a chart. A range of None comes from the data; a given range clips points outside."""
 
     title: str
     description: str
@@ -113,27 +113,27 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
         raise ValueError(f"nice_ticks: needs finite low < high, got {low} and {high}")
     power = 10.0 ** math.floor(math.log10((high - low) / count))
     step = next((m * power for m in (1, 2, 5) if (high - low) / (m * power) <= count), 10 * power)
-    # Multiples, not a running sum: 0.1 + 0.1 + 0.1 would print as 0.30000000000000004.
+    # multiples, not a running sum: 0.1 + 0.1 + 0.1 prints as 0.30000000000000004
     return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def css_variables(colors: Mapping[str, str]) -> str:
-    """CSS variables --s0, --ink, ... that charts and pages are coloured with."""
+    """The colours as CSS variables --s0, --ink, ..."""
     return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
 def color(style: int) -> str:
-    """The colour of a style, as CSS has it: s0 is kept for BF16, the others take turns."""
+    """The CSS colour of a style: s0 is for BF16, other styles take turns."""
     return f"var(--s{0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)})"
 
 
 def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
-    """One inline <svg>; the page defines the colours of `LIGHT` and has chart.css.
+    """One inline <svg>. The page must define the colours of `LIGHT` and include chart.css.
 
     Args:
-        chart: what to draw. Points that are not finite leave a gap.
-        chart_id: unique in the page; a letter first.
-        tooltips: add the measured points as JSON in `data-chart`, for a script that answers the pointer.
+        chart: the data. Points that are not finite leave a gap.
+        chart_id: unique in the page; begins with a letter.
+        tooltips: add the measured points as JSON in `data-chart`, for draw.js.
     """
     frame = _Frame.of(chart)
     title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
@@ -158,7 +158,7 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
 
 
 def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) -> str:
-    """Charts side by side as one SVG file with its own background, fit for a README in a light or a dark page."""
+    """Charts side by side in one SVG file. It has its own background, for READMEs on light and dark pages."""
     width = sum(chart.width for chart in charts) + 24 * (len(charts) + 1)
     bottom = max(chart.height for chart in charts) + 62
     height = bottom + 22 * len(captions) + 14
@@ -214,13 +214,13 @@ class _Frame:
 
     def y(self, value: float) -> float:
         low, high = self.y_range
-        # A huge value is clipped anyway; keep its coordinate within what renderers can parse.
+        # the chart clips huge values; renderers cannot parse their coordinates
         return round(max(-1e4, min(1e4, self.bottom - (value - low) / (high - low) * (self.bottom - self.top))), 1)
 
 
 def _extent(values: Iterable[float], *, padding: float) -> tuple[float, float]:
-    known = [value for value in values if math.isfinite(value)]
-    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    numbers = [value for value in values if math.isfinite(value)]
+    low, high = (min(numbers), max(numbers)) if numbers else (0.0, 1.0)
     if low == high:
         return low - 0.5, high + 0.5
     return low - padding * (high - low), high + padding * (high - low)
@@ -246,17 +246,17 @@ def _axes(chart: Chart, frame: _Frame) -> str:
 
 
 def _legend_layout(chart: Chart) -> list[tuple[Line | Band, float, int]]:
-    """Each legend entry with its x and its row; text widths are estimated, since no font is measured here."""
-    placed: list[tuple[Line | Band, float, int]] = []
+    """Each legend entry with its x and its row. Text widths are estimates: no font is measured here."""
+    positions: list[tuple[Line | Band, float, int]] = []
     entries: list[Line | Band] = [*(line for line in chart.lines if not line.faint), *chart.bands]
     x, row = 0.0, 0
     for entry in entries:
         width = 46 + 6.4 * len(entry.name)
         if x and x + width > chart.width:
             x, row = 0.0, row + 1
-        placed.append((entry, x, row))
+        positions.append((entry, x, row))
         x += width
-    return placed
+    return positions
 
 
 def _legend(chart: Chart, frame: _Frame) -> str:
@@ -314,7 +314,7 @@ def _band(band: Band, frame: _Frame) -> str:
 
 
 def _tooltip_data(chart: Chart, frame: _Frame) -> str:
-    """What `follow` in draw.js needs to answer a pointer: the measured points of each named line."""
+    """The measured points of each named line, for `follow` in draw.js."""
     named = (line for line in chart.lines if not line.faint)
     return to_json(
         {

@@ -1,12 +1,12 @@
 "use strict";
-// What all pages draw with: elements, numbers, and an answer to the pointer. Colours come from the page's CSS, so that
-// light, dark and print need no code.
+// Drawing code of all pages: elements, numbers and tooltips. Colours come from the CSS of the page, so light, dark and
+// print need no code.
 
 const $ = (id) => document.getElementById(id);
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 const plain = (step) => step.toLocaleString("en");
 
-// A number in three digits with its unit, as text.py writes it.
+// A number with three digits and its unit, in the format of text.py.
 function human(x, unit = "") {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   const tail = ["", "of x", "of x squared", "elements"].includes(unit) ? "" : ` ${unit}`;
@@ -29,18 +29,18 @@ function put(parent, tag, attributes = {}, text = null) {
   parent.append(node);
   return node;
 }
-// Where an event is, in the units of a picture's viewBox.
+// The position of an event in the units of a picture's viewBox.
 const pointIn = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
 
-// Calls answer(x, y) as the pointer moves, and shows the lines that it returns: texts, or {name, color, value}.
+// Calls answer(x, y) when the pointer moves, and shows the returned lines: texts, or {name, color, value}.
 function hover(svg, answer) {
   const tip = $("tip");
   svg.addEventListener("pointermove", (event) => {
-    const { x, y } = pointIn(svg, event), told = answer(x, y);
-    tip.style.display = told ? "block" : "none";
-    if (!told) return;
+    const { x, y } = pointIn(svg, event), lines = answer(x, y);
+    tip.style.display = lines ? "block" : "none";
+    if (!lines) return;
     tip.replaceChildren();
-    for (const line of told) {
+    for (const line of lines) {
       const row = put(tip, "div", {}, line.name ?? line);
       if (line.color) row.prepend(put(row, "span", { class: "swatch", style: `--dot: ${line.color}` }));
       if (line.value) put(row, "span", { class: "value" }, line.value);
@@ -50,8 +50,8 @@ function hover(svg, answer) {
   });
   svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
 }
-// The same for curves: a line at the nearest of xs, and what told(x) says of it.
-function follow(svg, { left, right, top, bottom, low, high }, xs, told) {
+// A tooltip for curves: a vertical line at the nearest of xs, and the lines of describe(x).
+function follow(svg, { left, right, top, bottom, low, high }, xs, describe) {
   const cross = put(svg, "line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
   hover(svg, (px) => {
     if (!xs.length) return null;
@@ -60,7 +60,7 @@ function follow(svg, { left, right, top, bottom, low, high }, xs, told) {
     const at = left + (high > low ? (near - low) / (high - low) : 0.5) * (right - left);
     for (const end of ["x1", "x2"]) cross.setAttribute(end, at);
     cross.setAttribute("visibility", "visible");
-    return told(near);
+    return describe(near);
   });
   svg.addEventListener("pointerleave", () => cross.setAttribute("visibility", "hidden"));
 }

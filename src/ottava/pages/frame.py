@@ -1,7 +1,7 @@
-"""Puts a page together: one HTML file that needs nothing else, has no network, and opens anywhere.
+"""Renders a page: one HTML file without other files or network, which opens anywhere.
 
-A room's template extends frame.html.j2, which has the head, the colours, the looks that all pages share (frame.css,
-chart.css) and the drawing that they share (draw.js). A template may include files that lie beside it.
+The template of a room extends frame.html.j2. The frame holds the head, the colours, the shared style (frame.css,
+chart.css) and the shared drawing code (draw.js). A template may include files from its own folder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ottava import text
 from ottava.pages.charts import DARK, LIGHT, css_variables
 
 
-def render(package: str, template: str, *, filters: Mapping[str, Callable[..., Any]] | None = None, **said: Any) -> str:
-    """A page.
+def render(
+    package: str, template: str, *, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
+) -> str:
+    """Renders a template to a page.
 
     Args:
-        package: where the template and what it includes lie.
+        package: the package of the template and of its included files.
         template: the name of its file.
-        filters: those of the template, beside number, elide, listed, duration, signed, fixed and breakable.
-        said: what the template shows; a name that it uses and nobody gave is an error.
+        filters: further filters, beside number, elide, listed, duration, signed, fixed and breakable.
+        values: the values for the template. A missing name is an error.
     """
     environment = jinja2.Environment(
         autoescape=True,
@@ -38,17 +40,17 @@ def render(package: str, template: str, *, filters: Mapping[str, Callable[..., A
     shared = (text.number, text.elide, text.listed, text.duration, text.signed, text.fixed, breakable)
     environment.filters |= {function.__name__: function for function in shared} | dict(filters or {})
     colors = {"light": css_variables(LIGHT), "dark": css_variables(DARK)}
-    return environment.get_template(template).render(colors | said).lstrip()
+    return environment.get_template(template).render(colors | values).lstrip()
 
 
 def _source(package: str, name: str) -> str | None:
-    """The text of a file in the template's room, or in this one."""
+    """The text of a file in the template's package, or in this one."""
     files = (resources.files(room).joinpath(name) for room in (package, __package__))
     return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
 
 
 def breakable(name: str) -> Markup:
-    """A dotted name that may go on in the next line after a dot.
+    """A dotted name that may break after a dot.
 
     Example:
         >>> breakable("layers.0")
@@ -58,7 +60,7 @@ def breakable(name: str) -> Markup:
 
 
 def script_json(values: Any) -> Markup:
-    """JSON that may stand in a script element; numbers that are not finite become null.
+    """JSON for a script element; infinities and NaNs become null.
 
     Example:
         >>> script_json({"name": "</script>"})

@@ -1,12 +1,12 @@
-"""Everything a run needs to go on, in one safetensors file: no pickle, written atomically, checked when read.
+"""A checkpoint: the whole state of a run in one safetensors file. No pickle, written atomically, checked when read.
 
-    model.<name>               the model's state_dict: FP32 parameters and whatever the FP8 recipe keeps in buffers
+    model.<name>               the model's state_dict: FP32 parameters and the buffers of the FP8 recipe
     optimizer.<name>.<entry>   AdamW's moments and step count of the parameter of that name
     random.<device>            states of torch's generators
-    header                     step, hashes of config and text, versions: texts; the hash of all that and the tensors
+    header                     texts: step, hashes of config and text, versions, a hash of all these and the tensors
 
-The learning rate and the data order are functions of the step, so they need no state. A file is either the whole
-checkpoint or not there: it is written under another name, flushed to the disk and then renamed.
+The learning rate and the data order are functions of the step, so they need no state. The writer fills a file of
+another name, flushes it to the disk and renames it. So a checkpoint is there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HASH = "sha256"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message names the file, why, and what to do."""
+    """A checkpoint cannot be used. The message names the file, the reason and the remedy."""
 
     exit_code = 4
 
@@ -44,31 +44,31 @@ class Checkpoint:
     path: Path
     step: int
     tensors: Mapping[str, Tensor]
-    """By the names above, on the CPU."""
+    """On the CPU, by the names above."""
     metadata: Mapping[str, str]
 
 
 @contextmanager
-def naming_full_disks(path: Path) -> Iterator[None]:
-    """Raises what goes wrong in writing to `path` as a CheckpointError that says what is left."""
+def as_checkpoint_error(path: Path) -> Iterator[None]:
+    """Turns an error in writing to `path` into a CheckpointError with a remedy."""
     try:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}); what was saved before is whole. "
-            "Make room, then go on from the last checkpoint with --resume"
+            f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}). Earlier checkpoints are whole. "
+            "Make room, then continue from the last one with --resume"
         ) from error
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields the path to write to; when the block ends well, `path` is that file, on the disk, and never half of it.
+    """Yields a temporary path to write to. When the block ends without an error, the file replaces `path`, on the disk.
 
     Raises:
-        CheckpointError: it cannot be written. `path` is then what it was, and no part of the new file takes up room.
+        CheckpointError: the file cannot be written. `path` stays as it was, and the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    with naming_full_disks(path):
+    with as_checkpoint_error(path):
         try:
             yield temporary
             with temporary.open("r+b") as stream:
@@ -77,7 +77,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened, and need not be
+    if os.name == "posix":  # other systems cannot open a folder, and need not
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -88,7 +88,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, keep: int
 ) -> Path:
-    """Writes `step-000200.safetensors` into the folder and removes all but the `keep` newest up to that step."""
+    """Writes `step-000200.safetensors` into the folder, and keeps the `keep` newest checkpoints up to that step."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {**metadata, "format": _FORMAT, "step": str(step)}
@@ -105,12 +105,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Reads and checks one file.
 
     Raises:
-        CheckpointError: it is missing, cut short, damaged, or not one of ours.
+        CheckpointError: the file is missing, cut short, damaged, or no checkpoint of ottava.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # Copies: what is mapped would change under us if somebody wrote to the file.
+            # copies: mapped tensors would change if another process wrote to the file
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: is cut short, damaged or no safetensors file ({error})") from error
@@ -119,17 +119,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r}; needed: {_FORMAT!r})"
         )
     if metadata.get(_HASH) != _digest(metadata, tensors):
-        raise CheckpointError(f"{path}: is damaged: its header and tensors do not have the hash that it says")
+        raise CheckpointError(f"{path}: is damaged: the hash of its header and tensors is not the one in the header")
     if not metadata.get("step", "").isdecimal():
-        raise CheckpointError(f"{path}: is of step {metadata.get('step')!r}; needed: a whole number")
+        raise CheckpointError(f"{path}: has step {metadata.get('step')!r}; needed: a whole number")
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest readable checkpoint (None in a folder without any), and why newer ones were passed over.
+    """The newest readable checkpoint (None in a folder without any), and the errors of newer ones.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be read.
+        CheckpointError: there are checkpoints, but none is readable.
     """
     problems: list[str] = []
     for _, path in _checkpoints(folder):
@@ -138,21 +138,23 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
-        raise CheckpointError("\n".join([*problems, "no older checkpoint is left; start again in another run folder"]))
+        raise CheckpointError("\n".join([*problems, "there is no older checkpoint; start again in another run folder"]))
     return None, []
 
 
-def clear_left_overs(folder: Path) -> None:
-    """Removes what a killed writer left behind; only for the one process that writes there."""
-    for left_over in folder.glob(f".*{_TEMPORARY}"):
-        left_over.unlink()
+def remove_temporary_files(folder: Path) -> None:
+    """Removes temporary files of a killed process. Only the process that holds the folder may call it."""
+    for file in folder.glob(f".*{_TEMPORARY}"):
+        file.unlink()
 
 
 def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint file `source`, or the newest readable one of the run folder `source`, as `newest_checkpoint`.
+    """The checkpoint file `source`, or the newest readable checkpoint of the run folder `source`.
 
+    Returns:
+        The checkpoint, and the errors of newer ones, as from `newest_checkpoint`.
     Raises:
-        CheckpointError: there is none, or none can be read.
+        CheckpointError: there is no checkpoint, or none is readable.
     """
     checkpoint, problems = (
         newest_checkpoint(source / "checkpoints") if source.is_dir() else (read_checkpoint(source), [])
@@ -163,10 +165,10 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Gives the model the checkpoint's parameters, and nothing else: no scaling histories, no optimizer state.
+    """Loads only the parameters of the checkpoint into the model: no scaling histories, no optimizer state.
 
     Raises:
-        CheckpointError: the checkpoint is of another model.
+        CheckpointError: the checkpoint belongs to another model.
     """
     states = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
     weights = {name: checkpoint.tensors[f"model.{name}"] for name in states if ".quantizers." not in name}
@@ -174,13 +176,13 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
         missing = model.load_state_dict(weights, strict=False)
         absent = [name for name in missing.missing_keys if ".quantizers." not in name]
         if absent or missing.unexpected_keys:
-            raise ValueError(f"it lacks {absent} and has {missing.unexpected_keys} besides")
+            raise ValueError(f"it lacks {absent} and adds {missing.unexpected_keys}")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer, by the names that a checkpoint uses."""
+    """The tensors of a model and its optimizer, by their names in a checkpoint."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for entry, value in optimizer.state[parameter].items():
@@ -192,7 +194,7 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     """The inverse of `collect_state`.
 
     Raises:
-        CheckpointError: the checkpoint is of another model or optimizer.
+        CheckpointError: the checkpoint belongs to another model or optimizer.
     """
     prefixed = {"model": {}, "optimizer": {}, "random": {}}  # type: dict[str, dict[str, Tensor]]
     for name, tensor in checkpoint.tensors.items():
@@ -213,15 +215,15 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """All files named like checkpoints, newest first."""
-    found = ((match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)))
-    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+    """Step and path of all files with a checkpoint's name, newest first."""
+    files = ((match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)))
+    return sorted(((int(match[1]), path) for match, path in files), reverse=True)
 
 
 def _digest(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Hash of the header, itself left out, and of the tensors' names, types, shapes and bytes."""
-    known = {name: value for name, value in header.items() if name != _HASH}
-    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    """Hash of the header without its hash, and of the tensors' names, types, shapes and bytes."""
+    texts = {name: value for name, value in header.items() if name != _HASH}
+    total = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

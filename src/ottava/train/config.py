@@ -1,7 +1,7 @@
-"""What a training run is made of: one frozen, typed tree, read from YAML and from `a.b=c` on the command line.
+"""The settings of a training run: one frozen, typed tree, read from YAML and from `a.b=c` on the command line.
 
-Every key has a default, so an empty file is a valid run; every key is checked, so a typo is an error that names the
-nearest key that exists. The tree that a run really used is saved in its folder as config.yaml.
+Every key has a default, so an empty file is a valid run. Every key is checked, so a typo is an error that names the
+nearest key. The run folder keeps the resolved tree as config.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def absolute(path: Path | None) -> Path | None:
-    """The path as the saved config must have it, for the run may be resumed from another folder."""
+    """The absolute path, for the saved config: a user may resume the run from another folder."""
     return None if path is None else path.expanduser().absolute()
 
 
@@ -35,7 +35,7 @@ class ModelConfig(Section):
     """Width of the residual stream."""
     layers: Positive = 5
     heads: Positive = 4
-    """Query heads; d_model must divide into them, each of even width (rotary positions turn pairs)."""
+    """Query heads. d_model must be a multiple of them, and their width even (rotary positions turn pairs)."""
     kv_heads: Positive = 2
     """Key and value heads, each shared by heads / kv_heads query heads."""
     ffn: Positive = 384
@@ -53,7 +53,7 @@ class ModelConfig(Section):
 
     @property
     def parameters(self) -> int:
-        """How many the model has, without building it.
+        """Number of parameters, without building the model.
 
         Example:
             >>> ModelConfig().parameters
@@ -68,11 +68,11 @@ class DataConfig(Section):
     """The text: its bytes are the tokens."""
 
     path: Path | None = None
-    """A text file or a folder of them; null takes the sources of Python's own standard library."""
+    """A text file or a folder of them; null takes the sources of Python's standard library."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
-    """Share of the text that is held out for validation, in whole files where there are enough."""
+    """Share of the text to hold out for validation, in whole files if there are enough."""
     max_bytes: Positive | None = 16_000_000
-    """No more than this many bytes are read; null reads everything."""
+    """Read at most this many bytes; null reads everything."""
 
     @field_validator("path")
     @classmethod
@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applied to matrices only, not to the gains of the norms."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradients are scaled down to this norm where they exceed it."""
+    """Scale gradients with a larger norm down to this norm."""
 
 
 class ScheduleConfig(Section):
@@ -102,7 +102,7 @@ class ScheduleConfig(Section):
     """Learning rate of the last step, as a share of the highest."""
 
     def factor(self, step: int, steps: int) -> float:
-        """Share of the highest learning rate that step `step` of `steps` (counted from 1) uses.
+        """Share of the highest learning rate at step `step` of `steps`, counted from 1.
 
         Example:
             >>> [round(ScheduleConfig(warmup_fraction=0.5).factor(step, 4), 3) for step in (1, 2, 3, 4)]
@@ -116,19 +116,19 @@ class ScheduleConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run can be taken up again."""
+    """When to write a checkpoint."""
 
     every: Annotated[int, Field(ge=0)] = 100
-    """A checkpoint after every so many steps; 0 for one at the end only."""
+    """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep: Positive = 2
-    """How many of the newest to keep."""
+    """How many of the newest checkpoints to keep."""
 
 
 class EvaluationConfig(Section):
-    """Loss on text that is never trained on."""
+    """Loss on the held-out text."""
 
     every: Annotated[int, Field(ge=0)] = 50
-    """Evaluated after every so many steps and after the last; 0 for the last only."""
+    """Steps from one evaluation to the next; the last step has one too. 0 for the last step only."""
     batches: Positive = 16
     """Batches of batch_size sequences, the same ones each time and for every seed."""
 
@@ -162,9 +162,9 @@ class TrainConfig(Section):
     """A run folder, or a checkpoint of one, with the weights to start from; null draws them. Predicted scales are
     calibrated on them. The optimizer starts anew."""
     device: str = "auto"
-    """auto (a CUDA GPU where there is one), cpu, cuda or cuda:N."""
+    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What operators compute in where the recipe does not say FP8; the parameters are always FP32."""
+    """The dtype of operators without FP8; the parameters are always FP32."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -172,19 +172,19 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: WatchConfig | None = None
-    """Settings of `ottava.watch`, {} for its defaults: statistics of every cast go into the run folder, for
-    `ottava report`, `diagnose` and `compare`. null: nobody watches."""
+    """Settings of `ottava.watch`, {} for its defaults. The watch writes statistics of every cast into the run folder,
+    for `ottava report`, `diagnose` and `compare`. null: no watch."""
 
     guard: GuardConfig | None = None
-    """{} rewinds at a loss spike, replays in high precision, and skips the batch or leaves FP8 for a while."""
+    """{}: rewind at a loss spike, replay in high precision, and skip the batch or leave FP8 for a while."""
     auto_fallback: Literal["off", "propose", "apply"] = "off"
-    """What is done about layers that are badly cast, look after look: proposals are events of the watch; "apply" also
-    changes the recipes of these layers. Needs `watch`."""
+    """What to do about layers with bad casts, look after look: "propose" writes proposals as events of the watch,
+    "apply" also changes the recipes of these layers. Needs `watch`."""
 
     @model_validator(mode="after")
-    def _fallback_needs_eyes(self) -> Self:
+    def _fallback_needs_watch(self) -> Self:
         if self.auto_fallback != "off" and self.watch is None:
-            raise ValueError(f"auto_fallback is {self.auto_fallback!r}, but nobody watches: set watch={{}}, too")
+            raise ValueError(f"auto_fallback is {self.auto_fallback!r}, which needs a watch: set watch={{}}, too")
         return self
 
     @field_validator("recipe", mode="before")
@@ -209,15 +209,15 @@ class TrainConfig(Section):
         return device
 
     def build_recipe(self) -> Recipe:
-        """The recipe that `recipe` names or spells out."""
+        """The recipe of the setting `recipe`, a name or a mapping."""
         return _as_recipe(self.recipe)
 
     def to_yaml(self) -> str:
-        """The whole tree as YAML; `load_config` reads it back to an equal one."""
+        """The whole tree as YAML; `load_config` reads an equal tree back."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """Hash of every setting that the trained bits depend on: all but `checkpoint`, `evaluation` and `watch`."""
+        """Hash of the settings that decide the trained bits: all but `checkpoint`, `evaluation` and `watch`."""
         decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "watch"})
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
@@ -233,12 +233,12 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig
     """Reads a YAML file (None: all defaults), applies overrides such as "optimizer.learning_rate=1e-3", checks all.
 
     Args:
-        path: the file. It holds a mapping; keys left out keep their defaults.
+        path: the file. It holds a mapping; a missing key keeps its default.
         overrides: each `a.b=c` with c in YAML ("null", "[0.9, 0.99]" and "{...}" work); later ones win.
 
     Raises:
-        ConfigError: the file is missing or not a YAML mapping, a key is unknown (named by its full path, with the
-            nearest known key), or a value is not allowed. All problems of one config are listed together.
+        ConfigError: the file is missing or no YAML mapping, a key is unknown, or a value is not allowed. The message
+            lists all problems of the config; for an unknown key it gives the full path and the nearest known key.
 
     Example:
         >>> load_config(None, ["model.layers=2", "recipe=rowwise"]).model.layers

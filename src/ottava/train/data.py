@@ -1,7 +1,7 @@
 """The text of a run, as bytes: every byte is a token, so there is no tokenizer and the loss is in nats per byte.
 
-A batch is a pure function of (seed, step). That is what makes a run resumable at any step without a data cursor, and
-what gives two runs with the same seed the same data whatever their recipe.
+A batch is a pure function of (seed, step). So a run can resume at any step without a data cursor, and two runs with the
+same seed read the same data under any recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.train.config import DataConfig
 
-# Left out of the default text: tests (a third of it, and much is tables), generated tables, packages of others.
+# The default text is without tests (a third of the library, with many tables), generated tables and other packages.
 _NOT_LIBRARY = frozenset(
     {
         "__pycache__",
@@ -33,18 +33,18 @@ _NOT_LIBRARY = frozenset(
         "tests",
     }
 )
-_BUILD_DATA = ("_sysconfigdata", "config-")  # differ from one machine to the next
+_BUILD_DATA = ("_sysconfigdata", "config-")  # these files differ between machines
 
 
 class DataError(ValueError):
-    """The text is missing, empty or too short; the message says what would do."""
+    """The text is missing, empty or too short. The message says what is needed."""
 
     exit_code = 4
 
 
 @dataclass(frozen=True)
 class ByteCorpus:
-    """Text split into a part to train on and a part to validate on, in memory.
+    """Text in memory, split into a part for training and a part for validation.
 
     Example:
         >>> corpus = ByteCorpus.load(DataConfig(max_bytes=100_000))
@@ -58,25 +58,25 @@ class ByteCorpus:
     validation: Tensor
     """uint8 (bytes,)"""
     source: str
-    """What the text is and how it was split, for reports."""
+    """Name and split of the text, for reports."""
 
     @classmethod
     def load(cls, config: DataConfig) -> ByteCorpus:
-        """Reads the text that the config names.
+        """Reads the text of the config.
 
-        Whole files are held out for validation, every 20th of the sorted list (for a fraction of 0.05); where that
-        gives less than half of the fraction (few files, or one), the tail of the text is held out instead.
+        Validation gets whole files, every 20th of the sorted list for a fraction of 0.05. If they hold less than half
+        of the fraction (few files, or one), validation gets the tail of the text instead.
 
         Raises:
             DataError: the path does not exist, or holds no text.
         """
         files = _standard_library() if config.path is None else _text_files(config.path)
-        # In a folder, what is no text is left out; a file that is asked for by name is taken as it is.
+        # binary files of a folder are skipped; a single file is taken as it is
         texts = list(_read(files, config.max_bytes, skip_binary=files != [config.path]))
         total = sum(map(len, texts))
         if not total:
             where = config.path or "the standard library's folder"
-            raise DataError(f"{where}: no text in it; data.path takes a text file or a folder of them")
+            raise DataError(f"{where}: holds no text; data.path takes a text file or a folder of them")
         stride = round(1 / config.validation_fraction)
         held_out = texts[stride - 1 :: stride]
         if sum(map(len, held_out)) >= total * config.validation_fraction / 2:
@@ -92,7 +92,7 @@ class ByteCorpus:
         return cls(_tensor(train), _tensor(held_out), f"{name}: {len(texts):,} files{capped}; {split}")
 
     def require(self, length: int) -> None:
-        """Raises DataError where a part of the text is too short for one sequence of `length` bytes and its target."""
+        """Raises DataError if a part of the text is too short for a sequence of `length` bytes and its target."""
         for part, text in (("training", self.train), ("validation", self.validation)):
             if len(text) <= length:
                 raise DataError(
@@ -101,13 +101,13 @@ class ByteCorpus:
                 )
 
     def batch(self, *, seed: int, step: int, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-        """The training batch of a step: windows at random places, targets one byte further.
+        """The training batch of a step: windows at random places. Targets lie one byte further.
 
         Returns:
             inputs and targets, int64 (batch_size, length), on the CPU.
         """
-        # Philox is a counter-based generator: its key is all its state. (torch's CPU generator would keep only the low
-        # 32 bits of a combined seed.)
+        # Philox is a counter-based generator: its key is its whole state. torch's CPU generator would keep only the low
+        # 32 bits of a combined seed.
         random = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
         starts = torch.from_numpy(random.integers(0, len(self.train) - length, size=batch_size))
         return _windows(self.train, starts, length)
@@ -115,11 +115,11 @@ class ByteCorpus:
     def validation_batches(self, *, batches: int, batch_size: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Windows spread evenly over the held-out text, the same for every seed; shapes as in `batch`."""
         starts = torch.linspace(0, len(self.validation) - length - 1, batches * batch_size, dtype=torch.float64).long()
-        for some in starts.split(batch_size):
-            yield _windows(self.validation, some, length)
+        for part in starts.split(batch_size):
+            yield _windows(self.validation, part, length)
 
     def digest(self) -> str:
-        """Hash of all bytes and of the split: equal only for the same text."""
+        """Hash of all bytes and of the split; equal only for the same text and split."""
         parts = (hashlib.sha256(part.numpy().data).hexdigest() for part in (self.train, self.validation))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -134,13 +134,13 @@ def _tensor(texts: Iterable[bytes]) -> Tensor:
 
 
 def _standard_library() -> list[Path]:
-    """The library's own modules, sorted by path, so that every machine with this Python has the same text."""
+    """The library's modules, sorted by path: every machine with this Python has the same text."""
     root = Path(sysconfig.get_path("stdlib"))
     return [path for path in _walk(root, skip=_NOT_LIBRARY, skip_prefixes=_BUILD_DATA) if path.suffix == ".py"]
 
 
 def _text_files(path: Path) -> list[Path]:
-    """A file, or all files below a folder but the hidden ones, sorted by path."""
+    """A file, or all files below a folder except hidden ones, sorted by path."""
     if path.is_dir():
         return _walk(path)
     if not path.exists():
@@ -149,27 +149,27 @@ def _text_files(path: Path) -> list[Path]:
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset(), skip_prefixes: tuple[str, ...] = ()) -> list[Path]:
-    def wanted(name: str) -> bool:
+    def is_text(name: str) -> bool:
         return name not in skip and not name.startswith((".", *skip_prefixes))
 
     files: list[Path] = []
     for folder, below, names in os.walk(root):
-        below[:] = filter(wanted, below)
-        files += [Path(folder, name) for name in filter(wanted, names)]
+        below[:] = filter(is_text, below)
+        files += [Path(folder, name) for name in filter(is_text, names)]
     return sorted(files, key=lambda file: file.relative_to(root).parts)
 
 
 def _read(files: Iterable[Path], max_bytes: int | None, *, skip_binary: bool) -> Iterator[bytes]:
-    """The files' bytes until max_bytes are read in all. A file that holds a zero byte early on is binary."""
-    left = max_bytes
+    """The bytes of the files, at most max_bytes in all. A file with a zero byte in its first 1,024 bytes is binary."""
+    budget = max_bytes
     for file in files:
-        if left == 0:
+        if budget == 0:
             return
         try:
             with file.open("rb") as stream:
-                text = stream.read(-1 if left is None else left)
+                text = stream.read(-1 if budget is None else budget)
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror})") from error
         if text and not (skip_binary and 0 in text[:1024]):
-            left = None if left is None else left - len(text)
+            budget = None if budget is None else budget - len(text)
             yield text

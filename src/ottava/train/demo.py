@@ -1,8 +1,8 @@
 """The demo: one small model trained in BF16 with several seeds and in FP8 with several recipes, side by side.
 
-The runs are advanced in turn, a few steps each, so that their curves grow together and whatever else the machine does
-slows all of them alike: the ratios of their speeds hold even where the speeds do not. Each run is an ordinary
-`Trainer` in a folder of its own, bit-identical to one that trains alone, and resumable at any moment.
+The runs advance in turn, a few steps each. Their curves grow together, and other load on the machine slows all of them
+alike: the ratios of their speeds hold even if the speeds do not. Each run is an ordinary `Trainer` in its own folder.
+It computes the same bits as a run that trains alone, and can resume at any moment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ottava.train.loop import Trainer
 from ottava.train.report import render_picture, render_report
 from ottava.train.summary import REFERENCE, DemoResult, Machinery, RunResult
 
-_STEPS_PER_TURN = 4  # few enough that a display looks alive
-_RECENT = 20  # steps that the speed shown while training is the median of
+_STEPS_PER_TURN = 4  # few enough for a lively display
+_RECENT = 20  # steps in the median that the display shows as speed
 
 
 class Run:
@@ -38,21 +38,21 @@ class Run:
         self._first = trainer.step
 
     def advance(self) -> None:
-        """Takes the run's turn; nothing where it is done."""
+        """Trains a few steps; nothing if the run is done."""
         began = time.perf_counter()
         self.trainer.advance(_STEPS_PER_TURN)
         self._busy += time.perf_counter() - began
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far; None before the first step of this process."""
+        """At the speed of this process so far; None before its first step."""
         done = self.trainer.step - self._first
         if self.trainer.done:
             return 0.0
         return self._busy / done * (self.trainer.config.steps - self.trainer.step) if done else None
 
     def view(self, reference: Run) -> RunView:
-        """The run as it stands, beside the BF16 run with the same seed."""
+        """The state of the run, compared with the BF16 run of the same seed."""
         curve = smooth([record.loss for record in self.trainer.history])
         other = smooth([record.loss for record in reference.trainer.history])
         compared = min(len(curve), len(other)) - 1
@@ -69,7 +69,7 @@ class Run:
         )
 
     def result(self) -> RunResult:
-        """The finished run; evaluates it once more, in high precision."""
+        """The result of the finished run. Evaluates the run once more, in high precision."""
         history = self.trainer.history
         validation = [(record.step, record.val_loss) for record in history if record.val_loss is not None]
         if self.trainer.diverged:
@@ -80,25 +80,25 @@ class Run:
             losses=[record.loss for record in history],
             validation=validation,
             high_precision_loss=self.trainer.evaluate(high_precision=True),
-            # The first steps pay for warming up caches and allocators.
+            # the first steps warm caches and allocators up
             seconds_per_step=statistics.median(record.seconds for record in history[min(3, len(history) - 1) :]),
             tokens_per_step=history[-1].tokens,
             diverged_at=history[-1].step if self.trainer.diverged else None,
         )
 
     def machinery(self) -> Machinery:
-        """What the engine did in this run: the receipt of its last step, and its casts on one more batch."""
+        """The receipt of the last step, and the casts of one more batch."""
         trainer = self.trainer
-        # The trainer wrote the receipt after its last step; by now an evaluation has run on the same layers.
+        # the trainer wrote the receipt after its last step; an evaluation has since run on the same layers
         receipt: dict[str, Any] = json.loads((trainer.folder.path / "receipt.json").read_text(encoding="utf-8"))
-        with observe(trainer.model) as seen:
+        with observe(trainer.model) as observation:
             trainer.loss_of(trainer.model, trainer.batch(trainer.config.steps + 1)).backward()
         trainer.model.zero_grad()
         return Machinery(
             receipt=receipt["rows"],
             fp8_fraction=receipt["fp8_fraction"],
             skipped=trainer.conversion.skipped,
-            numbers=seen.table(),
+            numbers=observation.table(),
         )
 
 
@@ -115,21 +115,21 @@ class Demo:
 
     @property
     def done(self) -> bool:
-        """Whether every run is."""
+        """Whether every run is done."""
         return all(run.trainer.done for run in self.runs)
 
     @property
     def parameters(self) -> int:
-        """Of the model, the same for every run."""
+        """Number of parameters of the model, the same for every run."""
         return sum(parameter.numel() for parameter in self.runs[0].trainer.model.parameters())
 
     def train(self, display: Display, stopping: Callable[[], object]) -> bool:
-        """Advances the runs in turn until all are done or `stopping()`; then saves those that are not.
+        """Advances the runs in turn until all are done or `stopping()`; then saves the unfinished runs.
 
         Returns:
-            Whether all are done.
+            Whether all runs are done.
         """
-        reference = self.runs[0]  # every FP8 run has its seed
+        reference = self.runs[0]  # every FP8 run has the seed of this run
         while not self.done and not stopping():
             for run in self.runs:
                 run.advance()
@@ -170,9 +170,9 @@ class Demo:
         )
 
     def _seconds_left(self) -> float | None:
-        left = [run.seconds_left for run in self.runs]
-        known = [seconds for seconds in left if seconds is not None]
-        return sum(known) if len(known) == len(left) else None
+        times = [run.seconds_left for run in self.runs]
+        estimates = [seconds for seconds in times if seconds is not None]
+        return sum(estimates) if len(estimates) == len(times) else None
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:

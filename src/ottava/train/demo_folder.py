@@ -1,18 +1,18 @@
-"""The folder of a demo, and what an earlier demo found in it means for a new one.
+"""The folder of a demo, and the effect of an earlier demo in it on a new one.
 
     demo.json                     the settings, and whether the demo is finished
     runs/bf16-seed0/ ...          one run folder for each training run (see run_folder.py)
     report.html  loss.svg  summary.json
-    earlier/2025-11-21T09-31-07/  those three files of a demo that was finished here before
+    earlier/2025-11-21T09-31-07/  these three files of an earlier, finished demo
 
-| found in the folder        | asked for nothing special       | --resume              | --fresh               |
+| the folder holds           | no option                       | --resume              | --fresh               |
 |----------------------------|---------------------------------|-----------------------|-----------------------|
 | nothing                    | starts                          | refused               | starts                |
 | an unfinished demo         | continues, if settings agree    | continues             | discards it, starts   |
 | a finished demo            | keeps its report, starts        | refused               | keeps its report, starts |
 | anything else              | refused                         | refused               | refused               |
 
-Nothing that the demo did not write is ever deleted, and no result is lost by running the same command twice.
+The demo deletes only its own files. Running the same command twice loses no result.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ DEFAULT_FOLDER = Path("runs/demo")
 _EVALUATIONS = 10
 _SETTINGS = (
     "batch_size=16",
-    "sequence_length=64",  # in so short a training, more and shorter sequences learn faster
-    "schedule.warmup_fraction=0.2",  # a steady start: the seeds end closer together, so smaller differences show
+    "sequence_length=64",  # in so few steps, more and shorter sequences learn faster
+    "schedule.warmup_fraction=0.2",  # after a slow start the seeds end closer together, and smaller differences show
     "evaluation.batches=8",
     "checkpoint.every=50",
     "checkpoint.keep=1",
 )
-"""How the demo's runs differ from the trainer's defaults."""
+"""The demo's own values for settings of the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What was asked for; equal settings give equal losses on one machine."""
+    """The settings of a demo. Equal settings give equal losses on one machine."""
 
     recipes: tuple[str, ...] = DEFAULT_RECIPES
     """FP8 recipes, each trained with seed 0."""
@@ -70,7 +70,7 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         for recipe in self.recipes:
-            get_recipe(recipe)  # says the nearest name
+            get_recipe(recipe)  # the error names the nearest recipe
         if len(set(self.recipes)) < len(self.recipes) or "bf16" in self.recipes:
             raise ConfigError(f"recipes: got {', '.join(self.recipes)}; name each FP8 recipe once (BF16 always runs)")
         if not 1 <= self.seeds <= MAX_SEEDS:
@@ -79,8 +79,8 @@ class DemoSettings:
             raise ConfigError(f"steps: got {self.steps}; needed: at least {_EVALUATIONS}, one for each evaluation")
         for override in self.overrides:
             if (name := override.partition("=")[0].strip()) in ("recipe", "seed", "steps", "data.path", "init"):
-                why = "its runs start from their seeds" if name == "init" else "it has an option of its own for that"
-                raise ConfigError(f"--set {override}: is not for the demo: {why}")
+                why = "its runs start from their seeds" if name == "init" else "it has an option for that"
+                raise ConfigError(f"--set {override}: the demo does not take it: {why}")
         self.config("bf16", 0)  # refuses unknown settings before anything is written
 
     def runs(self) -> list[tuple[str, int]]:
@@ -89,14 +89,14 @@ class DemoSettings:
 
     def config(self, recipe: str, seed: int) -> TrainConfig:
         """The settings of one training run. Raises ConfigError for an unknown or unsuitable override."""
-        own = [
+        values = [
             f"recipe={recipe}",
             f"seed={seed}",
             f"steps={self.steps}",
             f"evaluation.every={self.steps // _EVALUATIONS}",
         ]
-        own += [f"data.path={json.dumps(self.data)}"]
-        return load_config(None, [*_SETTINGS, *own, *self.overrides])
+        values += [f"data.path={json.dumps(self.data)}"]
+        return load_config(None, [*_SETTINGS, *values, *self.overrides])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -105,14 +105,14 @@ class DemoSettings:
         return cls(**{**values, **tuples})
 
     def command(self) -> str:
-        """The command that runs exactly this demo, whatever the defaults are."""
+        """The command that repeats this demo, whatever the defaults are."""
         parts = [f"ottava demo --recipes {','.join(self.recipes)} --steps {self.steps} --seeds {self.seeds}"]
         parts += [f"--data {shlex.quote(self.data)}"] if self.data else []
         return " ".join([*parts, *(f"--set {shlex.quote(override)}" for override in self.overrides)])
 
 
 class DemoFolder:
-    """An opened folder: `settings` says what will run, `resumed` whether some of it is done, `news` what to tell."""
+    """An opened folder: the settings, whether an earlier process began the demo, and `news` for the user."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class DemoFolder:
         lock: FolderLock | None = None,
     ) -> None:
         self.path = path
-        self.lock = lock  # held as long as this object lives
+        self.lock = lock  # this object holds the folder as long as it lives
         self.settings = settings
         self.resumed = resumed
         self.news = news
@@ -134,41 +134,41 @@ class DemoFolder:
         """Applies the table above.
 
         Args:
-            path: the folder; made if absent.
-            given: the fields of `DemoSettings` that the user chose; the others are the defaults, or those of the demo
-                that is resumed.
+            path: the folder; it need not exist.
+            given: the fields of `DemoSettings` that the user chose. The others are the defaults, or come from the
+                resumed demo.
         Raises:
             DataError, DeviceError: as `gather`.
             ConfigError: another process has the folder, or it holds something else, or there is nothing to resume, or
-                an unfinished demo has other settings. The message says what to do. Nothing has been changed then.
+                an unfinished demo has other settings. The message says what to do. The folder stays unchanged.
         """
         if resume and fresh:
             raise ConfigError("--resume continues the demo in the folder and --fresh discards it; give one of them")
         settings = replace(DemoSettings(), **given)
         lock = FolderLock(path)
-        with lock.kept_if_all_is_well():
-            found = _read(path)
-            saved, finished = found or (settings, False)
-            if resume and found is None:
+        with lock.released_on_error():
+            demo = _read(path)
+            saved, finished = demo or (settings, False)
+            if resume and demo is None:
                 raise ConfigError(f"{path}: holds no demo to resume; leave --resume out to start one")
             if resume and finished:
                 report = path / "report.html"
                 raise ConfigError(f"{path}: its demo is finished ({report}); leave --resume out to run it again")
-            if found is not None and not finished and not fresh:
+            if demo is not None and not finished and not fresh:
                 expected = replace(saved, **given) if resume else settings
                 if expected != saved:
                     raise ConfigError(_other_settings(path, saved, expected))
                 news = f"continuing the unfinished demo in {path} (--fresh starts over)"
                 return cls(path, saved, resumed=True, news=(news,), lock=lock)
-            gather(settings.config("bf16", 0))  # text, device and memory, before anything of an earlier demo goes
-            news = _set_aside(path) if finished else f"discarded the unfinished demo in {path}" if found else ""
+            gather(settings.config("bf16", 0))  # needs text, device and memory before it removes an earlier demo
+            news = _set_aside(path) if finished else f"discarded the unfinished demo in {path}" if demo else ""
             shutil.rmtree(path / "runs", ignore_errors=True)
             folder = cls(path, settings, resumed=False, news=(news,) if news else (), lock=lock)
             folder.mark(finished=False)
             return folder
 
     def run(self, recipe: str, seed: int) -> Path:
-        """Where one training run is kept."""
+        """The folder of one training run."""
         return self.path / "runs" / f"{recipe.replace('/', '-')}-seed{seed}"
 
     def mark(self, *, finished: bool) -> None:
@@ -185,7 +185,7 @@ class DemoFolder:
 
 
 def _read(path: Path) -> tuple[DemoSettings, bool] | None:
-    """Settings and whether finished; None where the folder is absent or empty."""
+    """The settings of the demo, and whether it is finished. None if the folder is empty."""
     if not any(entry for entry in path.iterdir() if not entry.name.startswith(".")):
         return None
     try:
@@ -193,12 +193,12 @@ def _read(path: Path) -> tuple[DemoSettings, bool] | None:
         return DemoSettings.from_dict(values["settings"]), bool(values["finished"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path}: holds something that is not a demo of this version; give another folder with --run-dir"
+            f"{path}: holds files, but no demo of this version; give another folder with --run-dir"
         ) from error
 
 
 def _set_aside(path: Path) -> str:
-    """Moves the results of the finished demo into earlier/ and says so."""
+    """Moves the results of the finished demo into earlier/ and returns a line about it."""
     stamp = datetime.fromtimestamp((path / "demo.json").stat().st_mtime, UTC).strftime("%Y-%m-%dT%H-%M-%S")
     aside = path / "earlier" / stamp
     aside.mkdir(parents=True, exist_ok=True)
@@ -209,11 +209,9 @@ def _set_aside(path: Path) -> str:
 
 
 def _other_settings(path: Path, saved: DemoSettings, expected: DemoSettings) -> str:
-    before, now = asdict(saved), asdict(expected)
-    changes = "; ".join(
-        f"{name} was {before[name]!r}, now {now[name]!r}" for name in before if before[name] != now[name]
-    )
+    old, new = asdict(saved), asdict(expected)
+    changes = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in old if old[name] != new[name])
     return (
-        f"{path}: holds an unfinished demo with other settings ({changes}). --resume alone continues it, --fresh "
-        "discards it, --run-dir takes another folder"
+        f"{path}: holds an unfinished demo with other settings ({changes}). Continue it with --resume alone, discard "
+        "it with --fresh, or give another folder with --run-dir"
     )

@@ -1,8 +1,8 @@
-"""What a person sees while runs train: a live table in a terminal, plain lines anywhere else.
+"""The display of training runs: a live table in a terminal, plain lines anywhere else.
 
-Both show the same `RunView`s. The live table needs a terminal that can move its cursor and print block characters;
-everything else (a pipe, a log file, a CI machine, an ASCII locale) gets one line every few seconds. Colour only repeats
-what a word or a sign already says, and rich leaves it out when NO_COLOR is set.
+Both show the same `RunView`s. The live table needs a terminal that can move its cursor and print block characters. A
+pipe, a log file, a CI machine or an ASCII locale gets one line every few seconds. Colour only repeats a word or a sign;
+rich prints none if NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ottava.text import duration, signed
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 22
-_OTHER_WIDTH = 52  # of the table without its first and last column
+_OTHER_WIDTH = 52  # width of the table without its first and last column
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """One run as it stands."""
+    """The present state of one run."""
 
     recipe: str
     seed: int
@@ -39,7 +39,7 @@ class RunView:
     loss: float | None
     """Smoothed training loss in nats per byte; None before the first step."""
     delta: float | None
-    """Its distance to BF16 at the same seed and step; None for BF16 itself, and before both have come that far."""
+    """Loss minus that of BF16 at the same seed and step; None for BF16 itself, and until both have reached the step."""
     tokens_per_second: float | None
     curve: Sequence[float]
     """Smoothed losses so far, for the sparkline."""
@@ -51,21 +51,21 @@ class RunView:
 
 
 class Display(Protocol):
-    """Shows runs until it is left as a context manager."""
+    """A context manager that shows runs."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def show(self, runs: Sequence[RunView], seconds_left: float | None) -> None:
-        """Shows the runs as they stand; cheap enough to be called after every few steps."""
+        """Shows the present state of the runs; cheap enough for a call after every few steps."""
 
     def say(self, message: str) -> None:
-        """One line that stays."""
+        """Prints one line that stays."""
 
 
 def open_display(console: Console) -> Display:
-    """The live table where the console is a terminal that can show it, plain lines otherwise."""
+    """The live table if the console can show it, plain lines otherwise."""
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf"):
         return LiveDisplay(console)
     return PlainDisplay(console)
@@ -99,12 +99,12 @@ class PlainDisplay:
         self._print(message)
 
     def _print(self, line: str) -> None:
-        # soft_wrap: a log's line is never broken at a width that nobody chose.
+        # soft_wrap: rich must not break lines of a log at a default width
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 class LiveDisplay:
-    """A table that redraws itself in place, a row for each run, over a progress bar."""
+    """A table with a row for each run above a progress bar; both redraw in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -140,7 +140,7 @@ def plain_line(runs: Sequence[RunView], seconds_left: float | None) -> str:
 
 
 def live_table(runs: Sequence[RunView], seconds_left: float | None, *, width: int) -> RenderableType:
-    """The table and the progress bar, for a console of that width; the curves get what the numbers leave."""
+    """The table and the progress bar for a console of that width. The curves get the columns that the numbers leave."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="dim")
     table.add_column("recipe", min_width=11, no_wrap=True)
     for heading in ("seed", "step", "loss", "Δ to BF16", "tokens/s"):
@@ -152,7 +152,7 @@ def live_table(runs: Sequence[RunView], seconds_left: float | None, *, width: in
     low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
     for run in runs:
         is_reference = run.recipe == runs[0].recipe
-        curve_width = math.ceil(whole_curve * run.step / run.steps)  # so that the curve grows with the run
+        curve_width = math.ceil(whole_curve * run.step / run.steps)  # the curve grows with the run
         style = "red" if run.diverged else "dim" if is_reference and run.seed else ""
         table.add_row(
             Text(run.recipe, style=style or ("" if is_reference else "bold")),
@@ -165,17 +165,17 @@ def live_table(runs: Sequence[RunView], seconds_left: float | None, *, width: in
             style=style,
         )
     share = share_done(runs)
-    left = "" if seconds_left is None else f"  {duration(round(seconds_left))} left"
+    time_left = "" if seconds_left is None else f"  {duration(round(seconds_left))} left"
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(total=1.0, completed=share, width=46, complete_style="cyan", finished_style="green"),
-        Text(f"{100 * share:3.0f} %{left}", style="dim"),
+        Text(f"{100 * share:3.0f} %{time_left}", style="dim"),
     )
     return Group(table, Padding(bar, (0, 0, 1, 0)))
 
 
 def sparkline(values: Sequence[float], *, low: float, high: float, width: int = _CURVE_WIDTH) -> str:
-    """A curve as block characters, lowest block at `low`; "!" where a value is not finite.
+    """A curve as block characters, with the lowest block at `low`. A value that is not finite is "!".
 
     Example:
         >>> sparkline([3.0, 2.0, 1.0], low=1.0, high=3.0)
@@ -189,7 +189,7 @@ def sparkline(values: Sequence[float], *, low: float, high: float, width: int = 
 
 
 def share_done(runs: Sequence[RunView]) -> float:
-    """Steps done of all steps, 0 to 1."""
+    """Share of the steps that are done, 0 to 1."""
     return sum(run.step for run in runs) / sum(run.steps for run in runs)
 
 

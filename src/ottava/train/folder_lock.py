@@ -1,7 +1,7 @@
-"""One process a run folder: a lock that the system takes back when the process ends, however it ends.
+"""One process per run folder: a lock that the system releases when the process ends, however it ends.
 
-The lock is on the hidden file `.lock`, which says who holds it. It is taken before the folder is looked at, for two
-processes that look at the same time would both find it free.
+The lock is on the hidden file `.lock`, which names the process that holds it. A process takes the lock before it looks
+at the folder: two processes that look at the same time would both find the folder free.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _NO_LOCKS = frozenset(getattr(errno, name) for name in ("ENOLCK", "ENOSYS", "EIN
 
 
 class FolderLock:
-    """Makes the folder if need be, and holds it until `release`, the end of the process, or until it is collected.
+    """Makes the folder if it is missing, and holds it until `release`, the end of the process or garbage collection.
 
     Raises:
-        ConfigError: another process holds it (or another object of this one), or it cannot be a folder.
-    Edge cases: where the file system has no locks, a warning says so and nothing is held.
+        ConfigError: another process, or another object of this one, holds the folder; or the path cannot be a folder.
+    Edge cases: a file system without locks gives a warning and no lock.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as parent:
         ...     lock = FolderLock(Path(parent) / "run")
         ...     lock.release()
-        ...     list(Path(parent).iterdir())                         # nothing was put into it
+        ...     list(Path(parent).iterdir())                         # the folder was removed again
         []
     """
 
     def __init__(self, folder: Path) -> None:
         try:
-            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            new = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             file = _take(folder)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
             file.flush()
         except OSError as error:
-            above = [path for path in (folder, *folder.parents) if os.path.isfile(path)]
-            why = f"{above[0]} is a file; needed: a folder" if above else error.strerror
+            files = [path for path in (folder, *folder.parents) if os.path.isfile(path)]
+            why = f"{files[0]} is a file; needed: a folder" if files else error.strerror
             raise ConfigError(f"{folder}: cannot be a run folder: {why}. Give another one with --run-dir") from error
-        self.release = weakref.finalize(self, _release, file, made, os.getpid())
-        """Gives the folder back; one that was made for the lock and is still empty goes with it."""
+        self.release = weakref.finalize(self, _release, file, new, os.getpid())
+        """Releases the folder, and removes it if the lock made it and it is still empty."""
 
     @contextlib.contextmanager
-    def kept_if_all_is_well(self) -> Iterator[None]:
-        """Releases the lock where the block ends with an exception."""
+    def released_on_error(self) -> Iterator[None]:
+        """Releases the lock if the block ends with an exception."""
         try:
             yield
         except BaseException:
@@ -75,17 +75,17 @@ def _take(folder: Path) -> IO[str]:
         except (BlockingIOError, PermissionError) as error:
             with file:
                 file.seek(0)
-                who = file.read().strip() or "another process"
+                holder = file.read().strip() or "another process"
             raise ConfigError(
-                f"{folder}: is in use by {who}. Two processes would spoil the run: wait for that one, or give another "
-                "run folder"
+                f"{folder}: is in use by {holder}. Two processes would spoil the run: wait until that process ends, or "
+                "give another run folder"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            _log.warning("%s: this file system has no locks (%s); let no second process use the folder", folder, error)
+            _log.warning("%s: the file system has no locks (%s); do not start a second process there", folder, error)
             return file
-        # The one who held it before may have removed the file that was just opened.
+        # the last holder may have removed the file that we just opened
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()
@@ -95,7 +95,7 @@ def _lock(file: IO[str]) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        file.seek(1 << 30)  # far from the text, which others read
+        file.seek(1 << 30)  # far from the text: others read the text
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
@@ -103,10 +103,10 @@ def _lock(file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _release(file: IO[str], made: list[Path], owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the file, not the folder
-        with contextlib.suppress(OSError):  # Windows removes no open file; a folder that was used is not empty
+def _release(file: IO[str], new: list[Path], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child inherits the file, but does not own the folder
+        with contextlib.suppress(OSError):  # Windows removes no open file; a used folder is not empty
             Path(file.name).unlink(missing_ok=True)
-            for folder in made:
+            for folder in new:
                 folder.rmdir()
     file.close()

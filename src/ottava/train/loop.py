@@ -1,11 +1,11 @@
-"""One training run: `Trainer` builds it, advances it step by step, evaluates, checkpoints, and takes it up again.
+"""One training run: `Trainer` builds it, trains step by step, evaluates, writes checkpoints and resumes.
 
-The order of a step decides what can go wrong, so it is fixed: batch, forward and backward, clip, AdamW, scaling state;
-then evaluation, the line in metrics.jsonl, and the checkpoint, each if due. A process killed anywhere leaves a
-checkpoint of some step and lines of at least those steps; the resumed run cuts the lines back to the checkpoint.
+Every step has the same order: batch, forward and backward, clip, AdamW, scaling state; then, if due, evaluation, the
+line in metrics.jsonl, and the checkpoint. A process that is killed anywhere leaves a checkpoint and metrics of at least
+its steps. The resumed run cuts the metrics back to the checkpoint.
 
-Precision: parameters, gradients and AdamW's moments are FP32 (they are the master weights), operators compute in BF16
-under torch.autocast, and the GEMMs of converted layers in what the recipe says.
+Precision: parameters (the master weights), gradients and AdamW's moments are FP32. Operators compute in BF16 under
+torch.autocast, and the GEMMs of converted layers under the recipe.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     Checkpoint,
     CheckpointError,
-    clear_left_overs,
+    as_checkpoint_error,
     collect_state,
     find_checkpoint,
-    naming_full_disks,
     newest_checkpoint,
+    remove_temporary_files,
     restore_state,
     restore_weights,
     save_checkpoint,
@@ -59,22 +59,22 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """A training run in a folder.
 
-    Several trainers can live in one process and be advanced in turn: each keeps its own state of torch's random
-    generators, so each trains as if it were alone.
+    Several trainers can take turns in one process. Each keeps its own state of torch's random generators, so each
+    trains as if it were alone.
 
     Args:
         config: all settings.
-        run_dir: where the run is kept; see run_folder.py for what is in it.
-        resume: continue from the newest readable checkpoint. In an empty folder, or one whose run was killed before
-            its first checkpoint, the run starts from its first step; the log says which.
+        run_dir: the folder of the run; see run_folder.py.
+        resume: continue from the newest readable checkpoint. Without a checkpoint the run starts from its first step,
+            and the log says so.
 
     Raises:
-        ConfigError: the folder is in use, its run had other settings, or the run cannot fit into memory. Nothing has
-            been written then, and nothing either after the other errors.
-        DataError: no text, or too little.
-        CheckpointError: no checkpoint can be read, it belongs to another run or text, or `config.init` is none that
-            fits the model.
-        DeviceError: no such device.
+        ConfigError: the folder is in use, its run had other settings, or the run cannot fit into memory.
+        DataError: there is no text, or too little.
+        CheckpointError: no checkpoint is readable, the checkpoint belongs to another run or text, or `config.init`
+            does not fit the model.
+        DeviceError: the machine has no such device.
+        None of these errors writes anything.
 
     Example:
         >>> import tempfile
@@ -89,20 +89,20 @@ class Trainer:
     step: int
     """Optimizer steps done."""
     history: list[StepRecord]
-    """All steps so far, also those before a resumption."""
+    """All steps so far, also from before a resumption."""
     diverged: bool
-    """Whether a loss or gradient was not finite. Its record is the last of the history; its update was not applied, so
-    the step does not count in `step`, and the model is as it was before."""
+    """Whether a loss or gradient was not finite. The record of that step is the last of the history. Its update was not
+    applied: `step` does not count it, and the model is unchanged."""
     model: nn.Module
     conversion: ConversionReport
-    """What `convert` did to the model."""
+    """The report of `convert`."""
 
     def __init__(self, config: TrainConfig, run_dir: Path, *, resume: bool = False) -> None:
         self.config = config
         self.device, self.corpus = gather(config)
         self._text = self.corpus.digest()
         self.folder = RunFolder(run_dir, config, resume=resume)
-        with self.folder.lock.kept_if_all_is_well():
+        with self.folder.lock.released_on_error():
             self._begin(resume=resume)
 
     def _begin(self, *, resume: bool) -> None:
@@ -130,33 +130,33 @@ class Trainer:
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
         if facts["init"]:
-            self.save()  # so that a resumption before the first checkpoint needs the other run no more
-        self._watch = self._watched()
-        self._fallback = self._falls_back()
-        self._guard = self._guarded()
+            self.save()  # a resumption must not need the other run again
+        self._watch = self._make_watch()
+        self._fallback = self._make_fallback()
+        self._guard = self._make_guard()
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to train: all steps are done, or the run diverged."""
+        """Whether training is over: all steps are done, or the run diverged."""
         return self.diverged or self.step >= self.config.steps
 
     def advance(self, steps: int | None = None) -> list[StepRecord]:
-        """Trains that many more steps (None: to the end), fewer where the run ends before.
+        """Trains at most that many more steps; None trains to the end.
 
-        Writes metrics.jsonl, evaluates and checkpoints as the config says; always at the last step, which also writes
-        receipt.json. Stops at a loss or gradient that is not finite, before it reaches the weights.
+        Writes metrics.jsonl, evaluates and writes checkpoints as the config says, and always at the last step. The last
+        step also writes receipt.json. Stops at a loss or gradient that is not finite, before the update of the weights.
 
-        Edge cases: an exception inside (KeyboardInterrupt too) leaves the trainer unfit for use, but not the folder:
-            resume from it.
+        Edge cases: after an exception (KeyboardInterrupt too) the trainer cannot go on, but the folder can: resume
+            from it.
         """
         last = self.config.steps if steps is None else min(self.step + steps, self.config.steps)
         records: list[StepRecord] = []
         with self._random_generators():
             _set_random_states(self._random, self.device)
             while self.step < last and not self.diverged:
-                before = self.step
-                self._train_step(self.step + 1)
-                records = [*(r for r in records if r.step <= before), *self._records_since(before)]
+                start = self.step
+                self._train_step(start + 1)
+                records = [*(r for r in records if r.step <= start), *self._records_since(start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
                     self.save()
@@ -166,13 +166,12 @@ class Trainer:
         return records
 
     def evaluate(self, *, high_precision: bool = False) -> float:
-        """Mean loss in nats per byte on the fixed validation batches, in the recipe that trains.
+        """Mean loss in nats per byte on the fixed validation batches, under the recipe of training.
 
-        Leaves no trace in the run: random generators and gradients stay as they are, and so do scaling histories,
-        which record nothing where no gradient is wanted.
+        It changes nothing in the run: random generators, gradients and scaling histories stay as they are.
 
         Args:
-            high_precision: without FP8: how good the weights are, whatever the recipe does to them in use.
+            high_precision: evaluate without FP8, which tests the weights alone.
         """
         settings = self.config
         total = 0.0
@@ -187,7 +186,7 @@ class Trainer:
         return total / settings.evaluation.batches
 
     def save(self) -> Path:
-        """Writes a checkpoint of the present step and returns its path."""
+        """Writes a checkpoint of this step and returns its path."""
         self.folder.sync()
         if self._watch is not None:
             self._watch.flush()
@@ -200,7 +199,7 @@ class Trainer:
         return path
 
     def close(self) -> None:
-        """Ends the watching and gives the folder back; done at the last step, needed where a run is left before."""
+        """Ends the watch and releases the folder. The last step does so itself; call it if you leave a run earlier."""
         self._end_watch()
         self.folder.lock.release()
 
@@ -208,7 +207,7 @@ class Trainer:
         if self._watch is not None:
             self._watch.close()
 
-    def _guarded(self) -> SpikeGuard | None:
+    def _make_guard(self) -> SpikeGuard | None:
         settings = self.config.guard
         if settings is None:
             return None
@@ -224,7 +223,7 @@ class Trainer:
         guard.step = self.step
         return guard
 
-    def _falls_back(self) -> Fallback | None:
+    def _make_fallback(self) -> Fallback | None:
         if self.config.auto_fallback == "off" or self._watch is None:
             return None
         verify = self._verify
@@ -233,7 +232,7 @@ class Trainer:
         return fallback
 
     def _verify(self, model: nn.Module, proposal: Proposal) -> Verdict:
-        """Whether the gradient of that step's batch comes nearer to that of high precision."""
+        """Whether the proposal brings the gradient of that step's batch nearer to high precision."""
         return by_gradient(self.batch(proposal.step), self.loss_of)(model, proposal)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -244,19 +243,19 @@ class Trainer:
         )
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of a batch, computed as in training; the model on the trainer's device."""
+        """The loss of a batch, computed as in training. The model must be on the trainer's device."""
         with self._compute():
             return loss(model, batch[0].to(self.device), batch[1].to(self.device))
 
-    def _watched(self) -> Watch | None:
+    def _make_watch(self) -> Watch | None:
         if self.config.watch is None:
             return None
-        seen = watch(self.model, self.folder.path, self.config.watch, step=self.step, append=True)
-        seen.describe(config=flatten(self.config.model_dump(mode="json", exclude={"watch"})))
-        return seen
+        session = watch(self.model, self.folder.path, self.config.watch, step=self.step, append=True)
+        session.describe(config=flatten(self.config.model_dump(mode="json", exclude={"watch"})))
+        return session
 
     def _train_step(self, step: int) -> None:
-        """One step, or what the guard makes of it."""
+        """One step; a guard may rewind or skip it."""
         if self._guard is None:
             self._update(step)
             return
@@ -265,10 +264,10 @@ class Trainer:
         self.diverged, self.step = False, step
 
     def _update(self, step: int) -> tuple[float, float]:
-        """Forward, backward, optimizer; its line in the records. A function of the step and the trainer's state.
+        """Forward, backward, optimizer and the record. A function of the step and the trainer's state.
 
         Returns:
-            The loss and the norm of the gradient; where one is not finite, nothing was updated.
+            The loss and the norm of the gradient. If one is not finite, nothing was updated.
         """
         settings = self.config
         started = time.perf_counter()
@@ -284,15 +283,15 @@ class Trainer:
             self._watch.log(loss=value.item(), grad_norm=norm.item(), lr=learning_rate, tokens=targets.numel())
         self.diverged = math.isnan(loss_value) or math.isnan(grad_norm)
         if not self.diverged:
-            self._optimizer.step()  # also the boundary at which predicted scales move
+            self._optimizer.step()  # predicted scales move at this boundary, too
             self.step = step
-            with naming_full_disks(self._amaxes.path):
+            with as_checkpoint_error(self._amaxes.path):
                 self._amaxes.append(step, self._scaling.take_amax())
         elif self._watch is not None:
             self._watch.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        if self.done:  # before the evaluation, whose forwards would be what a later receipt shows
+        if self.done:  # before the evaluation: a later receipt would show its forwards
             self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
             self._end_watch()
         evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
@@ -317,12 +316,12 @@ class Trainer:
         return [record for record in self.history[-(self.step - step + 1) :] if record.step > step]
 
     def _fill_records(self, step: int) -> None:
-        """Steps whose batches the guard left out have a line without a loss."""
+        """Adds a record without a loss for each batch that the guard skipped."""
         for missing in range((self.history[-1].step if self.history else 0) + 1, step + 1):
             self._keep_record(StepRecord(missing, math.nan, math.nan, 0.0, 0, 0.0, None))
 
     def _cut_back(self, step: int) -> None:
-        """The guard has rewound the model: the records follow."""
+        """Cuts the records back after the guard has rewound the model."""
         self.step, self.diverged = step, False
         self.history = self.folder.cut_history(step)
         self._amaxes = AmaxLog(self.folder.path, step=step)
@@ -333,11 +332,11 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def _random_generators(self) -> AbstractContextManager[None]:
-        """Gives torch's global random generators back as they were found."""
+        """Restores torch's global random generators at the end."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def _identity(self) -> dict[str, str]:
-        """What a checkpoint must agree with, and what its bits may depend on besides."""
+        """Hashes that a checkpoint must match, and facts that its bits may depend on."""
         return {
             "config": self.config.digest(),
             "text": self._text,
@@ -348,20 +347,20 @@ class Trainer:
         }
 
     def _restore(self) -> Checkpoint | None:
-        """Takes over the newest readable checkpoint, if there is one."""
-        clear_left_overs(self.folder.checkpoints)
+        """Loads the newest readable checkpoint, if there is one."""
+        remove_temporary_files(self.folder.checkpoints)
         checkpoint, problems = newest_checkpoint(self.folder.checkpoints)
         for problem in problems:
-            _log.warning("passed over a checkpoint: %s", problem)
+            _log.warning("skipped a checkpoint: %s", problem)
         if checkpoint is None:
             _log.warning("no checkpoint in %s yet: starting from the first step", self.folder.path)
             return None
-        here = self._identity()
+        identity = self._identity()
         for name in ("config", "text"):
-            if checkpoint.metadata.get(name) != here[name]:
+            if checkpoint.metadata.get(name) != identity[name]:
                 raise CheckpointError(
-                    f"{checkpoint.path}: was written by a run with another {name}, so it cannot be continued here; "
-                    f"restore that {name}, or start again in another run folder"
+                    f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
+                    f"Restore that {name}, or start again in another run folder"
                 )
         restore_state(checkpoint, self.model, self._optimizer)
         self._random = {
@@ -370,31 +369,31 @@ class Trainer:
             if name.startswith("random.")
         }
         for name in ("torch", "ottava", "threads", "device"):
-            if checkpoint.metadata.get(name) != here[name]:
+            if checkpoint.metadata.get(name) != identity[name]:
                 _log.warning(
-                    "%s was %s and is %s now: the run goes on, but maybe not bit for bit as it would have",
+                    "%s was %s and is %s now: the run continues, but its bits may differ from an uninterrupted run",
                     name,
                     checkpoint.metadata.get(name),
-                    here[name],
+                    identity[name],
                 )
         _log.info("resumed from %s", checkpoint.path)
         return checkpoint
 
     def _start_from(self, source: Path) -> dict[str, Any]:
-        """Takes over the weights of another run and calibrates what predicts scales; returns it for the manifest."""
+        """Loads the weights of another run and calibrates predicted scales. Returns facts for the manifest."""
         checkpoint, problems = find_checkpoint(source)
         for problem in problems:
-            _log.warning("passed over a checkpoint: %s", problem)
+            _log.warning("skipped a checkpoint: %s", problem)
         restore_weights(checkpoint, self.model)
         _log.info(
-            "starts from the weights of %s (step %d). Not taken over: optimizer state, scaling histories, step count",
+            "starts from the weights of %s (step %d), without its optimizer state, scaling histories and step count",
             checkpoint.path,
             checkpoint.step,
         )
         batches = _CALIBRATION_BATCHES if any(self._scaling.doors()) else 0
         if batches:
             calibrate(self.model, map(self.batch, range(1, batches + 1)), loss=self.loss_of)
-            self._scaling.take_amax()  # those of no step of this run
+            self._scaling.take_amax()  # drop the amaxes of calibration
             _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
         return {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
 
@@ -404,7 +403,7 @@ def _due(every: int, step: int, steps: int) -> bool:
 
 
 def _finite(value: Tensor) -> float:
-    """The number, or NaN where it is infinite: JSON has no word for either, and both mean the same here."""
+    """The number, or NaN for an infinity: JSON has neither, and both mean divergence."""
     number = value.item()
     return number if math.isfinite(number) else math.nan
 
@@ -422,7 +421,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """States of the global generators that a run on this device draws from."""
+    """States of the global generators of a run on this device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,7 +1,7 @@
 """A small Llama that reads bytes: RMSNorm, rotary positions, grouped-query attention, SwiGLU, an untied head.
 
-Plain torch modules and nothing of ottava's: the trainer converts it as it would convert anybody's model. Two fused
-projections (qkv_proj, gate_up_proj, as in Phi-3 and vLLM) because every separate Linear would cast its input again.
+It has plain torch modules only: the trainer converts it like any other model. It fuses projections (qkv_proj,
+gate_up_proj, as in Phi-3 and vLLM), because every separate Linear would cast its input again.
 
 Shapes: B sequences, T bytes, D = d_model, H query heads, G key/value heads, E = D / H, F = ffn.
 """
@@ -18,7 +18,7 @@ VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which heads / kv_heads query heads share each key and value head."""
+    """Causal self-attention; heads / kv_heads query heads share each key and value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each on the normed stream and added back to it."""
+    """One layer: attention, then the MLP. Each reads the normed stream and adds its output to the stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class ByteTransformer(nn.Module):
         cos, sin = rotary_table(sequence_length, config.d_model // config.heads, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        # 1 / sqrt(width), not the usual 0.02, which is that for a width of 2,500: at 128 it learns slower (240 steps
-        # end at 1.99 instead of 1.78 nats per byte). GPT-2's factor keeps the stream's variance as layers add to it.
+        # 1 / sqrt(width). The usual 0.02 is that value for a width of 2,500; a width of 128 learns slower with 0.02
+        # (240 steps end at 1.99 instead of 1.78 nats per byte). GPT-2's factor keeps the variance of the stream.
         std = config.d_model**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:

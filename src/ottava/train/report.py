@@ -1,7 +1,7 @@
-"""The report of a demo: one HTML file that needs nothing else, and the picture for a README.
+"""The report of a demo: one HTML file without other files, and the picture for a README.
 
-This file turns a `DemoResult` into what the template shows: charts, shaded cells. The template
-(demo.html.j2) holds all words and all looks. No number is computed here that the result does not hold.
+This module turns a `DemoResult` into charts and shaded cells. The template (demo.html.j2) holds all words and the
+style. Every number comes from the result.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ottava.pages.charts import render as drawn
 from ottava.pages.frame import render
 from ottava.train.summary import REFERENCE, DemoResult, RunResult
 
-# The three tensors that a Linear casts, as the report calls them.
+# The three tensors that a Linear casts, with their names in the report.
 _TENSORS = MappingProxyType({"input": "Input X", "weight": "Weight W", "grad_output": "Gradient dY"})
 
-# Where a number starts to deserve a look. On a normal distribution E4M3 gives about 31 dB and E5M2 about 25.
+# Limits of the three tints. For a normal distribution E4M3 gives about 31 dB and E5M2 about 25.
 _SQNR_STEPS = (22.0, 16.0, 10.0)
 _UNDERFLOW_STEPS = (0.1, 1.0, 10.0)
 
 
 def render_report(result: DemoResult) -> str:
-    """The whole report as one HTML document: no network, no script but a few lines for the tooltips.
+    """The whole report as one HTML document, without network, with a short script for the tooltips.
 
     Raises:
         ValueError: the result has no runs (see `DemoResult`).
@@ -56,12 +56,12 @@ def render_picture(result: DemoResult) -> str:
 
 
 def styles(result: DemoResult) -> dict[str, int]:
-    """The number of each recipe's colour, dash and marker: 0 for BF16, then in order."""
+    """The style number of each recipe (colour, dash and marker): 0 for BF16, then in order."""
     return {REFERENCE: 0} | {run.recipe: i for i, run in enumerate(result.candidates, start=1)}
 
 
 def loss_chart(result: DemoResult) -> Chart:
-    """Validation losses over smoothed training losses, the BF16 seeds as a band."""
+    """Validation losses over smoothed training losses, with the BF16 seeds as a band."""
     lines = []
     for run in _compared(result):
         style = styles(result)[run.recipe]
@@ -85,7 +85,7 @@ def loss_chart(result: DemoResult) -> Chart:
 
 
 def difference_chart(result: DemoResult) -> Chart:
-    """Each recipe minus BF16 of the same seed, over the spread of the BF16 seeds; the scale fits the second half."""
+    """Each recipe minus BF16 of the same seed, over the spread of the BF16 seeds. The axis fits the second half."""
     lines = []
     for run in _compared(result):
         reference = dict(result.reference_of(run).validation)
@@ -99,7 +99,7 @@ def difference_chart(result: DemoResult) -> Chart:
     return Chart(
         title="Difference to BF16",
         description="Validation loss of each recipe minus that of BF16 with the same seed, by training step. "
-        "The band is as wide, to either side, as the BF16 seeds lie apart.",
+        "The band reaches to either side as far as the BF16 seeds lie apart.",
         x_label="step",
         y_label="nats per byte",
         lines=lines,
@@ -116,8 +116,8 @@ def _compared(result: DemoResult) -> list[RunResult]:
 
 
 def _seed_band(result: DemoResult, *, relative: bool) -> list[Band]:
-    """Lowest to highest BF16 seed at each evaluation; relative: their distance to either side of 0, which is what the
-    verdict calls inside. Nothing where there is one seed."""
+    """Lowest to highest BF16 seed at each evaluation. Relative: their distance to either side of 0, the verdict's
+    "inside". Empty for one seed."""
     if len(result.references) < 2:
         return []
     points = []
@@ -135,13 +135,13 @@ class Strip:
 
     ticks: list[tuple[float, str]]
     band: tuple[float, float]
-    """Left edge and width of what the verdict calls inside: the BF16 run compared with, plus and minus the spread."""
+    """Left edge and width of the verdict's "inside": the BF16 run of the comparison, plus and minus the spread."""
     rows: list[tuple[str, list[float]]]
-    """Recipe, and the positions of its runs; a run that diverged has none."""
+    """Recipe and the positions of its runs; a diverged run has none."""
 
     @classmethod
     def of(cls, result: DemoResult) -> Strip | None:
-        """None where there is nothing to compare: BF16 diverged, or all losses are one."""
+        """None if there is nothing to compare: BF16 diverged, or all losses are equal."""
         reference = result.reference_of(result.runs[0])
         losses = [run.final_loss for run in result.runs if not run.diverged]
         if reference.diverged or len(losses) < 2 or min(losses) == max(losses):
@@ -169,7 +169,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of a heat table, how much it deserves a look (0 to 3), and the words of its tooltip."""
+    """A number of a heat table, its tint (0 to 3), and the words of its tooltip."""
 
     text: str
     level: int
@@ -186,9 +186,9 @@ class HeatGrid:
 
 
 def heat_grids(rows: Sequence[Mapping[str, object]]) -> dict[str, list[HeatGrid]]:
-    """What casting does to each tensor, as small tables: {"SQNR, dB": [...], "underflow, %": [...]}.
+    """The error of each tensor's cast, as small tables: {"SQNR, dB": [...], "underflow, %": [...]}.
 
-    A tensor cast twice, along rows and along columns, shows the worse of both; the tooltip has both.
+    A tensor may be cast twice, along rows and along columns. The cell shows the worse cast, the tooltip both.
     """
     return {
         "Signal to quantization noise, dB": [_grid(rows, tensor, "sqnr_db") for tensor in _TENSORS],
@@ -197,19 +197,19 @@ def heat_grids(rows: Sequence[Mapping[str, object]]) -> dict[str, list[HeatGrid]
 
 
 def _grid(rows: Sequence[Mapping[str, object]], tensor: str, metric: str) -> HeatGrid:
-    found: dict[tuple[str, int | None], list[Mapping[str, object]]] = {}
+    cells: dict[tuple[str, int | None], list[Mapping[str, object]]] = {}
     for row in rows:
         if row["tensor"] == tensor:
-            found.setdefault(starred(str(row["layer"])), []).append(row)
-    numbers = sorted({number for _, number in found}, key=lambda n: -1 if n is None else n)
-    # In the order of the forward, also for gradients, which arrive in the opposite one.
+            cells.setdefault(starred(str(row["layer"])), []).append(row)
+    numbers = sorted({number for _, number in cells}, key=lambda n: -1 if n is None else n)
+    # the order of the forward, also for gradients, which arrive in reverse order
     order = dict.fromkeys(starred(str(row["layer"]))[0] for row in rows)
-    kinds = [kind for kind in order if any((kind, number) in found for number in numbers)]
+    kinds = [kind for kind in order if any((kind, number) in cells for number in numbers)]
     return HeatGrid(
         title=_TENSORS[tensor],
         columns=["" if number is None else str(number) for number in numbers],
         rows=[
-            (kind, [_cell(found[kind, number], metric) if (kind, number) in found else None for number in numbers])
+            (kind, [_cell(cells[kind, number], metric) if (kind, number) in cells else None for number in numbers])
             for kind in kinds
         ],
     )
@@ -233,5 +233,5 @@ def _cell(rows: Sequence[Mapping[str, object]], metric: str) -> Cell:
 
 def _sqnr_text(value: float) -> str:
     if math.isnan(value):
-        return "\N{EN DASH}"  # the tensor was all zeros
+        return "\N{EN DASH}"  # all elements of the tensor are zero
     return "exact" if math.isinf(value) else f"{value:.1f}"

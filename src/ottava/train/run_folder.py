@@ -1,11 +1,11 @@
-"""The folder of one run: what was asked for, what it ran on, and one line per step.
+"""The folder of one run: its settings, its machine, and one line per step.
 
 config.yaml       every setting, as resolved
-manifest.json     command, versions, machine, size of the model, what was converted to FP8; every resumption
-metrics.jsonl     a `StepRecord` per line, written as the step ends
+manifest.json     command, versions, machine, size of the model, converted layers; every resumption
+metrics.jsonl     a `StepRecord` per line, written at the end of the step
 checkpoints/      see checkpoint.py
-receipt.json      what each GEMM really ran, written at the end
-.lock             which process has the run, while one has (see folder_lock.py)
+receipt.json      the kernel of each GEMM, written at the end
+.lock             names the process that holds the run (see folder_lock.py)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from ottava.settings import ConfigError, flatten
 from ottava.text import to_json
-from ottava.train.checkpoint import CheckpointError, atomic_write, naming_full_disks
+from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock
 from ottava.untrusted import parse_json, read_text
@@ -40,24 +40,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step was like. Everything but `seconds` is the same in every repetition of a run."""
+    """The numbers of one optimizer step. All but `seconds` are the same in every repetition of a run."""
 
     step: int
     """Counted from 1."""
     loss: float
-    """Training loss in nats per byte, before the update. NaN where it was not finite."""
+    """Training loss in nats per byte, before the update. NaN if it was not finite."""
     grad_norm: float
-    """Norm of the whole gradient before clipping. NaN where it was not finite."""
+    """Norm of the whole gradient before clipping. NaN if it was not finite."""
     lr: float
     tokens: int
     """Bytes predicted in this step."""
     seconds: float
     """Time of this step, without evaluation and checkpoints."""
     val_loss: float | None
-    """Validation loss in nats per byte after this step's update; None where none was due."""
+    """Validation loss in nats per byte after the update of this step; None if no evaluation was due."""
 
     def to_json(self) -> str:
-        """One line of metrics.jsonl. Floats survive it bit for bit; a NaN, which JSON has no word for, becomes null."""
+        """One line of metrics.jsonl. It keeps every bit of a float. JSON has no NaN: NaN becomes null."""
         return to_json(asdict(self))
 
     @classmethod
@@ -65,17 +65,17 @@ class StepRecord:
         """The inverse of `to_json`."""
         values: dict[str, Any] = parse_json(line)
         if not all(isinstance(value, int | float | None) for value in values.values()):
-            raise TypeError("a value is no number")
+            raise TypeError("a value is not a number")
         missing = {name: math.nan for name in ("loss", "grad_norm") if values[name] is None}
         return cls(**(values | missing))
 
 
 class RunFolder:
-    """The files of one run. Opening it takes its lock and decides whether it may be used at all; `begin` writes first.
+    """The files of one run. The constructor takes the lock and checks the folder; `begin` is the first to write.
 
     Raises:
-        ConfigError: another process has the folder; it holds a run and `resume` is False; it is no run's folder; or
-            its run had other settings.
+        ConfigError: another process has the folder; the folder holds a run and `resume` is False; it is no run folder;
+            or its run had other settings.
     """
 
     def __init__(self, path: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -84,18 +84,18 @@ class RunFolder:
         self._metrics = path / "metrics.jsonl"
         self._config = config
         self.lock = FolderLock(path)
-        with self.lock.kept_if_all_is_well():
+        with self.lock.released_on_error():
             self._refuse_misuse(resume=resume)
 
     def _refuse_misuse(self, *, resume: bool) -> None:
         settings = self.path / "config.yaml"
-        # A run killed in its first moment leaves a folder with nothing but hidden files.
+        # a run that was killed in its first moment leaves only hidden files
         used = any(not entry.name.startswith(".") for entry in self.path.iterdir())
         if used and not resume:
             raise ConfigError(f"{self.path}: is not empty; give another run folder, or continue its run with --resume")
         if used and not settings.exists():
             raise ConfigError(
-                f"{self.path}: holds no run (no config.yaml in it); give the folder of a run, or an empty one"
+                f"{self.path}: holds no run (it has no config.yaml); give the folder of a run, or an empty folder"
             )
         if used:
             _refuse_other_settings(settings, self._config)
@@ -110,54 +110,55 @@ class RunFolder:
         self.write(name, json.dumps(values, indent=2) + "\n")
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Writes config.yaml and manifest.json, or adds to it that another process took the run over at `step`.
+        """Writes config.yaml and manifest.json. For a resumed run, adds this process to the manifest.
 
         Args:
-            facts: what only the trainer knows; those of the first process stay.
-        Edge cases: a manifest that cannot be read is kept as manifest.json.damaged, a new one begins, and the log says
-            so: the run does not depend on it.
+            step: the step at which this process takes the run over.
+            facts: further entries of the trainer. A manifest keeps those of the first process.
+        Edge cases: a damaged manifest becomes manifest.json.damaged, a new one begins, and the log says so. The run
+            does not depend on the manifest.
         """
         self.write("config.yaml", self._config.to_yaml())
         path = self.path / "manifest.json"
-        this = _this_process()
-        manifest: dict[str, Any] = {"schema_version": MANIFEST_VERSION, **this, **facts, "resumed": []}
+        process = _this_process()
+        manifest: dict[str, Any] = {"schema_version": MANIFEST_VERSION, **process, **facts, "resumed": []}
         if path.exists():
             try:
                 manifest = _like(manifest, parse_json(read_text(path)))
             except (ValueError, TypeError) as error:
                 aside = path.with_name("manifest.json.damaged")
                 path.replace(aside)
-                _log.warning("%s: is damaged (%s); it is now %s, and a new one begins", path, error, aside.name)
-            manifest["resumed"].append({"at_step": step, **this})
+                _log.warning("%s: is damaged (%s); it was renamed to %s, and a new one begins", path, error, aside.name)
+            manifest["resumed"].append({"at_step": step, **process})
         self.write_json("manifest.json", manifest)
 
     def append(self, record: StepRecord) -> None:
-        """Adds a step to metrics.jsonl, in one write, so that a killed process leaves at most one torn line."""
-        # Buffered: without it, a disk that fills up in the middle of a line raises nothing before the next one.
-        with naming_full_disks(self._metrics), self._metrics.open("ab") as stream:
+        """Adds a step to metrics.jsonl in one write: a killed process leaves at most one torn line."""
+        # buffered: an unbuffered write to a full disk may write half a line without an error
+        with as_checkpoint_error(self._metrics), self._metrics.open("ab") as stream:
             stream.write(f"{record.to_json()}\n".encode())
 
     def sync(self) -> None:
-        """Flushes metrics.jsonl to the disk; done before a checkpoint, which must never know more than it."""
-        with naming_full_disks(self._metrics), self._metrics.open("ab") as stream:
+        """Flushes metrics.jsonl to the disk. Call it before a checkpoint, which must not be ahead of the metrics."""
+        with as_checkpoint_error(self._metrics), self._metrics.open("ab") as stream:
             os.fsync(stream.fileno())
 
     def cut_history(self, step: int) -> list[StepRecord]:
         """Cuts metrics.jsonl back to its first `step` lines and returns them.
 
         Raises:
-            CheckpointError: it holds fewer, or other, steps.
+            CheckpointError: the file holds fewer steps, or other ones.
         """
         lines = self._metrics.read_bytes().splitlines(keepends=True) if self._metrics.exists() else []
         lines = lines[:step]
         try:
             records = [StepRecord.from_json(line.decode()) for line in lines]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self._metrics}: has a line that is no step ({error})") from error
+            raise CheckpointError(f"{self._metrics}: has a line without a step ({error})") from error
         if [record.step for record in records] != list(range(1, step + 1)):
             raise CheckpointError(
-                f"{self._metrics}: does not hold steps 1 to {step}, which the checkpoint says were done; "
-                "it was changed by hand, or the disk lost it. Start again in another run folder"
+                f"{self._metrics}: does not hold steps 1 to {step}, but the checkpoint is of step {step}: "
+                "somebody changed the file, or the disk lost lines. Start again in another run folder"
             )
         if lines or self._metrics.exists():
             os.truncate(self._metrics, sum(map(len, lines)))
@@ -165,26 +166,26 @@ class RunFolder:
 
 
 def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
-    """Raises ConfigError where the saved settings differ in anything that the trained bits depend on."""
+    """Raises ConfigError if the saved settings differ in one that decides the trained bits."""
     saved = load_config(settings)
     if saved.digest() == config.digest():
         return
-    before, now = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
+    old, new = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changes = [
-        f"  {key}: {before.get(key)!r}, now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(("checkpoint.", "evaluation.", "watch"))
+        f"  {key}: {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(("checkpoint.", "evaluation.", "watch"))
     ]
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
         "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may "
-        "change; take the old settings, or start a new run from the weights of this one: "
+        "change. Take the old settings, or start a new run from these weights: "
         f"ottava train --init {shlex.quote(str(settings.parent))} --run-dir NEW --set ..."
     )
 
 
 def _like(fresh: Mapping[str, Any], saved: Any) -> dict[str, Any]:
-    """`saved`, if it has the entries of `fresh`, each of its type. Raises TypeError if not."""
+    """Returns `saved` if it has the entries of `fresh` with their types, else raises TypeError."""
     if not isinstance(saved, dict):
         raise TypeError(f"it holds a {type(saved).__name__}, not an object")
     for name, value in fresh.items():
@@ -194,7 +195,7 @@ def _like(fresh: Mapping[str, Any], saved: Any) -> dict[str, Any]:
 
 
 def _this_process() -> dict[str, Any]:
-    """Who runs this, and on what."""
+    """Command, versions and machine of this process."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
@@ -206,11 +207,11 @@ def _this_process() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that ottava runs from, "-dirty" where changed; None where it was installed from a package."""
+    """The commit of this ottava, with "-dirty" if files changed; None if it was installed from a package."""
     source = Path(__file__)
     git = ["git", "-C", str(source.parent)]
     try:
-        # Without the first question, a virtual environment inside somebody's repository would report that one.
+        # ls-files first: a virtual environment inside another repository would report that repository's commit
         for arguments in (
             ["ls-files", "--error-unmatch", source.name],
             ["describe", "--always", "--dirty", "--abbrev=40"],

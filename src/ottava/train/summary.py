@@ -1,7 +1,6 @@
-"""What a demo found, as data: every run's curve, the verdicts, what really ran, and where. Written to summary.json.
+"""The result of a demo as data: curves, verdicts, receipts and machine. summary.json holds it.
 
-The report, the picture and the lines in the terminal are all views of one `DemoResult`; none of them computes a number
-that is not here.
+The report, the picture and the lines in the terminal are views of one `DemoResult`. All numbers are computed here.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ottava.train.verdict import Noise, Verdict, has_diverged, judge
 
 SCHEMA_VERSION = 1
 REFERENCE = "bf16"
-"""The recipe that all others are compared with."""
+"""All other recipes are compared with this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +28,15 @@ class RunResult:
     losses: Sequence[float]
     """Training loss of each step, as the optimizer saw it."""
     validation: Sequence[tuple[int, float]]
-    """Step and loss on the fixed validation batches, in the recipe that trains; the last entry is the result. A run
-    that diverged ends with NaN."""
+    """Step and loss on the fixed validation batches, under the recipe of training. The last entry is the result. A
+    diverged run ends with NaN."""
     high_precision_loss: float
-    """The final weights evaluated in BF16: what of the difference is in the weights, not in the evaluation."""
+    """Loss of the final weights evaluated in BF16: it shows the difference in the weights alone."""
     seconds_per_step: float
-    """Median over the steps, evaluation left out."""
+    """Median over the steps, without evaluation."""
     tokens_per_step: int
     diverged_at: int | None = None
-    """The step whose loss or gradient was the first that is not finite."""
+    """The first step with a loss or gradient that is not finite."""
 
     @property
     def label(self) -> str:
@@ -51,27 +50,27 @@ class RunResult:
 
     @property
     def diverged(self) -> bool:
-        """Whether training failed: a loss that is not finite, or a result worse than guessing."""
+        """Whether training failed: a loss is not finite, or the result is worse than guessing."""
         return self.diverged_at is not None or has_diverged(self.final_loss)
 
     @property
     def tokens_per_second(self) -> float:
-        """At the median step."""
+        """Speed of the median step."""
         return self.tokens_per_step / self.seconds_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machinery:
-    """What one FP8 run really did, layer by layer: facts of the engine, not of the training."""
+    """Facts of the engine about one FP8 run, layer by layer."""
 
     receipt: Sequence[Mapping[str, Any]]
-    """One row for each GEMM of the last forward and backward, as `ottava.receipt` gives them."""
+    """One row for each GEMM of the last forward and backward, from `ottava.receipt`."""
     fp8_fraction: float
-    """Share of the GEMM work whose operands were quantized."""
+    """Share of the GEMM work with quantized operands."""
     skipped: Mapping[str, str]
-    """Layers that `convert` left alone, and why."""
+    """Layers that `convert` skipped, and why."""
     numbers: Sequence[Mapping[str, object]]
-    """One row for each tensor of each layer, as `ottava.debug.observe` gives them, on one more training batch."""
+    """One row for each tensor of each layer on one more training batch, from `ottava.debug.observe`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,23 +78,23 @@ class DemoResult:
     """A whole demo.
 
     Raises:
-        ValueError: no BF16 run, or an FP8 run whose seed no BF16 run has: there would be nothing to compare with.
+        ValueError: there is no BF16 run, or none with the seed of an FP8 run: nothing to compare with.
     """
 
     runs: Sequence[RunResult]
     machinery: Mapping[str, Machinery]
     """For each FP8 recipe."""
     command: str
-    """The exact command that ran."""
+    """The exact command of the demo."""
     config: str
     """The training config of the BF16 run, as YAML; the others differ in `recipe` and `seed` only."""
     text: str
-    """What was trained on."""
+    """Description of the training text."""
     parameters: int
     facts: Mapping[str, str]
     """Versions and machine, by name."""
     training_seconds: float
-    """Time in the training steps of all runs; evaluation left out."""
+    """Time in the training steps of all runs, without evaluation."""
 
     def __post_init__(self) -> None:
         seeds = {run.seed for run in self.runs if run.recipe == REFERENCE}
@@ -115,7 +114,7 @@ class DemoResult:
 
     @property
     def emulated(self) -> bool:
-        """Whether any GEMM of an FP8 recipe ran with FP8 operands but not on FP8 hardware."""
+        """Whether a GEMM with FP8 operands ran without FP8 hardware."""
         rows = (row for machinery in self.machinery.values() for row in machinery.receipt)
         return any(row["fp8"] and not row["native"] for row in rows)
 
@@ -144,12 +143,12 @@ class DemoResult:
 
     @property
     def news(self) -> list[Verdict]:
-        """The verdicts, worst first: what a reader must not miss."""
+        """The verdicts, worst first."""
         severity = ("diverged", "worse", "undecided", "unknown", "inside", "better")
         return sorted(self.verdicts, key=lambda verdict: severity.index(verdict.outcome))
 
     def speed_ratio(self, run: RunResult) -> float:
-        """Tokens per second, as a share of BF16's at the same seed; the runs were interleaved."""
+        """Tokens per second divided by those of BF16 at the same seed. The runs were interleaved."""
         return self.reference_of(run).seconds_per_step / run.seconds_per_step
 
     @cached_property
@@ -168,14 +167,14 @@ class DemoResult:
             return "FP8 beside BF16, with no measure of the noise"
         if all(verdict.outcome == "inside" for verdict in verdicts):
             kind = "low-precision" if any("fp4" in verdict.recipe for verdict in verdicts) else "FP8"
-            who = {1: verdicts[0].recipe, 2: f"Both {kind} recipes"}.get(
+            subject = {1: verdicts[0].recipe, 2: f"Both {kind} recipes"}.get(
                 len(verdicts), f"All {len(verdicts)} {kind} recipes"
             )
-            return f"{who} {'ends' if len(verdicts) == 1 else 'end'} inside the noise of BF16"
+            return f"{subject} {'ends' if len(verdicts) == 1 else 'end'} inside the noise of BF16"
         return "No recipe ends clearly worse than BF16"
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, ready for JSON: those that are not finite become None."""
+        """All numbers, ready for JSON: infinities and NaNs become None."""
         numbers: dict[str, Any] = finite(
             {
                 "schema_version": SCHEMA_VERSION,

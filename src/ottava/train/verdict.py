@@ -1,18 +1,18 @@
-"""Did FP8 cost anything? Final validation losses beside the noise of training itself.
+"""Does FP8 cost accuracy? Compares final validation losses with the noise of training.
 
-Two BF16 runs that differ only in their seed do not end at the same loss. That spread is the yardstick: a recipe that
-ends closer to BF16 than BF16 ends to itself has cost nothing that this demo could see.
+Two BF16 runs that differ only in their seed do not end at the same loss. Their spread is the yardstick: if a recipe
+ends closer to BF16 than the BF16 seeds lie apart, the demo sees no cost.
 
     delta   = final validation loss of the recipe - that of BF16, same seed and same data order      nats per byte
     spread  = largest - smallest final loss among the BF16 seeds
-    limit   = max(spread, t(n - 1) * std * sqrt(2))      how far two runs that differ by seed alone come apart, 95 %
+    limit   = max(spread, t(n - 1) * std * sqrt(2))      distance of two runs that differ by seed alone, 95 %
 
     |delta| <= spread          inside the noise
-    |delta| <= limit           beyond the seeds seen, within what so few seeds allow: undecided
+    |delta| <= limit           beyond the spread, but so few seeds cannot tell: undecided
     |delta| >  limit           clearly outside
 
-t is Student's two-sided 95 % quantile, because a standard deviation from three seeds is itself uncertain; sqrt(2)
-because delta is the difference of two runs. With one seed there is no yardstick, and the verdict says so.
+t is Student's two-sided 95 % quantile: a standard deviation of three seeds is itself uncertain. The factor sqrt(2) is
+there because delta is the difference of two runs. With one seed there is no yardstick, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Literal
 _STUDENT_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 MAX_SEEDS = len(_STUDENT_T95) + 1
-"""More seeds than this need a longer table above, and better reasons than a demo has."""
+"""The table above ends here, and no demo needs more seeds."""
 
 UNIFORM_LOSS = math.log(256)
-"""Nats per byte of a model that knows nothing: every byte equally likely. To end above it is to have diverged."""
+"""Nats per byte of a model that gives every byte the same probability. A run that ends above it has diverged."""
 
 Outcome = Literal["inside", "undecided", "worse", "better", "diverged", "unknown"]
-"""What became of one recipe. "worse" and "better" are both clearly outside; "unknown" means that there is no noise."""
+"""The outcome of one recipe. "worse" and "better" are clearly outside; "unknown": the noise is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Noise:
     """The seed-to-seed noise of BF16 at the end of training. All losses in nats per byte."""
 
     losses: tuple[float, ...]
-    """Final validation loss of each BF16 seed, those that diverged left out."""
+    """Final validation loss of each BF16 seed that did not diverge."""
 
     @property
     def spread(self) -> float | None:
@@ -54,7 +54,7 @@ class Noise:
 
     @property
     def limit(self) -> float | None:
-        """How far apart two runs that differ by seed alone come, 95 times in 100; None with fewer than two seeds."""
+        """The distance that 95 of 100 pairs of seeds stay within; None with fewer than two seeds."""
         if self.spread is None or self.std is None:
             return None
         return max(self.spread, _STUDENT_T95[len(self.losses) - 2] * self.std * math.sqrt(2))
@@ -62,22 +62,22 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One recipe beside BF16: the figures, the outcome and the sentence that says it."""
+    """One recipe compared with BF16: difference, outcome and sentence."""
 
     recipe: str
     outcome: Outcome
     delta: float | None
-    """Recipe minus BF16, nats per byte; None where either of them diverged."""
+    """Recipe minus BF16, nats per byte; None if one of them diverged."""
     sentence: str
 
     @property
     def is_bad(self) -> bool:
-        """Whether the demo should exit with 1: the recipe diverged, or ended clearly above the noise."""
+        """Whether the demo exits with 1: the recipe diverged, or ended clearly above the noise."""
         return self.outcome in ("diverged", "worse")
 
 
 def has_diverged(final_loss: float) -> bool:
-    """Whether a final loss means that training failed: not finite, or no better than guessing bytes uniformly."""
+    """Whether training failed: the final loss is not finite, or above that of uniform guessing."""
     return not math.isfinite(final_loss) or final_loss > UNIFORM_LOSS
 
 
@@ -87,8 +87,8 @@ def judge(recipe: str, final_loss: float, bf16_loss: float, noise: Noise, *, div
     Args:
         recipe: its name, for the sentence.
         final_loss, bf16_loss: nats per byte, on the same fixed validation batches.
-        noise: the BF16 seeds; one seed gives the outcome "unknown".
-        diverged_at: the step at which its loss or gradient stopped being finite, if it did.
+        noise: the final losses of the BF16 seeds; one seed gives the outcome "unknown".
+        diverged_at: the first step with a loss or gradient that is not finite; None without one.
 
     Raises:
         ValueError: more than MAX_SEEDS seeds.
@@ -130,10 +130,10 @@ def _when(final_loss: float, diverged_at: int | None) -> str:
 
 def _sentence(recipe: str, delta: float, outcome: Outcome, noise: Noise) -> str:
     if outcome == "unknown":
-        return f"{recipe} ends {_distance(delta)}; the noise is unknown: that takes two BF16 seeds or more"
+        return f"{recipe} ends {_distance(delta)}; the noise is unknown, because it needs two or more BF16 seeds"
     tails = {
         "inside": "inside the noise",
-        "undecided": "beyond the seeds seen, but so few seeds cannot tell",
+        "undecided": "beyond the spread of the seeds, but so few seeds cannot tell",
         "worse": "clearly outside the noise",
         "better": "clearly outside the noise, on the good side",
     }
