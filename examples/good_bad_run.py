@@ -1,9 +1,9 @@
-"""A good run, a bad run, and what is different: `python examples/good_bad_run.py [FOLDER]`.
+"""Compares a good run with a bad one: `python examples/good_bad_run.py [FOLDER]`.
 
-Trains the byte model twice in FP8, from the same weights and over the same batches; the bad run differs in one number,
-a learning rate that is far too high. Both are watched. Then `compare` says which setting differs, which tensor left the
-good run's band first and which were damaged most, and `diagnose` says what that is a symptom of. The folders stay, for
-`ottava compare`, `ottava diagnose`, `ottava what-if` and `ottava report`. Half a minute on one CPU core.
+Trains the byte model twice in FP8, from the same weights and on the same batches, under a watch. The bad run differs in
+one number: its learning rate is far too high. `compare` names the setting that differs, the tensor that left the good
+run's band first, and the most damaged tensors. `diagnose` names the cause. The folders stay for `ottava compare`,
+`ottava diagnose`, `ottava what-if` and `ottava report`. Half a minute on one CPU core.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def train(folder: Path, learning_rate: float, steps: int) -> Run:
     model = ByteTransformer(SETTINGS.model, LENGTH)
     ottava.convert(model, RECIPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
-    with ottava.watch(model, folder, every=5) as seen:
-        seen.describe(config={"recipe": RECIPE, "lr": learning_rate, "batch": BATCH, "length": LENGTH, "seed": 0})
+    with ottava.watch(model, folder, every=5) as session:
+        session.describe(config={"recipe": RECIPE, "lr": learning_rate, "batch": BATCH, "length": LENGTH, "seed": 0})
         for step in range(1, steps + 1):
             inputs, targets = corpus.batch(seed=0, step=step, batch_size=BATCH, length=LENGTH)
             with torch.autocast("cpu", torch.bfloat16):
@@ -49,7 +49,7 @@ def train(folder: Path, learning_rate: float, steps: int) -> Run:
 
 
 def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
-    """For every cast its highest underflow and lowest row SQNR in either run; worst in the bad one first."""
+    """The highest underflow and the lowest row SQNR of every cast in both runs, worst of the bad run first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name, run in (("good", good), ("bad", bad)):
         for slot, table in run.table().where(direction="row").groups():
@@ -60,8 +60,8 @@ def damage(good: Run, bad: Run) -> list[dict[str, Any]]:
 
 
 def main(folder: str | Path = "runs/good-bad", steps: int = 80) -> dict[str, Any]:
-    """Trains, compares, diagnoses, prints; returns what was found."""
-    torch.set_num_threads(1)  # the model is small: a second thread would only wait for the first, and use a core for it
+    """Trains, compares, diagnoses and prints. Returns damage, comparison and diagnosis."""
+    torch.set_num_threads(1)  # the model is small: a second thread would only wait
     good, bad = (train(Path(folder) / name, rate, steps) for name, rate in LEARNING_RATES.items())
     shown = range(0, steps, max(1, steps // 8))
     print(f"{'step':18}" + "".join(f"{step + 1:>8}" for step in shown))
@@ -87,5 +87,5 @@ def main(folder: str | Path = "runs/good-bad", steps: int = 80) -> dict[str, Any
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", default="runs/good-bad", help="where the two runs go [runs/good-bad]")
+    parser.add_argument("folder", nargs="?", default="runs/good-bad", help="folder of the two runs [runs/good-bad]")
     main(parser.parse_args().folder)

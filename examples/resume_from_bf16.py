@@ -1,9 +1,9 @@
-"""From BF16 to delayed scaling in mid-run, with and without calibration: `python examples/resume_from_bf16.py`.
+"""Switches from BF16 to delayed scaling, with and without calibration: `python examples/resume_from_bf16.py`.
 
-Trains the demo's byte model in BF16, then continues from that checkpoint four times over the same batches: in BF16, and
-under delayed scaling that starts from calibrated histories, from the current scale (ottava's default), and from scale 1
-with no history (what TransformerEngine does). Prints the loss of each step minus that of BF16, and how much of the
-first gradients the cast turned into zeros.
+Trains the demo's byte model in BF16, then continues four times on the same batches: in BF16, and under delayed scaling
+that starts from calibrated histories, from the current scale (ottava's default), or from scale 1 (as TransformerEngine
+does). Prints the loss of each step minus that of BF16, and the share of the first gradients that the cast turned into
+zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETTINGS = load_config(None, [])
 
 
 def bare(recipe: ottava.Recipe) -> ottava.Recipe:
-    """The recipe starting at scale 1: without a history there is no prediction, and no current scale either."""
+    """The recipe that starts at scale 1: without a history it uses neither a prediction nor the current scale."""
     gemms = {
         name: replace(gemm, lhs=replace(gemm.lhs, bootstrap=False), rhs=replace(gemm.rhs, bootstrap=False))
         for name in ("fprop", "dgrad", "wgrad")
@@ -33,7 +33,7 @@ def bare(recipe: ottava.Recipe) -> ottava.Recipe:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, corpus: ByteCorpus, steps: range) -> list[float]:
-    """The losses of those steps."""
+    """Trains these steps and returns their losses."""
     losses = []
     for step in steps:
         inputs, targets = corpus.batch(seed=0, step=step, batch_size=16, length=64)
@@ -50,12 +50,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, corpus: Byte
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """The same optimizer each time."""
+    """The optimizer of every run."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
 
 
 def main(before: int = 150, after: int = 6) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Prints the table; returns the losses, and the percentage of the first gradients that was cast to zero."""
+    """Prints the table. Returns the losses, and the percentage of zeros in the cast of the first gradients."""
     torch.manual_seed(0)
     corpus = ByteCorpus.load(SETTINGS.data)
     model = ByteTransformer(SETTINGS.model, 64)
@@ -76,16 +76,18 @@ def main(before: int = 150, after: int = 6) -> tuple[dict[str, list[float]], dic
         model.load_state_dict(weights)
         ottava.convert(model, recipe)
         optimizer = adamw(model)
-        optimizer.load_state_dict(copy.deepcopy(moments))  # it takes the tensors themselves
+        optimizer.load_state_dict(copy.deepcopy(moments))  # load_state_dict keeps the tensors, so each run needs a copy
         if name == "calibrated":
             batches = [corpus.batch(seed=1, step=s, batch_size=16, length=64) for s in range(1, 5)]
             with torch.autocast("cpu", torch.bfloat16):
                 ottava.calibrate(model, batches, loss=lambda net, batch: loss(net, *batch))
-        with ottava.debug.observe(model) as seen:
+        with ottava.debug.observe(model) as observation:
             first = train(model, optimizer, corpus, range(before + 1, before + 2))
-        flushed[name] = max((row["underflow_pct"] for row in seen.table() if row["tensor"] == "grad_output"), default=0)
+        flushed[name] = max(
+            (row["underflow_pct"] for row in observation.table() if row["tensor"] == "grad_output"), default=0
+        )
         losses[name] = first + train(model, optimizer, corpus, range(before + 2, before + after + 1))
-    print(f"loss after {before} steps in BF16, minus that of going on in BF16 (nats per byte)\n")
+    print(f"loss after {before} steps in BF16, minus that of the continued BF16 run (nats per byte)\n")
     print(f"{'step':22}" + "".join(f"{before + 1 + i:>9}" for i in range(after)) + "   first dY cast to zero")
     print(f"{'bf16 itself':22}" + "".join(f"{value:9.4f}" for value in losses["bf16"]))
     for name in list(starts)[1:]:
