@@ -69,8 +69,8 @@ app.command()(bisect)
 app.add_typer(bench, name="bench")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"ottava {version('ottava')}, torch {_torch_version()}")

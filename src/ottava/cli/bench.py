@@ -93,7 +93,7 @@ def gpu(
     ] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
-    rivals: Annotated[bool, typer.Option(help="Also torchao, Liger and TransformerEngine, where installed.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Also torchao, Liger and TransformerEngine, if installed.")] = True,
     compiled: Annotated[bool, typer.Option(help="Also under torch.compile, which takes minutes.")] = True,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:

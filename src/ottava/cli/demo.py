@@ -59,8 +59,8 @@ def demo(
     from ottava.train.display import open_display
 
     console = Console(stderr=as_json)
-    given = _given(recipes, steps, seeds, data, settings)
-    folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, given, resume=resume, fresh=fresh)
+    choices = _given(recipes, steps, seeds, data, settings)
+    folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
     with stop_on_interrupt() as stopping, _only_warnings():
         trained = Demo(folder)
         _introduce(console, folder, trained)

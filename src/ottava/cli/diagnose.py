@@ -78,9 +78,9 @@ def diagnose(
     return 1 if fail_on != "never" and result.fails(fail_on) else 0
 
 
-def _answers(given: list[str] | tuple[()]) -> dict[str, str]:
+def _answers(options: list[str] | tuple[()]) -> dict[str, str]:
     answers = {}
-    for text in given:
+    for text in options:
         name, sign, choice = text.partition("=")
         if not sign:
             raise ValueError(f"--answer {text!r}: needs NAME=CHOICE, such as bf16_twin_recovers=no")
@@ -92,17 +92,17 @@ def _interview(run: Run, baseline: Run | None, book: Rulebook, answers: dict[str
     """Asks the questions of the triage tree until it has no new one. Enter leaves a question open."""
     from ottava.debug.analysis.diagnose import diagnose as explain
 
-    asked: set[str] = set(answers)
+    done: set[str] = set(answers)
     while True:
         unanswered = [
             step["ask"]
             for step in explain(run, baseline=baseline, rules=book, answers=answers).questions
-            if step["ask"] is not None and step["ask"] not in asked
+            if step["ask"] is not None and step["ask"] not in done
         ]
         if not unanswered:
             return answers
         name = unanswered[0]
-        asked.add(name)
+        done.add(name)
         question = book.questions[name]
         reply = typer.prompt(f"{question.ask} [{'/'.join(question.choices)}, Enter: not known]", default="", err=True)
         if reply.strip():

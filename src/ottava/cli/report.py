@@ -1,4 +1,4 @@
-"""`ottava report`: what a watched run looks like, in one HTML file."""
+"""`ottava report`: shows a watched run in one HTML file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Write RUN/report.html: what is wrong, since when, in which tensor, and what to do.
+    """Write RUN/report.html: the cause, the tensor, the first step and the remedy.
 
     The file needs no network and no server. Every picture in it is also there as a table.
 
@@ -32,9 +32,9 @@ def report(
     from ottava.debug.report import make_report
     from ottava.debug.run.reader import Run
 
-    made = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
-    path = made.write(out or run / "report.html")
-    verdict, sentence, size = made.diagnosis["verdict"], made.diagnosis["sentence"], path.stat().st_size
+    page = make_report(Run.open(run), baseline=None if baseline is None else Run.open(baseline))
+    path = page.write(out or run / "report.html")
+    verdict, sentence, size = page.diagnosis["verdict"], page.diagnosis["sentence"], path.stat().st_size
     values = {"schema_version": SCHEMA_VERSION, "run_dir": str(run), "report": str(path), "bytes": size}
     values |= {"verdict": verdict, "sentence": sentence}
     typer.echo(to_json(values) if as_json else f"{sentence}\n{path}  {size / 1000:,.0f} kB")
