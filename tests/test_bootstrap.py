@@ -253,7 +253,7 @@ def test_failures_are_shown(tmp_path: Path) -> None:
     (clone.root / ".venv").mkdir()
     (clone.root / ".venv" / "precious").touch()
     code, _, err = clone.run("demo")
-    assert (code, "is not ./x's own" in err) == (1, True)
+    assert (code, "was not made by ./x" in err) == (1, True)
     assert (clone.root / ".venv" / "precious").exists()
 
 

@@ -96,7 +96,7 @@ def test_step_that_is_no_number_falls_back_to_the_older_checkpoint(tmp_path: Pat
         checkpoint, problems = newest_checkpoint(tmp_path)
         assert checkpoint is not None
         assert checkpoint.step == 1
-        assert f"is of step {step!r}; needed: a whole number" in problems[0]
+        assert f"has step {step!r}; needed: a whole number" in problems[0]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the size of a file as POSIX does")
@@ -108,7 +108,7 @@ def test_full_disk_leaves_the_older_checkpoint_and_no_litter(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.raises(
-            CheckpointError, match=r"step-000002\.safetensors: cannot be written.*Make room, then go on"
+            CheckpointError, match=r"step-000002\.safetensors: cannot be written.*Make room, then continue"
         ):
             save(tmp_path, 2, keep=1)
     finally:

@@ -239,7 +239,7 @@ def test_changed_text_and_lost_metrics_are_refused(tmp_path: Path) -> None:
     config = tiny(f"data.path={text}")
     Trainer(config, run).advance(5)
     text.write_bytes(text.read_bytes().replace(b"not", b"yes"))
-    with pytest.raises(CheckpointError, match="was written by a run with another text"):
+    with pytest.raises(CheckpointError, match="comes from a run with another text"):
         Trainer(config, run, resume=True)
     text.write_bytes(text.read_bytes().replace(b"yes", b"not"))
     (run / "metrics.jsonl").write_text("")

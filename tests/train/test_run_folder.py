@@ -113,7 +113,7 @@ def test_damaged_manifest_is_set_aside_and_a_new_one_begins(tmp_path: Path, capl
         caplog.clear()
         folder.begin(40, {"parameters": 6})
         assert "manifest.json: is damaged" in caplog.text
-        assert "it is now manifest.json.damaged, and a new one begins" in caplog.text
+        assert "it was renamed to manifest.json.damaged, and a new one begins" in caplog.text
         assert (tmp_path / "run" / "manifest.json.damaged").read_text() == damaged
         again = json.loads(manifest.read_text())
         assert again.keys() == whole.keys()

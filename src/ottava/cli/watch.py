@@ -38,8 +38,7 @@ def watch(
         typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None,
-        typer.Option(metavar="P", help="Watch only layers with such names, e.g. '*.down_proj'; repeatable [*]."),
+        list[str] | None, typer.Option(metavar="P", help="Only layers with such names: '*.down_proj'; repeatable [*].")
     ] = None,
     tensors: Annotated[
         str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
@@ -48,18 +47,14 @@ def watch(
         int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
     ] = None,
     detail: Annotated[
-        str | None,
-        typer.Option(metavar="D", help="How much to record: numbers, exponents, blocks (for what-if) [blocks]."),
+        str | None, typer.Option(metavar="D", help="Record numbers, exponents or blocks (for what-if) [blocks].")
     ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODE",
-            help="Compiled layers: warn (they stay unseen), or eager (run watched steps uncompiled) [warn].",
-        ),
+        typer.Option(metavar="MODE", help="Compiled layers: warn, or eager (watched steps run uncompiled) [warn]."),
     ] = None,
     loss: Annotated[
         str | None,
@@ -68,9 +63,7 @@ def watch(
     append: Annotated[bool, typer.Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int,
-        typer.Option(
-            metavar="N", help="With --append: optimizer steps done so far; records of later steps are removed."
-        ),
+        typer.Option(metavar="N", help="With --append: optimizer steps done so far; later records are removed."),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
