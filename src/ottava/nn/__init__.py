@@ -3,6 +3,7 @@
 from ottava.nn.activations import ACTIVATIONS, Activation
 from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
+from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
@@ -20,6 +21,7 @@ __all__ = [
     "GraphedStep",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "NormLinear",
     "NormMLP",
     "RMSNorm",
@@ -30,6 +32,7 @@ __all__ = [
     "default_filter",
     "graphed_step",
     "keep_first_last_bf16",
+    "linear_cross_entropy",
     "receipt",
     "tune",
 ]

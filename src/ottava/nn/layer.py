@@ -95,7 +95,7 @@ class Layer(QuantizedLayer):
             return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self.produced_with()
-        if (dtype := _autocast_dtype(input)) is not None:
+        if (dtype := autocast_dtype(input)) is not None:
             if self.produce is None:
                 input = input.to(dtype)
             call.dtype = dtype  # a norm reads what it is given, and its rows are cast
@@ -170,13 +170,13 @@ class Layer(QuantizedLayer):
         state: ScalingState = self.scaling_state
         return state
 
-    def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
+    def _calibrate(self, input: Tensor, said: Ambient, *more: Any) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
         if self.produce is not None:
             input = self._rows(input)
         y = nn.functional.linear(input, self.weight, self.bias)
         quantizers = self.quantizers
-        if (dtype := _autocast_dtype(input)) is not None:
+        if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
         recipe, state = said.asked_of(self.name, self.resolved), self._bound_state()
         state.find_group(said.group)
@@ -196,10 +196,11 @@ class Layer(QuantizedLayer):
         return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
 
 
-def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """What torch.autocast casts the operands of a linear to; None: it is off."""
     device = input.device.type
     # torch.autocast knows no meta device
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+    return torch.getautocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
