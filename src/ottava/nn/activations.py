@@ -125,6 +125,11 @@ def _swish_backward(beta: float, dy: Tensor, x: Tensor) -> Tensor:
     return (_inside(dy) * s * (1 + beta * inside * (1 - s))).to(x.dtype)
 
 
+def _sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = _inside(x).sigmoid()  # of 16 bits 1 - s would be nothing but rounding
+    return (_inside(dy) * s * (1 - s)).to(x.dtype)
+
+
 _PLAIN = (
     Activation("gelu", F.gelu, torch.ops.aten.gelu_backward),
     Activation(
@@ -136,7 +141,7 @@ _PLAIN = (
     # gelu as its authors first approximated it (arXiv 1606.08415, section 2)
     Activation("qgelu", partial(_swish, 1.702), partial(_swish_backward, 1.702)),
 )
-_SIGMOID = Activation("sigmoid", torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy, x.sigmoid()))
+_SIGMOID = Activation("sigmoid", torch.sigmoid, _sigmoid_backward)
 _GATES = MappingProxyType(
     {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu", "reglu": "relu", "sreglu": "relu2"}
     | {"qgeglu": "qgelu"}

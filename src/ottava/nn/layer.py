@@ -200,7 +200,7 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     """What torch.autocast casts the operands of a linear to; None: it is off."""
     device = input.device.type
     # torch.autocast knows no meta device
-    return torch.getautocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
