@@ -10,6 +10,7 @@ from ottava.nn.mlp import ActivatedLinear, NormMLP
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
+from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.tune import tune
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "keep_first_last_bf16",
     "linear_cross_entropy",
     "receipt",
+    "smooth_swiglu",
     "tune",
 ]

@@ -157,11 +157,11 @@ ACTIVATIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormula:
-    """An activation as a `functional.Producer` without parameters.
+    """An activation as a `functional.Producer`; its one parameter, where it gets one, scales the channels of its rows.
 
     Example:
         >>> rows, kept = ActivationFormula(ACTIVATIONS["swiglu"], save="fp8").forward(torch.zeros(2, 256))
-        >>> rows.shape, [t.dtype for t in kept]
+        >>> rows.shape, [t.dtype for t in kept if t is not None]
         (torch.Size([2, 128]), [torch.float8_e4m3fn, torch.float32])
     """
 
@@ -170,20 +170,26 @@ class ActivationFormula:
     """Keep the input as it is, or as codes in `KEPT`."""
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """x (..., F or 2 F) -> y (..., F)."""
+        """x (..., F or 2 F), factors (F,) or nothing -> y (..., F)."""
         if self.activation.gated and x.shape[-1] % 2:
-            raise ValueError(f"{self.activation.name}: got {x.shape[-1]} features; needs a gate for each, so an even number")
+            raise ValueError(
+                f"{self.activation.name}: got {x.shape[-1]} features; needs a gate for each, so an even number"
+            )
         rows = self.activation.forward(x)
+        for factors in parameters:
+            rows = rows if factors is None else rows * factors.to(rows.dtype)
         if self.save == "bf16":
-            return rows, (x,)
+            return rows, (x, None, *parameters)
         kept = quantize(x.flatten(0, -2), KEPT)
-        return rows, (kept.data, kept.scale_inv)
+        return rows, (kept.data, kept.scale_inv, *parameters)
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """(dx,)."""
-        x, *scale = saved
+        """(dx, nothing for the factors)."""
+        x, scale_inv, *parameters = saved
         assert x is not None
-        if scale:
-            assert scale[0] is not None
-            x = QuantizedTensor(x, scale[0], KEPT, d_rows.dtype).dequantize().view(*d_rows.shape[:-1], x.shape[-1])
-        return (self.activation.backward(d_rows.to(x.dtype), x),)
+        if scale_inv is not None:
+            x = QuantizedTensor(x, scale_inv, KEPT, d_rows.dtype).dequantize().view(*d_rows.shape[:-1], x.shape[-1])
+        d = d_rows.to(x.dtype)
+        for factors in parameters:
+            d = d if factors is None else d * factors.to(d.dtype)
+        return (self.activation.backward(d, x), *(None for _ in parameters))

@@ -162,7 +162,7 @@ class LinearCrossEntropy(Layer, nn.Linear):
         """All logits at once, so that the door of their gradient sees it."""
         (target,) = more
         logits = super()._calibrate(input, said).flatten(0, -2)
-        _check(input, self.weight, target)
+        _check(input, self.weight, target, self.settings.ignore_index)
         losses, _ = self.settings.of(logits.float().clone(), target.flatten())
         return _reduced(losses, target, self.settings)
 
@@ -212,7 +212,7 @@ def linear_cross_entropy(
 def _apply(
     settings: CrossEntropy, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> Tensor:
-    _check(input, weight, target)
+    _check(input, weight, target, settings.ignore_index)
     rows = input.reshape(-1, input.shape[-1])
     losses = _LinearCrossEntropy.apply(
         settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten()
@@ -220,7 +220,7 @@ def _apply(
     return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
 
 
-def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
+def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int) -> None:
     if input.dim() == 0 or input.shape[-1] != weight.shape[1] or target.shape != input.shape[:-1]:
         raise ValueError(
             f"cross-entropy: got input {tuple(input.shape)} and target {tuple(target.shape)}; needs "
@@ -228,6 +228,13 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
         )
     if target.dtype != torch.int64:
         raise ValueError(f"cross-entropy: got a target of {target.dtype}; needs torch.int64, the number of a class")
+    if target.is_cpu and target.numel() and not torch.compiler.is_compiling():  # elsewhere the kernel says so, later
+        wrong = target[(target != ignored) & ((target < 0) | (target >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(
+                f"cross-entropy: got class {int(wrong[0])} as a target; needs 0 to {weight.shape[0] - 1}, or "
+                f"ignore_index {ignored} for tokens that do not count"
+            )
 
 
 def _reduced(losses: Tensor, target: Tensor, settings: CrossEntropy) -> Tensor:

@@ -53,7 +53,18 @@ class ActivatedLinear(Layer, nn.Linear):
         if save not in ("bf16", "fp8"):
             raise ValueError(f"ActivatedLinear: got save={save!r}; needs 'bf16' or 'fp8'")
         self.produce = ActivationFormula(get_activation(activation), save)
+        self.smooth: Tensor | None
+        self.register_buffer("smooth", None)
         self.adopt(get_recipe(recipe), name="")
+
+    def produced_with(self) -> tuple[Tensor | None, ...]:
+        """Factors of the activated channels, where `smooth_swiglu` has found some."""
+        return () if self.smooth is None else (self.smooth,)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.smooth is None and f"{prefix}smooth" in state_dict:
+            self.smooth = torch.ones(self.in_features, device=self.weight.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """torch's, the activation and the recipe."""
@@ -121,9 +132,12 @@ class NormMLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        if self.save != "recompute" or not torch.is_grad_enabled():
-            return self.fc2(self.fc1(input) if self.fc2.produce is not None else self._activated(input))
-        return self.fc2(checkpoint(self._activated, input, use_reentrant=False))  # type: ignore[no-any-return]
+        if self.save != "recompute":
+            return self.fc2(self.fc1(input))  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
+            return self.fc2(self.activated(input))  # type: ignore[no-any-return]
+        return self.fc2(checkpoint(self.activated, input, use_reentrant=False))  # type: ignore[no-any-return]
 
-    def _activated(self, input: Tensor) -> Tensor:
-        return produced(self.activation, self.fc1(input))
+    def activated(self, input: Tensor) -> Tensor:
+        """(..., H) -> (..., F): the rows in front of fc2."""
+        return produced(self.activation, self.fc1(input), *self.fc2.produced_with())
