@@ -1,4 +1,4 @@
-"""Every entry of the table against fp64 formulas of its own, against torch's autograd, and with its input kept in FP8."""
+"""Every entry of the table against fp64 formulas, against torch's autograd, and with its input kept in FP8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from torch import Tensor
 
 import ottava
 from ottava.functional import produced
-from ottava.nn.activations import ACTIVATIONS, KEPT, Activation, ActivationFormula, clamped_swiglu, gated, get_activation
+from ottava.nn.activations import (
+    ACTIVATIONS,
+    KEPT,
+    Activation,
+    ActivationFormula,
+    clamped_swiglu,
+    gated,
+    get_activation,
+)
 
 SQRT_2, TANH = math.sqrt(2), math.sqrt(2 / math.pi)
 TRUTH: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -27,8 +35,12 @@ TRUTH: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 GATE: Mapping[str, str] = MappingProxyType(
     {
-        **{"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu", "reglu": "relu", "sreglu": "relu2"},
-        **{"qgeglu": "qgelu"},
+        "geglu": "gelu",
+        "geglu_tanh": "gelu_tanh",
+        "swiglu": "silu",
+        "reglu": "relu",
+        "sreglu": "relu2",
+        "qgeglu": "qgelu",
     }
 )
 
@@ -41,7 +53,10 @@ def truth(name: str, x: Tensor) -> Tensor:
     if name == "glu":
         return up / (1 + torch.exp(-gate))
     if name == "clamped_swiglu":
-        gate, up = torch.minimum(gate, torch.tensor(7.0)), torch.maximum(torch.minimum(up, torch.tensor(7.0)), -torch.tensor(7.0))
+        gate, up = (
+            torch.minimum(gate, torch.tensor(7.0)),
+            torch.maximum(torch.minimum(up, torch.tensor(7.0)), -torch.tensor(7.0)),
+        )
         return (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
     return TRUTH[GATE[name]](gate) * up
 

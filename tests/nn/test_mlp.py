@@ -26,7 +26,9 @@ class Unfused(nn.Module):
         self.norm, self.formula = copy.deepcopy(mlp.fc1.norm), mlp.activation
         recipe = mlp.fc1.recipe
         for name, layer in (("fc1", mlp.fc1), ("fc2", mlp.fc2)):
-            own = Linear(layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, dtype=layer.weight.dtype)
+            own = Linear(
+                layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, dtype=layer.weight.dtype
+            )
             own.load_state_dict(layer.state_dict(), strict=False)
             setattr(self, name, own)
 
@@ -81,7 +83,9 @@ def test_in_high_precision_it_is_plain_torch() -> None:
     }.items():
         for dtype in (torch.float32, torch.bfloat16):
             mlp = NormMLP(64, 96, activation=name, recipe="bf16", dtype=dtype)
-            leaves = [torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() for _ in "ab"]
+            leaves = [
+                torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() for _ in "ab"
+            ]
             plain = nn.LayerNorm(64, dtype=dtype)
             h = F.linear(plain(leaves[1]), mlp.fc1.weight, mlp.fc1.bias)
             want = F.linear(lines(h), mlp.fc2.weight, mlp.fc2.bias)
@@ -138,7 +142,10 @@ def test_receipts_and_names() -> None:
     model = nn.Sequential(NormMLP(64, 96, activation="swiglu", dtype=torch.bfloat16))
     model(torch.randn(4, 64).bfloat16()).sum().backward()
     rows = ottava.receipt(model).rows
-    assert [(row.layer, row.shape) for row in rows if row.gemm == "fprop"] == [("0.fc1", "4 x 192 x 64"), ("0.fc2", "4 x 64 x 96")]
+    assert [(row.layer, row.shape) for row in rows if row.gemm == "fprop"] == [
+        ("0.fc1", "4 x 192 x 64"),
+        ("0.fc2", "4 x 64 x 96"),
+    ]
     ottava.assert_fp8(model, 1.0)
     assert ottava.convert(model, "mxfp8").converted == ("0.fc1", "0.fc2")
     for wrong in ({"save": "bf61"}, {"activation": "swigul"}, {"norm": "rms"}):

@@ -177,15 +177,18 @@ def test_what_is_wrong_is_named() -> None:
         ActivatedLinear(64, 48, activation="swiglu")(torch.zeros(2, 64))
     with pytest.raises(ValueError, match="rmsnorm"):
         NormLinear(64, 48, norm="rms")  # type: ignore[arg-type]
+    x = torch.randn(2, 64, requires_grad=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
-        x = torch.randn(2, 64, requires_grad=True)
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
     assert "recipe=tensorwise" in repr(layer)
 
 
 def test_a_watch_does_not_take_the_norms_input_for_the_gemms(tmp_path: Path) -> None:
     """Under a recipe that casts nothing only W, Y are seen from outside; under one that casts the doors tell."""
-    for name, tensors in (("bf16", {"weight", "output", "grad_output"}), ("tensorwise", {"input", "weight", "grad_output"})):
+    for name, tensors in (
+        ("bf16", {"weight", "output", "grad_output"}),
+        ("tensorwise", {"input", "weight", "grad_output"}),
+    ):
         model = nn.Sequential(NormLinear(64, 48, recipe=name, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with ottava.watch(model, tmp_path / name) as watch:

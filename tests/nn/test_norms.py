@@ -114,7 +114,11 @@ def test_modules_compile_checkpoint_and_say_what_is_wrong() -> None:
     """One graph with the bits of eager mode; bad input named."""
     for norm in (LayerNorm(64), RMSNorm(64, zero_centered_gamma=True)):
         grads = []
-        for run in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager"), lambda x, m=norm: checkpoint(m, x, use_reentrant=False)):
+        for run in (
+            norm,
+            torch.compile(norm, fullgraph=True, backend="aot_eager"),
+            lambda x, m=norm: checkpoint(m, x, use_reentrant=False),
+        ):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
             norm.zero_grad()
             y = run(x)
@@ -124,8 +128,8 @@ def test_modules_compile_checkpoint_and_say_what_is_wrong() -> None:
             assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
         with pytest.raises(ValueError, match=r"got input \(2, 3\).*needs floats \(..., 64\)"):
             norm(torch.zeros(2, 3))
+        x = torch.randn(2, 64, requires_grad=True)
         with pytest.raises(NotImplementedError, match="no second derivative"):
-            x = torch.randn(2, 64, requires_grad=True)
             torch.autograd.grad(norm(x).sum(), x, create_graph=True)
         with torch.autocast("cpu", torch.bfloat16):
             assert norm(torch.randn(2, 64)).dtype == torch.float32

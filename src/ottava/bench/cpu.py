@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.block_memory import FFN, TOKENS, WIDTH, blocks
+from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rivals import EMULATORS, emulated
 from ottava.bench.rounds import Timing, interleaved, versions

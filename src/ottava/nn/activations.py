@@ -1,8 +1,8 @@
 """Activations in front of a cast, as a table: one entry is a forward and a backward, and whether it has a gate.
 
 A gated one takes rows of 2 F features, the gate first: y = act(gate) * up. Forward and backward give the bits of the
-same lines in plain torch, rounding in between where torch does; what torch has no kernel for is in fp32 inside and rounded
-once. Kept for backward: the input alone, as it is or as FP8 codes (`ActivationFormula`).
+same lines in plain torch, rounding in between where torch does; what torch has no kernel for is in fp32 inside and
+rounded once. Kept for backward: the input alone, as it is or as FP8 codes (`ActivationFormula`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128
 
 KEPT = QuantizationSpec(E4M3, BLOCK_1X128, "pow2")
-"""How `save="fp8"` keeps an activation's input: as DeepSeek-V3 caches the inputs of SwiGLU (arXiv 2412.19437, 3.3.3)."""
+"""How `save="fp8"` keeps an activation's input: as DeepSeek-V3 caches inputs of SwiGLU (arXiv 2412.19437, 3.3.3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@
     loss     = (1 - s) (lse - z'[target]) + s (lse - mean z') + r lse^2        s: label smoothing, r: z-loss
     dz       = softmax(z') (1 + 2 r lse) - (1 - s) onehot(target) - s / V      times 1 - (z' / c)^2 where capped
 
-The gradients of a chunk are made in the forward, while its logits are there: dx, dw and db for a loss that is summed. The
-backward multiplies them with the one number that arrives. Three GEMMs in all, as without fusion; each as the recipe says.
+The gradients of a chunk are made in the forward, while its logits are there: dx, dw and db for a loss that is summed.
+The backward multiplies them with the one number that arrives. Three GEMMs in all, as without fusion; each as the recipe
+says.
 """
 
 from __future__ import annotations
@@ -144,15 +145,11 @@ class LinearCrossEntropy(Layer, nn.Linear):
         self.settings = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, reduction, chunk)
         self.adopt(get_recipe(recipe), name="")
 
-    def formula(  # type: ignore[override]  # what it gets beside the input is the target
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, target: Tensor
-    ) -> Tensor:
+    def formula(self, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, target: Tensor) -> Tensor:
         """As the recipe says."""
         return _apply(self.settings, call, input, weight, bias, target)
 
-    def plain(  # type: ignore[override]
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-    ) -> Tensor:
+    def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
         """In high precision, in chunks all the same."""
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
@@ -214,9 +211,7 @@ def _apply(
 ) -> Tensor:
     _check(input, weight, target, settings.ignore_index)
     rows = input.reshape(-1, input.shape[-1])
-    losses = _LinearCrossEntropy.apply(
-        settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten()
-    )
+    losses = _LinearCrossEntropy.apply(settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten())
     return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
 
 
@@ -303,12 +298,12 @@ def _in_chunks(
     share: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """(losses, fp32 (M,); gradients of x, weight and bias, of the sum of losses times shares, where they are needed)."""
+    """(losses, fp32 (M,); gradients of x, weight and bias, where needed, of the sum of losses times their shares)."""
     doors, cells = call.doors, call.recipe
     fprop, dgrad, wgrad = cells.fprop, cells.dgrad, cells.wgrad
     needs_dx, needs_dw, needs_db = needs
     record = any(needs)
-    size = settings.tokens_at_once(*x.shape, weight.shape[0])
+    size = settings.tokens_at_once(x.shape[0], x.shape[1], weight.shape[0])
     alone = x.shape[0] <= size
     w_row, w_col = doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=record)
     added = None if bias is None else bias.to(x.dtype)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block: norm, linear, activation, linear, with two casts and no row kept twice."""
+"""The feed-forward half of a transformer block: norm, linear, activation, linear; two casts, and no row kept twice."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class LayerNormFormula:
         dtype = _inside(x)
         gamma = self._gamma(x, weight)
         mask = [True, weight is not None, bias is not None]
-        # in fp32: given 16 bits, torch 2.13 sums the gradients of weight and bias in 16 bits on a CPU, 8% off at 512 rows
+        # in fp32: given 16 bits, torch 2.13 sums the gradients of weight and bias in 16 bits on a CPU, 8% off at 512
+        # rows
         dx, d_gamma, d_beta = torch.ops.aten.native_layer_norm_backward(
             d_rows.to(dtype), x.to(dtype), x.shape[-1:], mean, rstd, gamma, torch.zeros_like(gamma), mask
         )
@@ -101,7 +102,7 @@ class RMSNormFormula:
         d_weight = None
         if weight is not None:
             d_weight = (dy * normed).view(-1, x.shape[-1]).sum(0).to(weight.dtype)
-            dy = dy.mul_(_gamma(weight, self.zero_centered, dtype))
+            dy = dy.mul_(weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype))
         aligned = (dy * normed).mean(-1, keepdim=True)
         return dy.sub_(normed.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight
 
@@ -188,7 +189,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     Args:
         normalized_shape: features K; elementwise_affine, device, dtype: torch's.
-        eps: added to the mean square. torch's None, the eps of the input's dtype, is not taken: it would change with it.
+        eps: added to the mean square. torch's None, the eps of the input's dtype, is not taken.
         zero_centered_gamma: the weight is added to 1 and starts at 0 (Gemma's), so that weight decay pulls towards 1.
     Shapes, errors: as `LayerNorm`.
 
