@@ -1,8 +1,8 @@
 """Smooth-SwiGLU: spreads the outliers of an MLP over its channels, without changing what it computes.
 
 A channel whose gate and up rows align makes products far larger than all others', and one scale a tensor then flushes
-those (Fishman et al., arXiv 2409.12517: FP8 training that diverges after 200 billion tokens). Each channel c gets a power
-of two:
+those (Fishman et al., arXiv 2409.12517: FP8 training that diverges after 200 billion tokens). Each channel c gets a
+power of two:
 
     rows_c = act(x)_c s_c  before the cast,   fc2 column c / s_c          s_c = 2^round(log2(mean amax / amax_c))
 
