@@ -55,7 +55,7 @@ DEVICE_CODE = ("ottava.kernels.triton.device_code", "ottava.kernels.triton.gemm_
 
 PURE_CALLS = frozenset(
     {"MappingProxyType", "frozenset", "tuple", "TypeVar", "ParamSpec", "get_args", "compile", "ConfigDict", "Path"}
-    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct"}
+    | {"replace", "finfo", "len", "log", "sqrt", "version", "getLogger", "sum", "Struct", "staticmethod"}
     | {"_histogram"}  # debug.tally: a dataclass `field` with a factory, made where nine fields want the same
 )
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""

@@ -8,7 +8,8 @@
 An operand that the recipe leaves in high precision passes through its door unchanged; nothing here asks "is it FP8?".
 Saved for backward: the operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a
 gradient will need. A norm or an activation may stand in front of the input's door (`Producer`), and operands of other
-ranks may be gathered between cast and GEMM (`Exchange`); without them neither costs a call.
+ranks may be gathered between cast and GEMM (`Exchange`); without them neither costs a call. Where nothing is cast, the
+same Producer runs in front of torch's own linear (`produced`), so that its formulas stand once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ottava.dispatch import no_autocast
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.sums import column_sums
@@ -30,12 +32,16 @@ from ottava.recipe import Recipe
 
 
 class Producer(Protocol):
-    """Makes the rows that the input door casts: a norm or an activation in front of a linear, part of one backward."""
+    """Makes the rows that the input door casts: a norm or an activation in front of a linear, part of one backward.
 
-    def forward(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(rows (M, K), what its backward needs)."""
+    It holds no tensors: what it learns or keeps comes in as parameters and goes out as saved tensors. It runs outside
+    torch.autocast, so its dtypes are explicit.
+    """
 
-    def backward(self, d_rows: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """(rows (M, K) in x's dtype, what its backward needs)."""
+
+    def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients of x and of each parameter."""
 
 
@@ -63,7 +69,7 @@ class Call:
     """
 
     __slots__ = (
-        *("after_backward", "doors", "exchange", "high_precision_bytes", "input_shape"),
+        *("after_backward", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
         *("plans", "produce", "recipe", "records", "saved_bytes", "trained", "training"),
     )
 
@@ -82,6 +88,7 @@ class Call:
         self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
         self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
         self.produce, self.exchange = produce, exchange
+        self.dtype: torch.dtype | None = None
         self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
         self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
         self.after_backward: Callable[[], None] | None = None
@@ -93,11 +100,11 @@ class Call:
         return self if self.training else self.trained
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *parameters: Tensor | None) -> Tensor:
     """y = x @ weight.T + bias under a recipe.
 
     Args:
-        x: (..., K); fp32, bf16 or fp16. Its dtype is that of y and dx.
+        x: (..., K); fp32, bf16 or fp16. Its dtype is that of y and dx. With a `call.produce`, what that takes.
         weight: (N, K); may have another float dtype; dw has the weight's.
         bias: (N,) or None.
         call: doors, recipe and slots; what was run is noted there.
@@ -105,7 +112,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
     Returns:
         (..., N).
     Raises:
-        ValueError: the last dimension of x is not K.  TypeError: x has another dtype.
+        ValueError: the last dimension of x, or of the rows made of it, is not K.  TypeError: x has another dtype.
         NotImplementedError: a second derivative is asked for (backward with create_graph=True).
     """
     if x.dim() == 0 or (call.produce is None and x.shape[-1] != weight.shape[1]):
@@ -115,6 +122,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
     if x.dim() == 2:
         return y  # type: ignore[no-any-return]
     return y.squeeze(0) if x.dim() == 1 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+
+
+def produced(produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """The rows that a Producer makes, as an operation of its own: a stand-alone norm, or rows that nobody casts.
+
+    Args:
+        x: any shape that the Producer takes.
+        parameters: of the Producer; they get gradients.
+    Raises:
+        NotImplementedError: a second derivative is asked for (backward with create_graph=True).
+    """
+    return _Produced.apply(produce, x, *parameters)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=8)
@@ -137,29 +156,40 @@ def build_ahead(dtype: torch.dtype) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, grad_enabled: bool, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Tensor
+        ctx: Any,
+        call: Call,
+        grad_enabled: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *parameters: Tensor | None,
     ) -> Tensor:
         # needs_input_grad is requires_grad, also where no gradient will ever be asked for
         _, _, *needed = ctx.needs_input_grad
         needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of what makes the rows
         needs_dw = grad_enabled and needed[1]
         fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
-        made: tuple[Tensor, ...] = ()
+        made: tuple[Tensor | None, ...] = ()
         rows = x
         if call.produce is not None:
-            rows, made = call.produce.forward(x, *parameters)
+            rows, made = _made(call.produce, x, parameters, weight.shape[1], call.dtype)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
         w_row, w_col = call.doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
         if call.exchange is not None:
             x_row = call.exchange.gather(x_row, 0)
-        ctx.call, ctx.dtypes = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        saved_bytes = _save(ctx, x_col, w_col, made if needs_dx else ())
+        dtype = rows.dtype
+        ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
+        made = made if needs_dx else ()
+        saved_bytes = _save(ctx, x_col, w_col, made)
         if not torch.compiler.is_compiling():
-            call.saved_bytes, call.high_precision_bytes = saved_bytes, x.nbytes if needs_dw else 0
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
+            call.saved_bytes, call.high_precision_bytes = saved_bytes, rows.nbytes if needs_dw else 0
+            if made:  # parameters live anyway
+                call.saved_bytes += sum(t.nbytes for t in made if t is not None and all(t is not p for p in parameters))
+                call.high_precision_bytes += x.nbytes
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
         return multiply(
-            x_row, w_row, fprop, x.dtype, bias, call.plans, call.records, "fprop"
+            x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
         )  # y (M, N) = x (M, K) @ w (N, K).T
 
     @staticmethod
@@ -176,7 +206,7 @@ class _Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         x_col, w_col, made = _saved(ctx)
         dx = dw = None
-        d_parameters: tuple[Tensor | None, ...] = ()
+        d_parameters: Sequence[Tensor | None] = ()
         db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
         dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
         if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
@@ -184,7 +214,8 @@ class _Linear(torch.autograd.Function):
             if call.exchange is not None:
                 dx = call.exchange.scatter(dx)
             if call.produce is not None:
-                dx, *d_parameters = call.produce.backward(dx, made)
+                with no_autocast(dx.device):
+                    dx, *d_parameters = call.produce.backward(dx, made)
         if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
             if call.exchange is not None:
                 x_col = call.exchange.gather(x_col, 1)
@@ -192,6 +223,41 @@ class _Linear(torch.autograd.Function):
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
+
+
+class _Produced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        with no_autocast(x.device):
+            rows, made = produce.forward(x, *parameters)
+        ctx.produce = produce
+        ctx.save_for_backward(*made)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
+            raise NotImplementedError(
+                f"ottava: {type(ctx.produce).__name__} has no second derivative (backward was asked for "
+                "create_graph=True); use torch's own module there"
+            )
+        (d_rows,) = grads
+        with no_autocast(d_rows.device):
+            return None, *ctx.produce.backward(d_rows, ctx.saved_tensors)
+
+
+def _made(
+    produce: Producer, x: Tensor, parameters: tuple[Tensor | None, ...], features: int, dtype: torch.dtype | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """What a Producer makes, in the dtype that the linear behind it runs in."""
+    with no_autocast(x.device):
+        rows, made = produce.forward(x, *parameters)
+    if rows.shape[-1] != features:
+        raise ValueError(
+            f"linear: {type(produce).__name__} made rows of {rows.shape[-1]} features from input {tuple(x.shape)}; the "
+            f"weight takes {features}"
+        )
+    return (rows if dtype is None else rows.to(dtype)), made
 
 
 def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
@@ -204,7 +270,7 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
     result.register_hook(lambda dy: door.calibrate(dy, spec))
 
 
-def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Tensor, ...]) -> int:
+def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Tensor | None, ...]) -> int:
     """Hands every tensor to save_for_backward, where checkpointing and offloading see it; the rest stays with ctx.
 
     Returns the bytes that live on for backward; a weight in high precision lives anyway.
@@ -224,7 +290,7 @@ def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Te
     return nbytes
 
 
-def _saved(ctx: Any) -> tuple[Operand | None, Operand | None, Sequence[Tensor]]:
+def _saved(ctx: Any) -> tuple[Operand | None, Operand | None, Sequence[Tensor | None]]:
     x_col, x_scale, w_col, w_scale, *made = ctx.saved_tensors
     x_spec, w_spec = ctx.specs
     if x_spec is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.bench.block_memory import FFN, TOKENS, WIDTH, blocks
 from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
 from ottava.bench.models import Block, SmolLM2
 from ottava.bench.rivals import EMULATORS, emulated
@@ -437,6 +438,25 @@ def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, flo
     }
 
 
+def _memory(settings: Settings) -> Iterator[Case]:
+    x = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+    found = {}
+    for name, block in blocks():
+        own, weights = saved_bytes(lambda block=block: block(x), block)  # type: ignore[misc]
+        found[name] = own / x.numel(), weights / WIDTH**2
+    least = found["plain torch, fused norm"][0]
+    yield Case(
+        "memory",
+        f"Llama block, d {WIDTH}, F {FFN}",
+        (),
+        {
+            "kept for backward, bytes a token and feature": {name: own for name, (own, _) in found.items()},
+            "of plain torch with a fused norm": {name: own / least for name, (own, _) in found.items()},
+            "FP8 weights kept beside them, bytes by d^2": {name: weights for name, (_, weights) in found.items()},
+        },
+    )
+
+
 SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
     {
         "cast": _cast,
@@ -444,6 +464,7 @@ SUITES: Mapping[str, Callable[[Settings], Iterator[Case]]] = MappingProxyType(
         "linear": _linear,
         "block": _block,
         "statistics": _statistics,
+        "memory": _memory,
         "demo": _demo,
         "build": _build,
         "smollm2": _smollm2,

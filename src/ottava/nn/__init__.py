@@ -1,17 +1,31 @@
 """Modules that run under a recipe, the conversion of models to them, and the receipt of what they ran."""
 
+from ottava.nn.activations import ACTIVATIONS, Activation
 from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
+from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.linear import Linear
+from ottava.nn.mlp import ActivatedLinear, NormMLP
+from ottava.nn.norm_linear import NormLinear
+from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
+from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.tune import tune
 
 __all__ = [
+    "ACTIVATIONS",
+    "ActivatedLinear",
+    "Activation",
     "CalibrationReport",
     "ConversionReport",
     "GraphedStep",
+    "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
+    "NormLinear",
+    "NormMLP",
+    "RMSNorm",
     "Receipt",
     "assert_fp8",
     "calibrate",
@@ -19,6 +33,8 @@ __all__ = [
     "default_filter",
     "graphed_step",
     "keep_first_last_bf16",
+    "linear_cross_entropy",
     "receipt",
+    "smooth_swiglu",
     "tune",
 ]

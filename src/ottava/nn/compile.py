@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 
 @torch.compiler.disable(reason="compiled code can neither make buffers for predicted scales nor call an autocast")
-def uncompiled(layer: nn.Module, input: Tensor) -> Tensor:
+def uncompiled(layer: nn.Module, *inputs: Any) -> Tensor:
     """The layer's eager forward; a break in the graph around it."""
-    return layer.forward(input)  # type: ignore[no-any-return]  # nn.Module.forward is untyped
+    return layer.forward(*inputs)  # type: ignore[no-any-return]  # nn.Module.forward is untyped

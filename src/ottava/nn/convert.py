@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ottava.errors import need, unknown_name
+from ottava.nn.layer import Layer
 from ottava.nn.linear import Linear
 from ottava.nn.outside import weights_outside
 from ottava.nn.plan import TOKENS, Device, plan_layer
@@ -115,8 +116,9 @@ def convert(
     converted = tuple(name for name in layers if name not in skipped)
     for name in converted:  # only now: a filter that raises has left the model as it was
         layer = layers[name]
-        layer.__class__ = Linear  # a no-op for one that is ottava's already
-        assert isinstance(layer, Linear)
+        if not isinstance(layer, Layer):
+            layer.__class__ = Linear
+        assert isinstance(layer, Layer)
         layer.adopt(recipe, name)
     if converted:
         ScalingState(model)
@@ -189,7 +191,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
 def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str | None:
     if parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed at every call, by a class of its own"
-    if type(layer) not in (nn.Linear, Linear):
+    if type(layer) is not nn.Linear and not isinstance(layer, Layer):
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
@@ -218,7 +220,7 @@ def _loss(name: str, layer: nn.Linear, recipe: Recipe, tokens: int, device: Devi
 
 def _as_it_stays(layer: nn.Linear, reason: str) -> str:
     # an earlier conversion is not undone, and must not be mistaken for high precision
-    return f"{reason}; stays under recipe {layer.recipe.name!r}" if isinstance(layer, Linear) else reason
+    return f"{reason}; stays under recipe {layer.recipe.name!r}" if isinstance(layer, Layer) else reason
 
 
 def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Linear]) -> None:

@@ -1,7 +1,8 @@
 """How a quantized layer runs: it asks which recipe is on, tells the scaling state, and hands a `Call` to the formulas.
 
 A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. What stands in front of its
-cast, or between cast and GEMM, is a `produce` or an `exchange` of its own (see `functional`), never a branch in here.
+cast, or between cast and GEMM, is a `produce` or an `exchange` of its own (see `functional`), and what is made of the
+GEMM's operands is its `formula`, never a branch in here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.ambient import AMBIENT, Ambient, ambient, traced_ambient
-from ottava.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output
+from ottava.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output, produced
 from ottava.groups import ddp_around
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.quantized_layer import QuantizedLayer
@@ -28,9 +29,18 @@ class Layer(QuantizedLayer):
     """What all quantized layers share."""
 
     produce: Producer | None = None
-    """Makes the rows that are cast; None: they are the input."""
+    """Makes the rows that are cast; None: they are the input. It runs in front of every forward, cast or not."""
     exchange: Exchange | None = None
     """Gathers operands between cast and GEMM; None: this rank's are all."""
+    formula: Callable[..., Tensor] = staticmethod(linear)
+    """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: what `forward` was given beside
+    the input, or the parameters of `produce`."""
+    plain: Callable[..., Tensor] = staticmethod(nn.functional.linear)
+    """(rows, weight, bias, *more of `forward`) -> result, where nothing is cast: torch's own, kept by torch's rules."""
+
+    def produced_with(self) -> tuple[Tensor | None, ...]:
+        """The parameters of `produce`; they get gradients."""
+        return ()
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Takes a recipe and its full name in the model; `convert` calls it on a layer whose class it has changed."""
@@ -60,7 +70,7 @@ class Layer(QuantizedLayer):
             )
         super().register_parameter(name, param)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *more: Any) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         if torch.compiler.is_compiling():
             said = ambient()
@@ -70,27 +80,36 @@ class Layer(QuantizedLayer):
             if said.session is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
 
-                return uncompiled(self, input)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+                return uncompiled(self, input, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             said = AMBIENT.get()
             said.ear.heard = True
             call = self._begin_call(input, said)
             if said.calibrating:
-                return self._calibrate(input, said)
+                return self._calibrate(input, said, *more)
             if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
                 call.after_backward = self._announce(call.recipe, input, said)
         weight, bias = self.weight, self.bias
         if not call.recipe.casts:
-            return nn.functional.linear(input, weight, bias)
-        if (dtype := _autocast_dtype(input)) is not None:
-            input = input.to(dtype)
+            return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
+        if self.produce is not None:
+            more = self.produced_with()
+        if (dtype := autocast_dtype(input)) is not None:
+            if self.produce is None:
+                input = input.to(dtype)
+            call.dtype = dtype  # a norm reads what it is given, and its rows are cast
         else:
             if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
                 _refuse_mixed(self.name, input, weight, bias)
             if input.dtype == torch.float32 and not torch.compiler.is_compiling():
                 _warn_fp32(call.recipe.name)
-        return linear(input, weight, bias, call)
+        return self.formula(input, weight, bias, call, *more)
+
+    def _rows(self, input: Tensor) -> Tensor:
+        """What `produce` makes, as an operation of its own."""
+        assert self.produce is not None
+        return produced(self.produce, input, *self.produced_with())
 
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
@@ -151,11 +170,13 @@ class Layer(QuantizedLayer):
         state: ScalingState = self.scaling_state
         return state
 
-    def _calibrate(self, input: Tensor, said: Ambient) -> Tensor:
+    def _calibrate(self, input: Tensor, said: Ambient, *more: Any) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
+        if self.produce is not None:
+            input = self._rows(input)
         y = nn.functional.linear(input, self.weight, self.bias)
         quantizers = self.quantizers
-        if (dtype := _autocast_dtype(input)) is not None:
+        if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
         recipe, state = said.asked_of(self.name, self.resolved), self._bound_state()
         state.find_group(said.group)
@@ -175,7 +196,8 @@ class Layer(QuantizedLayer):
         return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
 
 
-def _autocast_dtype(input: Tensor) -> torch.dtype | None:
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """What torch.autocast casts the operands of a linear to; None: it is off."""
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

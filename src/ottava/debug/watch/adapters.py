@@ -92,6 +92,11 @@ def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outpu
     yield Part("", (), getattr(module, "weight", None), _first(output))
 
 
+def _headed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
+    """What comes out is a loss: only X and W are seen."""
+    yield Part("", (args[0],) if args else (), getattr(module, "weight", None))
+
+
 def _mlp(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
     yield Part(".fc1", (), module.fc1_weight)
     yield Part(".fc2", (), module.fc2_weight, _first(output))
@@ -159,6 +164,7 @@ def _attention_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 _TE = "transformer_engine"
 _FUSED_NORM = "X: the norm is fused into the layer, what its GEMM gets is not seen from outside"
+_FUSED_ACTIVATION = _FUSED_NORM.replace("norm", "activation")
 _PLAIN = Adapter(_one, _one_weight)
 ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
     {
@@ -175,6 +181,10 @@ ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
         "Float8Linear": (_PLAIN,),  # torchao
         "ColumnParallelLinear": (_PLAIN,),  # Megatron returns (y, bias), fairscale y
         "RowParallelLinear": (_PLAIN,),
+        # under a recipe that casts nothing; else their doors tell
+        "NormLinear": (Adapter(_normed, _one_weight, "ottava.", why=_FUSED_NORM),),
+        "ActivatedLinear": (Adapter(_normed, _one_weight, "ottava.", why=_FUSED_ACTIVATION),),
+        "LinearCrossEntropy": (Adapter(_headed, _one_weight, "ottava.", why="Y, dY: its loss is inside the layer"),),
         "LayerNormLinear": (Adapter(_normed, _one_weight, _TE, why=_FUSED_NORM),),
         "LayerNormMLP": (Adapter(_mlp, _mlp_weights, _TE, why=f"{_FUSED_NORM}; nor is what is between fc1 and fc2"),),
         "GroupedLinear": (Adapter(_grouped, _grouped_weights, _TE),),

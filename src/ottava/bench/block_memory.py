@@ -1,0 +1,73 @@
+"""What a Llama block keeps for backward: plain torch beside ottava's modules, bytes a token and feature.
+
+Proportions of Llama 3 8B at a quarter of its width: F = 3.5 d, heads of 128, four query heads a key and value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ottava.nn import Linear, NormLinear, NormMLP, RMSNorm
+from ottava.nn.mlp import Save
+from ottava.train.model import rotary_table, rotate
+
+WIDTH, FFN, HEADS, KV_HEADS, TOKENS = 1024, 3584, 8, 2, 512
+RECIPES = ("bf16", "tensorwise", "mxfp8")
+SAVES: tuple[Save, ...] = ("bf16", "fp8", "recompute")
+
+
+class _Block(nn.Module):
+    """x + o(attention(qkv(norm(x)))), then x + mlp(norm(x)); `qkv` and `mlp` have their norms inside."""
+
+    def __init__(self, qkv: nn.Module, out: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mlp = qkv, out, mlp
+        self.rotary = rotary_table(TOKENS, WIDTH // HEADS, 5e5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, d) -> (T, d)."""
+        qkv = self.qkv(x).unflatten(-1, (-1, WIDTH // HEADS))  # (T, H + 2 G, E)
+        qk, v = qkv.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
+        qk = rotate(qk.float(), *self.rotary).to(x.dtype)
+        q, k = qk.transpose(0, 1).split((HEADS, KV_HEADS))  # (H, T, E), (G, T, E)
+        v = v.transpose(0, 1).contiguous()  # else all of qkv would be kept for it
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        x = x + self.out(y.transpose(0, 1).flatten(-2))
+        return torch.add(x, self.mlp(x))
+
+
+class _PlainMLP(nn.Module):
+    def __init__(self, norm: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(WIDTH, eps=1e-5)
+        self.gate, self.up = nn.Linear(WIDTH, FFN, bias=False), nn.Linear(WIDTH, FFN, bias=False)
+        self.down = nn.Linear(FFN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        y: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
+        return y
+
+
+def blocks() -> Iterator[tuple[str, _Block]]:
+    """Each block with its name; the first two are plain torch's.
+
+    Example:
+        >>> [name for name, _ in blocks()][:3]
+        ['plain torch', 'plain torch, fused norm', 'bf16, save bf16']
+    """
+    wide = (HEADS + 2 * KV_HEADS) * WIDTH // HEADS
+    # torch's own RMSNorm is composed of operations that each keep fp32 on a CPU; on a GPU it keeps what ours does
+    for name, norm in (("plain torch", nn.RMSNorm), ("plain torch, fused norm", RMSNorm)):
+        qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, wide, bias=False))
+        yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), _PlainMLP(norm)).bfloat16()
+    for recipe in RECIPES:
+        for save in SAVES:
+            own = {"bias": False, "recipe": recipe, "dtype": torch.bfloat16}
+            mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **own)  # type: ignore[arg-type]
+            qkv_proj = NormLinear(WIDTH, wide, norm="rmsnorm", **own)  # type: ignore[arg-type]
+            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **own), mlp)  # type: ignore[arg-type]

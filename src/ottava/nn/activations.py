@@ -1,0 +1,195 @@
+"""Activations in front of a cast, as a table: one entry is a forward and a backward, and whether it has a gate.
+
+A gated one takes rows of 2 F features, the gate first: y = act(gate) * up. Forward and backward give the bits of the
+same lines in plain torch, rounding in between where torch does; what torch has no kernel for is in fp32 inside and
+rounded once. Kept for backward: the input alone, as it is or as FP8 codes (`ActivationFormula`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ottava.casts import quantize
+from ottava.errors import unknown_name
+from ottava.formats import E4M3
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.scaling import BLOCK_1X128
+
+KEPT = QuantizationSpec(E4M3, BLOCK_1X128, "pow2")
+"""How `save="fp8"` keeps an activation's input: as DeepSeek-V3 caches inputs of SwiGLU (arXiv 2412.19437, 3.3.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One entry of the table.
+
+    Example:
+        >>> ACTIVATIONS["relu2"].forward(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    """x (..., F or 2 F) -> y (..., F), in x's dtype."""
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """(dy, x) -> dx, in x's dtype."""
+    gated: bool = False
+    """Whether x has 2 F features: F of the gate, then F of what it multiplies."""
+
+
+def get_activation(activation: Activation | str) -> Activation:
+    """An entry of the table by its name; an Activation is returned as it is.
+
+    Raises:
+        ValueError: no such name.
+
+    Example:
+        >>> get_activation("swiglu").gated
+        True
+    """
+    if isinstance(activation, Activation):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(unknown_name("activation", activation, ACTIVATIONS))
+    return ACTIVATIONS[activation]
+
+
+def gated(name: str, act: Activation) -> Activation:
+    """y = act(gate) * up of an activation without a gate.
+
+    Example:
+        >>> gated("reglu", ACTIVATIONS["relu"]).forward(torch.tensor([[2.0, -1.0, 10.0, 10.0]]))
+        tensor([[20.,  0.]])
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return act.forward(gate) * up
+
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.cat((act.backward(dy * up, gate), dy * act.forward(gate)), -1)
+
+    return Activation(name, forward, backward, gated=True)
+
+
+def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
+    """gpt-oss: (up + 1) gate sigmoid(alpha gate), gate clamped to at most `limit` and up to +-limit; in fp32 inside.
+
+    gpt-oss stores gates and ups in turns; here the gates come first.
+
+    Example:
+        >>> clamped_swiglu(limit=1.0, alpha=100.0).forward(torch.tensor([[5.0, 3.0]]))
+        tensor([[2.]])
+    """
+
+    def parts(x: Tensor) -> tuple[Tensor, ...]:
+        gate, up = _inside(x).chunk(2, -1)
+        clamped = gate.clamp(max=limit)
+        return gate, up, clamped, up.clamp(-limit, limit) + 1, (alpha * clamped).sigmoid()
+
+    def forward(x: Tensor) -> Tensor:
+        _, _, gate, up, s = parts(x)
+        return (up * gate * s).to(x.dtype)
+
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        raw_gate, raw_up, gate, up, s = parts(x)
+        dy = _inside(dy)
+        d_gate = dy * up * s * (1 + alpha * gate * (1 - s)) * (raw_gate <= limit)
+        d_up = dy * gate * s * (raw_up.abs() <= limit)
+        return torch.cat((d_gate, d_up), -1).to(x.dtype)
+
+    return Activation("clamped_swiglu", forward, backward, gated=True)
+
+
+def _inside(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _swish(beta: float, x: Tensor) -> Tensor:
+    inside = _inside(x)
+    return (inside * (beta * inside).sigmoid()).to(x.dtype)
+
+
+def _swish_backward(beta: float, dy: Tensor, x: Tensor) -> Tensor:
+    inside = _inside(x)
+    s = (beta * inside).sigmoid()
+    return (_inside(dy) * s * (1 + beta * inside * (1 - s))).to(x.dtype)
+
+
+def _sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = _inside(x).sigmoid()  # of 16 bits 1 - s would be nothing but rounding
+    return (_inside(dy) * s * (1 - s)).to(x.dtype)
+
+
+_PLAIN = (
+    Activation("gelu", F.gelu, torch.ops.aten.gelu_backward),
+    Activation(
+        "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
+    Activation("silu", F.silu, torch.ops.aten.silu_backward),
+    Activation("relu", F.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0)),
+    Activation("relu2", lambda x: x.relu().square(), lambda dy, x: dy * 2 * x.relu()),
+    # gelu as its authors first approximated it (arXiv 1606.08415, section 2)
+    Activation("qgelu", partial(_swish, 1.702), partial(_swish_backward, 1.702)),
+)
+_SIGMOID = Activation("sigmoid", torch.sigmoid, _sigmoid_backward)
+_GATES = MappingProxyType(
+    {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu", "reglu": "relu", "sreglu": "relu2"}
+    | {"qgeglu": "qgelu"}
+)
+
+ACTIVATIONS = MappingProxyType(
+    {one.name: one for one in _PLAIN}
+    | {name: gated(name, next(one for one in _PLAIN if one.name == act)) for name, act in _GATES.items()}
+    | {"glu": gated("glu", _SIGMOID), "clamped_swiglu": clamped_swiglu()}
+)
+"""name -> Activation. A new one is one entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormula:
+    """An activation as a `functional.Producer`; its one parameter, where it gets one, scales the channels of its rows.
+
+    Example:
+        >>> rows, kept = ActivationFormula(ACTIVATIONS["swiglu"], save="fp8").forward(torch.zeros(2, 256))
+        >>> rows.shape, [t.dtype for t in kept if t is not None]
+        (torch.Size([2, 128]), [torch.float8_e4m3fn, torch.float32])
+    """
+
+    activation: Activation
+    save: Literal["bf16", "fp8"] = "bf16"
+    """Keep the input as it is, or as codes in `KEPT`."""
+
+    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """x (..., F or 2 F), factors (F,) or nothing -> y (..., F)."""
+        if self.activation.gated and x.shape[-1] % 2:
+            raise ValueError(
+                f"{self.activation.name}: got {x.shape[-1]} features; needs a gate for each, so an even number"
+            )
+        rows = self.activation.forward(x)
+        for factors in parameters:
+            rows = rows if factors is None else rows * factors.to(rows.dtype)
+        if self.save == "bf16":
+            return rows, (x, None, *parameters)
+        kept = quantize(x.flatten(0, -2), KEPT)
+        return rows, (kept.data, kept.scale_inv, *parameters)
+
+    def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """(dx, nothing for the factors)."""
+        x, scale_inv, *parameters = saved
+        assert x is not None
+        if scale_inv is not None:
+            x = QuantizedTensor(x, scale_inv, KEPT, d_rows.dtype).dequantize().view(*d_rows.shape[:-1], x.shape[-1])
+        d = d_rows.to(x.dtype)
+        for factors in parameters:
+            d = d if factors is None else d * factors.to(d.dtype)
+        return (self.activation.backward(d, x), *(None for _ in parameters))

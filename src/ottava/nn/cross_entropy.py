@@ -1,0 +1,339 @@
+"""Cross-entropy fused with the linear in front of it: in chunks of tokens, so that the logits of all never exist.
+
+    z (m, V) = x (m, K) @ w (V, K).T + b          of one chunk; capped: z' = c tanh(z / c)
+    lse      = log sum exp z'
+    loss     = (1 - s) (lse - z'[target]) + s (lse - mean z') + r lse^2        s: label smoothing, r: z-loss
+    dz       = softmax(z') (1 + 2 r lse) - (1 - s) onehot(target) - s / V      times 1 - (z' / c)^2 where capped
+
+The gradients of a chunk are made in the forward, while its logits are there: dx, dw and db for a loss that is summed.
+The backward multiplies them with the one number that arrives. Three GEMMs in all, as without fusion; each as the recipe
+says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ottava.ambient import Ambient
+from ottava.dispatch import no_autocast
+from ottava.functional import Call
+from ottava.nn.layer import Layer, autocast_dtype
+from ottava.ops import multiply
+from ottava.quantizer import LinearQuantizers
+from ottava.recipe import Recipe, get_recipe
+
+Reduction = Literal["mean", "sum", "none"]
+_BLOCK = 128
+"""Chunks hold whole blocks of every granularity, so that blocks are cast as without chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """What is computed of the logits."""
+
+    ignore_index: int = -100
+    """Target of tokens that do not count."""
+    label_smoothing: float = 0.0
+    """Share of a target that is spread over all classes, 0 to 1."""
+    z_loss: float = 0.0
+    """Factor of lse^2 (PaLM: 1e-4), which keeps logits from drifting."""
+    softcap: float | None = None
+    """Largest magnitude of a logit (Gemma 2: 30); None: any."""
+    reduction: Reduction = "mean"
+    """Over the tokens that count: mean, sum; "none" gives a loss a token, 0 where it does not count."""
+    chunk: int | None = None
+    """Tokens at a time; None: so many that their logits have about as many elements as the input."""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"cross-entropy: got reduction={self.reduction!r}; needs 'mean', 'sum' or 'none'")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"cross-entropy: got label_smoothing={self.label_smoothing}; needs 0 to 1")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"cross-entropy: got softcap={self.softcap}; needs a number above 0, or None")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"cross-entropy: got chunk={self.chunk}; needs at least one token")
+
+    def tokens_at_once(self, tokens: int, features: int, classes: int) -> int:
+        """Size of a chunk.
+
+        Example:
+            >>> CrossEntropy().tokens_at_once(8192, 4096, 131072)
+            256
+        """
+        if self.chunk is not None:
+            return self.chunk
+        fair = -(-tokens * features // max(classes, 1))
+        return max(_BLOCK, -(-fair // _BLOCK) * _BLOCK)
+
+    def of(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, fp32 (m, V), which are capped in place; target (m,) -> (loss (m,), lse (m,))."""
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        lse = logits.logsumexp(-1)
+        counts = target != self.ignore_index
+        own = logits.gather(-1, torch.where(counts, target, 0)[:, None]).squeeze(-1)
+        loss = lse - own
+        if self.label_smoothing:
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (lse - logits.mean(-1))
+        if self.z_loss:
+            loss = loss + self.z_loss * lse.square()
+        return torch.where(counts, loss, 0.0), lse
+
+    def gradient(self, logits: Tensor, lse: Tensor, target: Tensor, share: Tensor | None) -> Tensor:
+        """Of the sum of the losses, each times its share; takes the memory of the capped logits."""
+        slope = None if self.softcap is None else 1 - (logits / self.softcap).square_()
+        counts = target != self.ignore_index
+        d = logits.sub_(lse[:, None]).exp_()
+        if self.z_loss:
+            d = d.mul_((1 + 2 * self.z_loss * lse)[:, None])
+        if self.label_smoothing:
+            d = d.sub_(self.label_smoothing / d.shape[-1])
+        hit = torch.full_like(lse, self.label_smoothing - 1)[:, None]
+        d = d.scatter_add_(-1, torch.where(counts, target, 0)[:, None], hit)
+        if slope is not None:
+            d = d.mul_(slope)
+        # masked, not multiplied: a token that does not count may have logits that are not finite
+        d = d.masked_fill_(~counts[:, None], 0.0)
+        return d if share is None else d.mul_(share[:, None])
+
+
+class LinearCrossEntropy(Layer, nn.Linear):
+    """cross_entropy(linear(x), target), in chunks of tokens; the logits of all tokens never exist.
+
+    Args:
+        in_features, num_classes, bias, device, dtype: of the linear, as `torch.nn.Linear`; its weight may be tied.
+        recipe: a Recipe or its name; each chunk is cast for itself.
+        ignore_index, label_smoothing, z_loss, softcap, reduction, chunk: see `CrossEntropy`.
+    Shapes: input (..., in_features), target int64 (...) -> fp32 () or, for reduction "none", (...).
+    Kept for backward: dx in the input's dtype and dw in the weight's, which are made in the forward (for "none" the
+        input alone, and logits are made again). While it runs: the logits of one chunk in fp32, and dw in fp32.
+    Raises:
+        ValueError: shapes, a target that is no class, settings; as `Linear` else.
+        NotImplementedError: a second derivative is asked for.
+    Edge cases: where no token counts the mean is nan, as torch's. Calibration makes all logits at once. The gradient is
+        cast before the incoming number is known: that of a loss that is summed, whatever the reduction.
+
+    Example:
+        >>> import ottava
+        >>> head = ottava.nn.LinearCrossEntropy(64, 1000, dtype=torch.bfloat16)
+        >>> head(torch.zeros(2, 5, 64, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.int64))  # log(1000)
+        tensor(6.9078, grad_fn=<_LinearCrossEntropyBackward>)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        recipe: Recipe | str = "bf16",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        chunk: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.settings = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, reduction, chunk)
+        self.adopt(get_recipe(recipe), name="")
+
+    def formula(self, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, target: Tensor) -> Tensor:
+        """As the recipe says."""
+        return _apply(self.settings, call, input, weight, bias, target)
+
+    def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """In high precision, in chunks all the same."""
+        if (dtype := autocast_dtype(input)) is not None:
+            input = input.to(dtype)
+        return _apply(self.settings, Call(self.quantizers, get_recipe("bf16")), input, weight, bias, target)
+
+    def _calibrate(self, input: Tensor, said: Ambient, *more: Any) -> Tensor:
+        """All logits at once, so that the door of their gradient sees it."""
+        (target,) = more
+        logits = super()._calibrate(input, said).flatten(0, -2)
+        _check(input, self.weight, target, self.settings.ignore_index)
+        losses, _ = self.settings.of(logits.float().clone(), target.flatten())
+        return _reduced(losses, target, self.settings)
+
+    def extra_repr(self) -> str:
+        """torch's, the settings and the recipe."""
+        return f"{super().extra_repr()}, {self.settings}, recipe={self.recipe.name}"
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str = "bf16",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """As `LinearCrossEntropy`, of a weight that somebody else has.
+
+    Args:
+        input: (..., K); weight: (V, K); target: int64 (...); bias: (V,).
+        recipe: without predicted scales, which are a layer's.
+    Raises:
+        ValueError: a recipe with predicted scales; else as there.
+
+    Example:
+        >>> x, w = torch.zeros(3, 8), torch.zeros(100, 8)
+        >>> linear_cross_entropy(x, w, torch.tensor([1, 2, 3]))                                          # log(100)
+        tensor(4.6052)
+    """
+    recipe = get_recipe(recipe)
+    if recipe.predicted:
+        raise ValueError(
+            f"linear_cross_entropy: recipe {recipe.name!r} predicts scales, which a layer keeps; use LinearCrossEntropy"
+        )
+    settings = CrossEntropy(ignore_index, label_smoothing, z_loss, softcap, reduction, chunk)
+    if (dtype := autocast_dtype(input)) is not None:
+        input = input.to(dtype)
+    return _apply(settings, Call(LinearQuantizers(), recipe), input, weight, bias, target)
+
+
+def _apply(
+    settings: CrossEntropy, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+) -> Tensor:
+    _check(input, weight, target, settings.ignore_index)
+    rows = input.reshape(-1, input.shape[-1])
+    losses = _LinearCrossEntropy.apply(settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten())
+    return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
+
+
+def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int) -> None:
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1] or target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"cross-entropy: got input {tuple(input.shape)} and target {tuple(target.shape)}; needs "
+            f"(..., {weight.shape[1]}) and one class a token"
+        )
+    if target.dtype != torch.int64:
+        raise ValueError(f"cross-entropy: got a target of {target.dtype}; needs torch.int64, the number of a class")
+    if target.is_cpu and target.numel() and not torch.compiler.is_compiling():  # elsewhere the kernel says so, later
+        wrong = target[(target != ignored) & ((target < 0) | (target >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(
+                f"cross-entropy: got class {int(wrong[0])} as a target; needs 0 to {weight.shape[0] - 1}, or "
+                f"ignore_index {ignored} for tokens that do not count"
+            )
+
+
+def _reduced(losses: Tensor, target: Tensor, settings: CrossEntropy) -> Tensor:
+    if settings.reduction == "none":
+        return losses.view(target.shape)
+    total = losses.sum()
+    return total if settings.reduction == "sum" else total / (target != settings.ignore_index).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: CrossEntropy,
+        call: Call,
+        grad_enabled: bool,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+    ) -> Tensor:
+        needs = [grad_enabled and needed for needed in ctx.needs_input_grad[3:6]]
+        ctx.settings, ctx.call, ctx.needs = settings, call, needs
+        later = settings.reduction == "none"
+        with no_autocast(x.device):
+            losses, grads = _in_chunks(settings, call, x, weight, bias, target, None, [False] * 3 if later else needs)
+        ctx.later, ctx.count = later, None
+        if later:
+            ctx.save_for_backward(x, weight, bias, target)
+        else:
+            if settings.reduction == "mean":
+                ctx.count = (target != settings.ignore_index).sum()
+            ctx.save_for_backward(*grads)
+        if not torch.compiler.is_compiling():
+            call.saved_bytes = x.nbytes if later else sum(g.nbytes for g in grads if g is not None)
+            call.high_precision_bytes = x.nbytes + 4 * x.shape[0] * weight.shape[0] if any(needs) else 0
+        return _reduced(losses, target, settings)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
+            raise NotImplementedError(
+                "ottava: cross-entropy fused with its linear has no second derivative (backward was asked for "
+                "create_graph=True); use a Linear and torch's cross_entropy there"
+            )
+        (d_loss,), call = grad_outputs, ctx.call
+        if ctx.later:
+            x, weight, bias, target = ctx.saved_tensors
+            with no_autocast(x.device):
+                _, grads = _in_chunks(ctx.settings, call, x, weight, bias, target, d_loss.float(), ctx.needs)
+        else:
+            share = d_loss if ctx.count is None else d_loss / ctx.count
+            grads = tuple(None if g is None else (g * share).to(g.dtype) for g in ctx.saved_tensors)
+        if call.after_backward is not None:
+            call.after_backward()
+        return None, None, None, *grads, None
+
+
+def _in_chunks(
+    settings: CrossEntropy,
+    call: Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    share: Tensor | None,
+    needs: list[bool],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """(losses, fp32 (M,); gradients of x, weight and bias, where needed, of the sum of losses times their shares)."""
+    doors, cells = call.doors, call.recipe
+    fprop, dgrad, wgrad = cells.fprop, cells.dgrad, cells.wgrad
+    needs_dx, needs_dw, needs_db = needs
+    record = any(needs)
+    size = settings.tokens_at_once(x.shape[0], x.shape[1], weight.shape[0])
+    alone = x.shape[0] <= size
+    w_row, w_col = doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=record)
+    added = None if bias is None else bias.to(x.dtype)
+    dw = db = None
+    if needs_dw:
+        dw = torch.zeros_like(weight, dtype=weight.dtype if alone else torch.float32)
+    if needs_db and bias is not None:
+        db = torch.zeros_like(bias, dtype=torch.float32)
+    losses, dxs = [], []
+
+    def run(a: Any, b: Any, gemm: str, dtype: torch.dtype, plus: Tensor | None = None) -> Tensor:
+        return multiply(a, b, getattr(cells, gemm), dtype, plus, call.plans, call.records, gemm)
+
+    for start in range(0, max(x.shape[0], 1), size):
+        rows, own = x[start : start + size], target[start : start + size]
+        x_row, x_col = doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
+        logits = run(x_row, w_row, "fprop", x.dtype, added).to(torch.float32, copy=x.dtype == torch.float32)
+        found, lse = settings.of(logits, own)
+        losses.append(found)
+        if not record:
+            continue
+        d = settings.gradient(logits, lse, own, None if share is None else share[start : start + size])
+        if db is not None:
+            db += d.sum(0)
+        d = d.to(x.dtype)
+        d_row, d_col = doors.grad_output(d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+        if needs_dx:
+            dxs.append(run(d_row, w_col, "dgrad", x.dtype))
+        if dw is not None:
+            dw += run(d_col, x_col, "wgrad", dw.dtype)
+    dx = torch.cat(dxs) if needs_dx else None
+    grads = (dx, None if dw is None else dw.to(weight.dtype), None if db is None or bias is None else db.to(bias.dtype))
+    return torch.cat(losses), grads

@@ -1,0 +1,198 @@
+"""NormMLP against plain torch, Hugging Face's blocks with their weights, and itself without fusion."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from ottava.bench.cpu import saved_bytes
+from ottava.functional import produced
+from ottava.nn import ACTIVATIONS, ActivatedLinear, Linear, NormMLP
+from ottava.recipe import Recipe
+
+
+class Unfused(nn.Module):
+    """The same numbers in four layers, rows between them as tensors."""
+
+    def __init__(self, mlp: NormMLP) -> None:
+        super().__init__()
+        self.norm, self.formula = copy.deepcopy(mlp.fc1.norm), mlp.activation
+        recipe = mlp.fc1.recipe
+        for name, layer in (("fc1", mlp.fc1), ("fc2", mlp.fc2)):
+            own = Linear(
+                layer.in_features, layer.out_features, layer.bias is not None, recipe=recipe, dtype=layer.weight.dtype
+            )
+            own.load_state_dict(layer.state_dict(), strict=False)
+            setattr(self, name, own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(produced(self.formula, self.fc1(self.norm(x))))  # type: ignore[operator,no-any-return]
+
+
+def trained(model: nn.Module, x: Tensor, run: Any = None) -> list[Tensor]:
+    """Output, dx, and the gradients of norm, fc1 and fc2."""
+    leaf = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(3)
+    y = (model if run is None else run)(leaf)
+    y.float().square().sum().backward()
+    names = ("fc1.norm.weight", "norm.weight", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+    own = dict(model.named_parameters())
+    return [y.detach(), leaf.grad, *(own[name].grad.clone() for name in names if name in own)]
+
+
+def test_fused_and_unfused_are_the_same_bits(recipe: Recipe) -> None:
+    """A gated and a plain activation, with and without bias; recomputed as well; kept in FP8 all but gradients."""
+    for activation, bias in (("swiglu", False), ("gelu", True)):
+        x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        results = {}
+        for save in ("bf16", "recompute", "fp8"):
+            torch.manual_seed(0)
+            mlp = NormMLP(
+                *(64, 96),
+                activation=activation,
+                norm="rmsnorm",
+                bias=bias,
+                save=save,  # type: ignore[arg-type]
+                recipe=recipe,
+                dtype=torch.bfloat16,
+            )
+            results[save] = trained(mlp, x)
+        want = trained(Unfused(mlp), x)
+        for save in ("bf16", "recompute"):
+            assert [i for i, (a, b) in enumerate(zip(results[save], want, strict=True)) if not torch.equal(a, b)] == []
+        assert torch.equal(results["fp8"][0], want[0])
+        dx, exact = results["fp8"][1].double(), want[1].double()
+        assert float((dx - exact).norm() / exact.norm()) < 0.15  # E4M3 rounds by up to 2**-4
+
+
+def test_in_high_precision_it_is_plain_torch() -> None:
+    """Bit for bit forward and backward for activations of torch's own; every name of the table runs and trains."""
+    for name, lines in {
+        "gelu": F.gelu,
+        "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+        "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+        "relu2": lambda h: F.relu(h).square(),
+    }.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            mlp = NormMLP(64, 96, activation=name, recipe="bf16", dtype=dtype)
+            leaves = [
+                torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() for _ in "ab"
+            ]
+            plain = nn.LayerNorm(64, dtype=dtype)
+            h = F.linear(plain(leaves[1]), mlp.fc1.weight, mlp.fc1.bias)
+            want = F.linear(lines(h), mlp.fc2.weight, mlp.fc2.bias)
+            got = mlp(leaves[0])
+            assert torch.equal(got, want), name
+            dy = torch.randn(3, 64).to(dtype)
+            got.backward(dy)
+            d_fc1 = mlp.fc1.weight.grad.clone()
+            mlp.zero_grad()
+            want.backward(dy)
+            assert torch.equal(d_fc1, mlp.fc1.weight.grad), name
+    for name, activation in ACTIVATIONS.items():
+        mlp = NormMLP(32, 32, activation=name, norm=None, dtype=torch.bfloat16)
+        assert mlp.fc1.weight.shape == (64 if activation.gated else 32, 32)
+        mlp(torch.randn(5, 32).bfloat16()).sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in mlp.parameters())
+
+
+def test_compiled_and_recomputed_from_outside() -> None:
+    """One graph in every way to save; a checkpoint around a recomputing MLP; no_grad keeps nothing."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for save in ("bf16", "fp8", "recompute"):
+        torch.manual_seed(0)
+        mlp = NormMLP(64, 96, activation="swiglu", norm="rmsnorm", save=save, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        want = trained(mlp, x)
+        torch._dynamo.reset()
+        runs = (
+            torch.compile(mlp, fullgraph=True, backend="aot_eager"),
+            lambda x, m=mlp: checkpoint(m, x, use_reentrant=False),
+        )
+        for run in runs:
+            assert all(torch.equal(a, b) for a, b in zip(trained(mlp, x, run), want, strict=True))
+        with torch.no_grad():
+            assert torch.equal(mlp(x), want[0])
+
+
+def test_what_each_way_keeps() -> None:
+    """A token of H and F features: x, statistics, codes of x and of the activated rows, and what save says of 2 F."""
+    tokens, h, f = 256, 128, 256
+    found = {}
+    for save in ("bf16", "fp8", "recompute"):
+        mlp = NormMLP(h, f, activation="swiglu", norm="rmsnorm", bias=False, save=save, dtype=torch.bfloat16)  # type: ignore[arg-type]
+        x = torch.randn(tokens, h).bfloat16().requires_grad_()
+        found[save] = saved_bytes(lambda mlp=mlp, x=x: mlp(x), mlp)[0]  # type: ignore[misc]
+    scales = 4 + 4  # one of each tensor
+    norm = tokens * (2 * h + 4 + h)
+    assert found["bf16"] == norm + tokens * (2 * 2 * f + f) + scales
+    assert found["fp8"] == norm + tokens * (2 * f + 4 * 2 * f // 128 + f) + scales
+    assert found["recompute"] == tokens * (2 * h + f) + 4
+
+
+def test_receipts_and_names() -> None:
+    """Two layers, 100 %, with their sizes; errors say what fits."""
+    model = nn.Sequential(NormMLP(64, 96, activation="swiglu", dtype=torch.bfloat16))
+    model(torch.randn(4, 64).bfloat16()).sum().backward()
+    rows = ottava.receipt(model).rows
+    assert [(row.layer, row.shape) for row in rows if row.gemm == "fprop"] == [
+        ("0.fc1", "4 x 192 x 64"),
+        ("0.fc2", "4 x 64 x 96"),
+    ]
+    ottava.assert_fp8(model, 1.0)
+    assert ottava.convert(model, "mxfp8").converted == ("0.fc1", "0.fc2")
+    for wrong in ({"save": "bf61"}, {"activation": "swigul"}, {"norm": "rms"}):
+        with pytest.raises(ValueError, match=next(iter(wrong.values()))):
+            NormMLP(64, 96, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs 'bf16' or 'fp8'"):
+        ActivatedLinear(64, 96, save="recompute")  # type: ignore[arg-type]
+    assert "activation=gelu" in repr(ActivatedLinear(64, 96))
+
+
+def test_hugging_faces_blocks_with_their_weights() -> None:
+    """Llama's and GPT-2's MLP behind their norms: GPT-2's bit for bit, Llama's within the rounding of its norm."""
+    pytest.importorskip("transformers")
+    from transformers import GPT2Config, LlamaConfig
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    x = torch.randn(2, 7, 64).bfloat16()
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.LayerNorm(64, eps=1e-5), GPT2MLP(256, GPT2Config(n_embd=64, resid_pdrop=0.0))).bfloat16()
+    ours = NormMLP(64, 256, activation="gelu_tanh", recipe="bf16", dtype=torch.bfloat16)
+    gpt = theirs.state_dict()
+    ours.load_state_dict(
+        {"fc1.norm.weight": gpt["0.weight"], "fc1.norm.bias": gpt["0.bias"]}
+        | {"fc1.weight": gpt["1.c_fc.weight"].t(), "fc1.bias": gpt["1.c_fc.bias"]}
+        | {"fc2.weight": gpt["1.c_proj.weight"].t(), "fc2.bias": gpt["1.c_proj.bias"]}
+    )
+    # theirs is addmm of the weight lying the other way, and gelu_new written out in 16 bits
+    near(ours, theirs, x, 2.0**-6)
+    config = LlamaConfig(hidden_size=64, intermediate_size=96)
+    llama = nn.Sequential(LlamaRMSNorm(64, eps=1e-5), LlamaMLP(config)).bfloat16()
+    own = llama.state_dict()
+    ours = NormMLP(64, 96, activation="swiglu", norm="rmsnorm", bias=False, recipe="bf16", dtype=torch.bfloat16)
+    ours.load_state_dict(
+        {"fc1.norm.weight": own["0.weight"], "fc2.weight": own["1.down_proj.weight"]}
+        | {"fc1.weight": torch.cat((own["1.gate_proj.weight"], own["1.up_proj.weight"]))}
+    )
+    assert torch.equal(ours(x), llama(x))  # its weight is 1, so its second rounding rounds nothing
+    near(ours, llama, x, 2.0**-6)
+
+
+def near(ours: nn.Module, theirs: nn.Module, x: Tensor, limit: float) -> None:
+    """Output and dx, in norm: a few roundings to 16 bits (2**-9 each)."""
+    leaves = [x.clone().requires_grad_() for _ in "ab"]
+    results = [model(leaf) for model, leaf in zip((ours, theirs), leaves, strict=True)]
+    dy = torch.randn_like(results[0])
+    for y in results:
+        y.backward(dy)
+    for a, b in (results, [leaf.grad for leaf in leaves]):
+        assert float((a.double() - b.double()).norm() / b.double().norm()) < limit
