@@ -94,8 +94,8 @@ class DotProductAttention(nn.Module):
             raise ValueError("DotProductAttention: a learned sink has a logit for each head: give heads=")
         self.rule, self.mask, self.window = mask_rule(mask, window), mask, window
         self.softmax_scale, self.dropout = softmax_scale, dropout
-        learned = sink == "learned" and heads is not None
-        self.sink = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if learned else sink
+        learned = torch.zeros(heads or 0, device=device, dtype=dtype)
+        self.sink = nn.Parameter(learned) if sink == "learned" else sink
         self.layout, self.backend = layout, backend
         self.last_backend: str | None = None
         """What ran last; None: nothing yet. "compiled": chosen when the compiled code runs."""

@@ -24,13 +24,24 @@ class Cached(NamedTuple):
     """int64 (B,): how many of them are real; None: all."""
 
 
+class LayerCache(NamedTuple):
+    """A layer's part of a cache, which attention modules take."""
+
+    cache: KVCache
+    layer: int
+
+    def append(self, k: Tensor, v: Tensor) -> Cached:
+        """As `KVCache.append`."""
+        return self.cache.append(self.layer, k, v)
+
+
 class KVCache:
     """Preallocated keys and values of every layer.
 
     Args:
         layers: how many.  batch: sequences.  length: the most positions of a sequence.
         heads: of keys and values (G).  head_dim: of keys (D).  value_dim: of values, if another.
-    Usage: read `positions(n)` of n new tokens, `append` in each layer, then `advance(n)` once: a model of ours does it.
+    Usage: in each forward of n new tokens turn by `positions(n)`, give each layer `of(i)`, and `advance(n)` at the end.
     Raises:
         ValueError: a size that is not positive.
 
@@ -73,6 +84,10 @@ class KVCache:
         """Of the next `new` tokens: int64 (new,) where all sequences are of one length, else (B, new)."""
         rows = torch.tensor(self.lengths, device=self.keys.device)[:, None] + torch.arange(new, device=self.keys.device)
         return rows[0] if self._even else rows
+
+    def of(self, layer: int) -> LayerCache:
+        """What the attention of that layer is given."""
+        return LayerCache(self, layer)
 
     @property
     def _even(self) -> bool:

@@ -210,3 +210,19 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     other = turned.unflatten(-1, pairs).flip(-1 if table.interleaved else -2).flatten(-2)  # each pair's other entry
     y = (turned * table.cos + other * table.sin).to(x.dtype)
     return y if rest == 0 else torch.cat((y, x[..., dim:]), -1)
+
+
+def packed_positions(cu_seqlens: Tensor) -> Tensor:
+    """Positions of packed sequences: each begins at 0.
+
+    Args:
+        cu_seqlens: int (B + 1,): where each sequence begins, and the end of the last.
+    Returns:
+        int64 (T,).
+
+    Example:
+        >>> packed_positions(torch.tensor([0, 3, 5]))
+        tensor([0, 1, 2, 0, 1])
+    """
+    begins = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    return torch.arange(begins.shape[0], device=cu_seqlens.device) - begins
