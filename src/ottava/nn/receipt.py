@@ -131,8 +131,9 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             nothing. False: the last call, whatever it was.
 
     Layers that are not ottava's get one row that says so, and so do weights that are multiplied outside every nn.Linear
-    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Inside torch.compile kernels are chosen when the compiled
-    code runs and are not written down; such rows say "compiled" and show what the recipe asked for when it was traced.
+    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Inside torch.compile
+    kernels are chosen when the compiled code runs and are not written down; such rows say "compiled" and show what the
+    recipe asked for when it was traced.
 
     Example:
         >>> import torch, ottava

@@ -189,7 +189,7 @@ class TransformerLayer(nn.Module):
             return branch
         shape = [branch.shape[d] if d == self.batch_dim else 1 for d in range(branch.dim())]
         stays = torch.rand(shape, device=branch.device) >= self.drop_path
-        return branch * (stays / (1 - self.drop_path)).to(branch.dtype)
+        return torch.where(stays, branch / (1 - self.drop_path), 0.0)
 
     def extra_repr(self) -> str:
         """How it is arranged."""
