@@ -20,9 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ottava.ambient import ambient
+from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
+from ottava.nn.fp8_attention import fp8_attention
 from ottava.nn.masks import MaskRule, build_mask, mask_rule
+from ottava.quantizer import AttentionQuantizers
+from ottava.recipe import Recipe, get_recipe
 
 LAYOUTS: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
@@ -39,6 +44,8 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 """In the order of choice on a GPU: on Hopper cuDNN is the fastest where it takes a call."""
 _NAME_OF = MappingProxyType({int(backend.value): name for name, backend in BACKENDS.items()})
 Sink = float | Literal["learned"] | None
+FP8_EMULATION = "FP8 emulation"
+"""What `last_backend` calls attention on FP8 operands."""
 
 
 class DotProductAttention(nn.Module):
@@ -53,6 +60,7 @@ class DotProductAttention(nn.Module):
             "off by one"), or "learned", a parameter `sink` (heads,) that begins at 0.
         heads: of the queries; a learned sink needs it.
         layout: of q, k, v and the result: "bshd" (B, S, H, D), "sbhd", "bhsd", or "thd": packed sequences (T, H, D).
+        recipe: only its `attention` matters here: FP8 attention is off in every registered recipe.
         backend: one of "cudnn", "flash", "efficient", "math": only that one may run. None: the best that takes a call.
     Raises:
         ValueError: unknown names, sizes that do not fit, or a pinned backend that does not take a call.
@@ -80,6 +88,7 @@ class DotProductAttention(nn.Module):
         heads: int | None = None,
         layout: str = "bshd",
         backend: str | None = None,
+        recipe: Recipe | str = "bf16",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,6 +112,13 @@ class DotProductAttention(nn.Module):
         """Why no fused kernel ran."""
         self.last_shape: tuple[int, ...] = ()
         """B, H, G, Sq, Sk, D of the last call."""
+        self.adopt(get_recipe(recipe), "")
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Takes a recipe and its full name in the model. It matters only where the recipe casts for attention."""
+        self.recipe, self.name, self.resolved = recipe, name, recipe.for_layer(name)
+        if not hasattr(self, "quantizers"):
+            self.quantizers = AttentionQuantizers()
 
     def forward(
         self,
@@ -189,14 +205,16 @@ class DotProductAttention(nn.Module):
                 "needs one B and D, k and v of one S, and heads of q that are a multiple of those of k and v"
             )
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
+        fp8 = ambient().recipe_for(self.name, self.resolved).attention
         causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None
+        causal = causal and fp8 is None  # else the mask is built
         mask = None
         if not causal:
             lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
             mask = build_mask(rule, queries, keys, **lengths, given=given, device=q.device)
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
-        y = self._run(q, k, v, mask, causal, scale)
+        y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
         if query_lengths is not None:
             y = y.masked_fill(torch.arange(queries, device=q.device)[:, None] >= query_lengths[:, None, None, None], 0)
         return y
@@ -218,6 +236,19 @@ class DotProductAttention(nn.Module):
                 self.last_backend = _NAME_OF.get(choice, "another device's")
                 self.last_note = _why_math(q, k, v, mask, p) if self.last_backend == "math" else ""
             return F.scaled_dot_product_attention(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
+
+    def _run_fp8(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe
+    ) -> Tensor:
+        if self.dropout and self.training:
+            raise ValueError(
+                "DotProductAttention: FP8 attention knows no dropout; needs dropout=0, or a recipe without it"
+            )
+        if not torch.compiler.is_compiling():
+            self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
+            self.last_backend, self.last_note = FP8_EMULATION, str(fp8)
+        sink = self.sink if self.sink is None or isinstance(self.sink, Tensor) else q.new_full((q.shape[1],), self.sink)
+        return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
 
     def _choice(
         self,

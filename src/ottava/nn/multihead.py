@@ -106,6 +106,7 @@ class MultiheadAttention(nn.Module):
             heads=heads,
             layout=layout,
             backend=backend,
+            recipe=recipe,
             **factory,
         )
         self.out = Linear(heads * dim, hidden, bias if out_bias is None else out_bias, recipe=recipe, **factory)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ottava.errors import need
-from ottava.nn.attention import DotProductAttention
+from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
 from ottava.quantized_layer import QuantizedLayer
@@ -165,7 +165,9 @@ def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
         return _empty_row(name, "attention", "high precision", "has not run")
     shape, kernel = module.last_shape, module.last_backend
     text = " x ".join([str(shape[0]), f"{shape[1]}/{shape[2]}", *map(str, shape[3:])]) if shape else "?"
-    return ReceiptRow(name, "attention", "high precision", kernel, text, "", False, False, 0, 0, module.last_note, 0)
+    fp8 = kernel == FP8_EMULATION
+    operands, note = (module.last_note, "") if fp8 else ("high precision", module.last_note)
+    return ReceiptRow(name, "attention", operands, kernel, text, "", fp8, False, 0, 0, note, 0)
 
 
 def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
