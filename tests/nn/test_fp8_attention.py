@@ -174,7 +174,10 @@ def test_a_recipe_says_where_it_is_on() -> None:
         for a, b in zip(*(torch.autograd.grad(t, (q, k, v), dy) for t in (again, wanted)), strict=True)
     )
     torch.manual_seed(0)
-    layer = TransformerLayer(32, 48, 4, recipe=ON, dtype=torch.bfloat16)
+    layer = TransformerLayer(32, 48, 4, dtype=torch.bfloat16)
+    ottava.convert(layer, ON.override("attention.attention", attention=None))
+    assert layer.attention.attention.resolved.attention is None
+    ottava.convert(layer, ON)
     layer(torch.randn(2, 8, 32).bfloat16()).sum().backward()
     row = next(row for row in ottava.receipt(layer).rows if row.gemm == "attention")
     assert (row.kernel, row.fp8, row.native, row.operands) == ("FP8 emulation", True, False, str(AttentionRecipe()))
