@@ -65,6 +65,7 @@ class Llama(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @torch.no_grad()
 def test_smollm2_has_the_perplexity_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def test_smollm2_has_the_perplexity_of_transformers() -> None:
     folder = Path(found.origin).parent
     gguf = next(folder.glob("*.gguf")).name
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf).float().eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer(inspect.getsource(inspect))["input_ids"][:257]])
 
     def loss(logits: Tensor) -> float:

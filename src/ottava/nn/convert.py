@@ -108,7 +108,7 @@ def convert(
     recipe = get_recipe(recipe)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     attentions = {name: module for name, module in model.named_modules() if isinstance(module, DotProductAttention)}
-    _check_patterns(recipe, layers | attentions)
+    _check_patterns(recipe, {**layers, **attentions})
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
     if plan is not None and plan is not False:

@@ -66,6 +66,7 @@ class _Codes:
 def _cast(door: Quantizer, spec: QuantizationSpec, *tensors: Tensor, record: bool = True) -> _Codes:
     flat = torch.cat([t.reshape(-1) for t in tensors])[None] if len(tensors) > 1 else tensors[0].reshape(1, -1)
     cast, _ = door(flat, spec, None, columnwise=False, record=record)
+    assert isinstance(cast, QuantizedTensor)
     return _Codes(cast, [t.shape for t in tensors])
 
 
@@ -125,9 +126,9 @@ class _FP8Attention(torch.autograd.Function):
                 "ottava: FP8 attention has no second derivative (backward with create_graph=True)"
             )
         (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
-        mask, sink, y, *codes = ctx.saved_tensors
-        qkv = _Codes(QuantizedTensor(*codes[:2], recipe.qkv, dtype), qkv_shapes)
-        s = _Codes(QuantizedTensor(*codes[2:], recipe.s, torch.float32), s_shapes)
+        mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
+        qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
+        s = _Codes(QuantizedTensor(s_data, s_scale, recipe.s, torch.float32), s_shapes)
         with no_autocast(dy.device):
             q_n, k_n, v_n = qkv.numbers()
             k_n, v_n, (s_n,) = _shared(k_n, q_n), _shared(v_n, q_n), s.numbers()
@@ -161,4 +162,5 @@ def _shared(t: Tensor, q: Tensor) -> Tensor:
 
 def _gathered(t: Tensor, groups: int) -> Tensor:
     """The other way round, summed."""
-    return t.unflatten(1, (groups, -1)).sum(2)
+    summed: Tensor = t.unflatten(1, (groups, -1)).sum(2)
+    return summed

@@ -181,7 +181,7 @@ class TransformerLayer(nn.Module):
 
     def _added(self, norm: int, x: Tensor, branch: Tensor) -> Tensor:
         x = x + self._dropped(branch)
-        return self.norms[norm](x) if self.norms else x  # type: ignore[no-any-return]
+        return self.norms[norm](x) if self.norms else x
 
     def _dropped(self, branch: Tensor) -> Tensor:
         branch = F.dropout(branch, self.dropout, self.training) if self.dropout else branch
