@@ -72,4 +72,5 @@ class AttentionRecipe(RefusesUnknownFields):
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionRecipe:
         """The inverse of `to_dict`; what is not given is the default."""
         need_type("AttentionRecipe", values, Mapping)
-        return cls(**{name: QuantizationSpec.from_dict(spec) if spec else None for name, spec in values.items()})
+        specs: dict[str, Any] = {name: QuantizationSpec.from_dict(v) if v else None for name, v in values.items()}
+        return cls(**specs)

@@ -428,7 +428,7 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
     def change(value: _Change) -> _Change:
         if isinstance(value, GemmRecipe):
             return replace(value, lhs=cell(value.lhs), rhs=cell(value.rhs))
-        return cell(value)
+        return value if isinstance(value, AttentionRecipe) else cell(value)
 
     changed = recipe._changed(change)
     if not found:

@@ -22,7 +22,6 @@ from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import Doors, Quantizer
 
 _GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
-_CASTS = (QuantizedLayer, type(None))
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
 """(layer, tensor, door, x, operand of x, operand of x.T): for checks of what must agree."""
 
@@ -57,7 +56,11 @@ class DoorTap:
 
     def expected(self) -> dict[str, weakref.ref[nn.Module]]:
         """Layers that should have been seen: attention that is in high precision has doors, and casts nothing."""
-        return {n: ref for n, ref in self.layers.items() if n in self.seen or isinstance(ref(), _CASTS)}
+        return {
+            name: ref
+            for name, ref in self.layers.items()
+            if name in self.seen or ref() is None or isinstance(ref(), QuantizedLayer)
+        }
 
     def attach(self) -> None:
         """From now on casts are seen."""
