@@ -28,6 +28,7 @@ FLOORS = (
     ("rounding",),
     ("scaling",),
     ("quantized_tensor",),
+    ("attention_recipe",),
     ("recipe", "kernels"),
     ("dispatch",),
     ("casts",),

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ottava.attention_recipe import ATTENTION_TENSORS
 from ottava.casts import CastPlan, cast_both
 from ottava.kernels.gate import refusal
 from ottava.kernels.native.sums import checksum
@@ -378,7 +379,20 @@ def _identity(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
-class LinearQuantizers(nn.Module):
+class Doors(nn.Module):
+    """The doors of a layer, each under the name of its tensor: what watches casts looks for these."""
+
+
+class AttentionQuantizers(Doors):
+    """The doors of FP8 attention: qkv, s, o; do, dp, dqkv. They keep no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for tensor in ATTENTION_TENSORS:
+            self.add_module(tensor, Quantizer())
+
+
+class LinearQuantizers(Doors):
     """The three doors of a Linear: input, weight, grad_output."""
 
     def __init__(self) -> None:

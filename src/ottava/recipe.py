@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec, refuse_pair
@@ -105,7 +106,10 @@ class GemmRecipe(RefusesUnknownFields):
 
 
 HIGH_PRECISION = GemmRecipe()
-_Change = GemmRecipe | QuantizationSpec | None
+
+
+_Change = GemmRecipe | QuantizationSpec | AttentionRecipe | None
+_TARGETS = (*GEMMS, "attention", *CELLS)
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Override(RefusesUnknownFields):
     pattern: str
     """Shell pattern over the layer's full name: * matches dots too."""
     changes: tuple[tuple[str, _Change], ...]
-    """Pairs such as ("wgrad", GemmRecipe()) or ("fprop.lhs", spec), applied together."""
+    """Pairs such as ("wgrad", GemmRecipe()), ("fprop.lhs", spec) or ("attention", None), applied together."""
 
     def __post_init__(self) -> None:
         need_type("override: pattern", self.pattern, str)
@@ -124,17 +128,17 @@ class Override(RefusesUnknownFields):
         if not self.changes:
             raise ValueError(f"override {self.pattern!r}: nothing to change; give a recipe, GEMMs or cells")
         for target, value in self.changes:
-            if target not in GEMMS and target not in CELLS:
-                raise ValueError(f"override {self.pattern!r}: {unknown_name('cell', target, (*GEMMS, *CELLS))}")
-            whole = target in GEMMS
-            if not (isinstance(value, GemmRecipe) if whole else isinstance(value, QuantizationSpec | None)):
-                raise TypeError(
-                    f"override {self.pattern!r}: {target} is {value!r}; needs a "
-                    f"{'GemmRecipe' if whole else 'QuantizationSpec or None'}"
-                )
+            if target not in _TARGETS:
+                raise ValueError(f"override {self.pattern!r}: {unknown_name('cell', target, _TARGETS)}")
+            kind: Any = (
+                GemmRecipe if target in GEMMS else AttentionRecipe if target == "attention" else QuantizationSpec
+            )
+            if not (isinstance(value, kind) or (value is None and target not in GEMMS)):
+                needed = kind.__name__ if target in GEMMS else f"{kind.__name__} or None"
+                raise TypeError(f"override {self.pattern!r}: {target} is {value!r}; needs a {needed}")
         # One order, and of two changes of one cell the later: equal effects, equal overrides, whatever a file sorted.
         changes = dict(self.changes)
-        object.__setattr__(self, "changes", tuple((t, changes[t]) for t in (*GEMMS, *CELLS) if t in changes))
+        object.__setattr__(self, "changes", tuple((t, changes[t]) for t in _TARGETS if t in changes))
 
     def apply(self, recipe: Recipe) -> Recipe:
         """`recipe` with the changes made."""
@@ -144,7 +148,7 @@ class Override(RefusesUnknownFields):
             gemm, _, side = target.partition(".")
             if side:
                 sides.setdefault(gemm, {})[side] = value  # both sides of a GEMM change at once: half of it is refused
-            elif isinstance(value, GemmRecipe):
+            else:
                 gemms[gemm] = value
         for gemm, cells in sides.items():
             gemms[gemm] = replace(gemms.get(gemm, getattr(recipe, gemm)), **cells)
@@ -174,6 +178,8 @@ class Recipe(RefusesUnknownFields):
     """dw = dy.T @ x"""
     overrides: tuple[Override, ...] = ()
     """Layers that differ; of two that match a layer, the later one has the last word."""
+    attention: AttentionRecipe | None = None
+    """What `nn.DotProductAttention` casts; None, as in every registered recipe: it runs in high precision."""
     predicted: bool = field(init=False, repr=False, compare=False)
     """Whether a cell of its own, no override's, is predicted: then doors keep state. Asked in every forward."""
     casts: bool = field(init=False, repr=False, compare=False)
@@ -207,7 +213,7 @@ class Recipe(RefusesUnknownFields):
         recipe: Recipe | str | None = None,
         *,
         cells: Mapping[str, QuantizationSpec | None] | None = None,
-        **gemms: GemmRecipe | None,
+        **gemms: GemmRecipe | AttentionRecipe | None,
     ) -> Recipe:
         """This recipe with other cells for the layers that match `pattern`.
 
@@ -215,7 +221,7 @@ class Recipe(RefusesUnknownFields):
             pattern: shell pattern over the layer's full name.
             recipe: take all six cells from that recipe (its name will do).
             cells: single cells by name: {"fprop.lhs": spec}.
-            gemms: whole GEMMs: wgrad=GemmRecipe(...), or None for high precision.
+            gemms: whole GEMMs: wgrad=GemmRecipe(...), or attention=AttentionRecipe(); None for high precision.
         Raises:
             ValueError: unknown cell or recipe, nothing to change, or cells that no GEMM takes together.
         """
@@ -223,7 +229,9 @@ class Recipe(RefusesUnknownFields):
         if recipe is not None:
             whole = get_recipe(recipe)
             changes += [(gemm, getattr(whole, gemm)) for gemm in GEMMS]
-        changes += [(gemm, cell or HIGH_PRECISION) for gemm, cell in gemms.items()]
+            if whole.attention != self.attention:
+                changes.append(("attention", whole.attention))
+        changes += [(name, value or HIGH_PRECISION if name in GEMMS else value) for name, value in gemms.items()]
         changes += (cells or {}).items()
         return replace(self, overrides=(*self.overrides, Override(pattern, tuple(changes))))
 
@@ -270,6 +278,8 @@ class Recipe(RefusesUnknownFields):
         """Plain JSON and YAML values; `Recipe.from_dict` gives an equal recipe back."""
         values: dict[str, Any] = {"name": self.name}
         values |= {gemm: getattr(self, gemm).to_dict() for gemm in GEMMS}
+        if self.attention is not None:
+            values["attention"] = self.attention.to_dict()
         if self.overrides:
             values["overrides"] = [
                 {"pattern": o.pattern, "changes": {t: v.to_dict() if v else None for t, v in o.changes}}
@@ -289,6 +299,8 @@ class Recipe(RefusesUnknownFields):
         gemms = {gemm: GemmRecipe.from_dict(values.pop(gemm) or {}) for gemm in GEMMS if gemm in values}
         overrides = values.pop("overrides", None) or ()
         need_type("Recipe: overrides", overrides, Sequence)
+        if values.get("attention") is not None:
+            values["attention"] = AttentionRecipe.from_dict(values["attention"])
         recipe = cls(**{**values, **gemms})
         for entry in overrides:
             need_type(f"override of recipe {recipe.name!r}", entry, Mapping)
@@ -305,6 +317,7 @@ class Recipe(RefusesUnknownFields):
 
     def __str__(self) -> str:
         lines = [f"{gemm}  {getattr(self, gemm)}" for gemm in GEMMS]
+        lines += [] if self.attention is None else [f"attention  {self.attention}"]
         lines += [
             f"{o.pattern}: " + ", ".join(f"{t} = {v or 'high precision'}" for t, v in o.changes) for o in self.overrides
         ]
@@ -314,6 +327,8 @@ class Recipe(RefusesUnknownFields):
 def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> _Change:
     if target in GEMMS:
         return GemmRecipe.from_dict(value or {})
+    if target == "attention":
+        return None if value is None else AttentionRecipe.from_dict(value)
     return QuantizationSpec.from_dict(value) if value else None
 
 
@@ -413,7 +428,7 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
     def change(value: _Change) -> _Change:
         if isinstance(value, GemmRecipe):
             return replace(value, lhs=cell(value.lhs), rhs=cell(value.rhs))
-        return cell(value)
+        return value if isinstance(value, AttentionRecipe) else cell(value)
 
     changed = recipe._changed(change)
     if not found:

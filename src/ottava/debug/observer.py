@@ -21,7 +21,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.quantizer import LinearQuantizers
+from ottava.quantizer import Doors
 from ottava.text import columns, number
 
 Key = tuple[str, str, str, QuantizationSpec]
@@ -101,7 +101,7 @@ def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
     need("observe", model, nn.Module)
     handles = []
     for name, module in model.named_modules():
-        if not isinstance(module, LinearQuantizers):
+        if not isinstance(module, Doors):
             continue
         layer = name.removesuffix("quantizers").removesuffix(".")
         for tensor, door in module.named_children():

@@ -1,16 +1,21 @@
 """Modules that run under a recipe, the conversion of models to them, and the receipt of what they ran."""
 
 from ottava.nn.activations import ACTIVATIONS, Activation
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.graphed import GraphedStep, graphed_step
+from ottava.nn.kv_cache import KVCache
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
+from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
+from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.smoothing import smooth_swiglu
+from ottava.nn.transformer import TransformerLayer
 from ottava.nn.tune import tune
 
 __all__ = [
@@ -19,14 +24,20 @@ __all__ = [
     "Activation",
     "CalibrationReport",
     "ConversionReport",
+    "DotProductAttention",
     "GraphedStep",
+    "KVCache",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "MultiheadAttention",
     "NormLinear",
     "NormMLP",
     "RMSNorm",
     "Receipt",
+    "RotaryEmbedding",
+    "RotaryScaling",
+    "TransformerLayer",
     "assert_fp8",
     "calibrate",
     "convert",
@@ -34,6 +45,7 @@ __all__ = [
     "graphed_step",
     "keep_first_last_bf16",
     "linear_cross_entropy",
+    "packed_positions",
     "receipt",
     "smooth_swiglu",
     "tune",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ottava.errors import need, unknown_name
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.layer import Layer
 from ottava.nn.linear import Linear
 from ottava.nn.outside import weights_outside
@@ -106,7 +107,8 @@ def convert(
     need("convert", model, nn.Module)
     recipe = get_recipe(recipe)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    _check_patterns(recipe, layers)
+    attentions = {name: module for name, module in model.named_modules() if isinstance(module, DotProductAttention)}
+    _check_patterns(recipe, {**layers, **attentions})
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
     if plan is not None and plan is not False:
@@ -120,6 +122,8 @@ def convert(
             layer.__class__ = Linear
         assert isinstance(layer, Layer)
         layer.adopt(recipe, name)
+    for name, attention in attentions.items():
+        attention.adopt(recipe, name)
     if converted:
         ScalingState(model)
     outside = {weight.name: weight.reason for weight in weights_outside(model)}
@@ -223,7 +227,7 @@ def _as_it_stays(layer: nn.Linear, reason: str) -> str:
     return f"{reason}; stays under recipe {layer.recipe.name!r}" if isinstance(layer, Layer) else reason
 
 
-def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Linear]) -> None:
+def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Module]) -> None:
     for override in recipe.overrides:
         if not any(fnmatch.fnmatchcase(name, override.pattern) for name in layers):
             raise ValueError(

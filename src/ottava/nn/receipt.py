@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ottava.errors import need
+from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
 from ottava.quantized_layer import QuantizedLayer
@@ -28,13 +29,13 @@ class ReceiptRow:
     layer: str
     """Full name."""
     gemm: str
-    """fprop, dgrad or wgrad; "all" for a layer that is not ottava's."""
+    """fprop, dgrad or wgrad; "attention" for one of these; "all" for a layer that is not ottava's."""
     operands: str
     """Formats and granularities of both sides."""
     kernel: str
     """What ran; "-" if nothing did."""
     shape: str
-    """M x N x K."""
+    """M x N x K; of attention B x H/G x Sq x Sk x D."""
     padding: str
     """What was zero-padded."""
     fp8: bool
@@ -130,8 +131,9 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
             nothing. False: the last call, whatever it was.
 
     Layers that are not ottava's get one row that says so, and so do weights that are multiplied outside every nn.Linear
-    (`nn.outside`), under the name of the parameter. Inside torch.compile kernels are chosen when the compiled
-    code runs and are not written down; such rows say "compiled" and show what the recipe asked for when it was traced.
+    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Inside torch.compile
+    kernels are chosen when the compiled code runs and are not written down; such rows say "compiled" and show what the
+    recipe asked for when it was traced.
 
     Example:
         >>> import torch, ottava
@@ -147,12 +149,25 @@ def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             rows += [_row(name, module, gemm, training) for gemm in GEMMS]
+        elif isinstance(module, DotProductAttention):
+            rows.append(_attention(name, module))
         elif isinstance(module, nn.Linear):
             shape = f"? x {module.out_features} x {module.in_features}"
             rows.append(_torchs(name, shape, "not converted: runs torch's own linear", module.weight.numel()))
     for weight in weights_outside(model):
         rows.append(_torchs(weight.name, f"? of {' x '.join(map(str, weight.shape))}", weight.reason, weight.elements))
     return Receipt(tuple(rows))
+
+
+def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
+    """Has no weight, and no share in the linear work."""
+    if module.last_backend is None:
+        return _empty_row(name, "attention", "high precision", "has not run")
+    shape, kernel = module.last_shape, module.last_backend
+    text = " x ".join([str(shape[0]), f"{shape[1]}/{shape[2]}", *map(str, shape[3:])]) if shape else "?"
+    fp8 = kernel == FP8_EMULATION
+    operands, note = (module.last_note, "") if fp8 else ("high precision", module.last_note)
+    return ReceiptRow(name, "attention", operands, kernel, text, "", fp8, False, 0, 0, note, 0)
 
 
 def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
@@ -173,7 +188,7 @@ def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = Fa
     fraction = got.native_fraction if native else got.fp8_fraction
     if fraction < min_fraction:
         field = "native" if native else "fp8"
-        rows = grouped([row for row in got.rows if not getattr(row, field)])
+        rows = grouped([row for row in got.rows if not getattr(row, field) and row.gemm != "attention"])
         offenders = [f"  {name}.{row.gemm}: {row.note or row.kernel}" for name, row in rows]
         what = "on FP8 hardware" if native else "in FP8"
         raise AssertionError(

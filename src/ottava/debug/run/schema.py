@@ -49,9 +49,15 @@ SYMBOLS = MappingProxyType(
         "output": "Y",
         "grad_input": "dX",
         "grad_weight": "dW",
+        "qkv": "QKV",
+        "s": "S",
+        "o": "O",
+        "do": "dO",
+        "dp": "dP",
+        "dqkv": "dQKV",
     }
 )
-"""How papers write the tensors of y = x @ w.T; both are understood where a user names one."""
+"""How papers write the tensors of y = x @ w.T and of attention; both are understood where a user names one."""
 
 
 def symbol(tensor: str, direction: str = "row") -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
+from ottava.attention_recipe import ATTENTION_TENSORS
 from ottava.debug import limits
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.tally import Detail
@@ -103,8 +104,8 @@ class WatchConfig(Section):
 
     layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
     """Shell patterns over full layer names, as in `Recipe.override`. One that matches no layer is an error."""
-    tensors: Tensors = ("input", "weight", "grad_output")
-    """Long names or symbols: X W dY, and Y dX dW."""
+    tensors: Tensors = ("input", "weight", "grad_output", *ATTENTION_TENSORS)
+    """Long names or symbols: X W dY, and Y dX dW; of FP8 attention QKV S O dO dP dQKV."""
     recipes: Recipes = ("tensorwise",)
     """Simulated for layers whose GEMMs are not ours. Layers of ottava show what they really cast."""
     every: Positive | None = None

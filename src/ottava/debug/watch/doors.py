@@ -19,8 +19,9 @@ from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.operands import repeats_a_forward, unobserved
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.quantizer import Quantizer
+from ottava.quantizer import Doors, Quantizer
 
+_GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
 """(layer, tensor, door, x, operand of x, operand of x.T): for checks of what must agree."""
 
@@ -53,6 +54,14 @@ class DoorTap:
         for name, module in model.named_modules():
             self._adopt(module, name)
 
+    def expected(self) -> dict[str, weakref.ref[nn.Module]]:
+        """Layers that should have been seen: attention that is in high precision has doors, and casts nothing."""
+        return {
+            name: ref
+            for name, ref in self.layers.items()
+            if name in self.seen or ref() is None or isinstance(ref(), QuantizedLayer)
+        }
+
     def attach(self) -> None:
         """From now on casts are seen."""
         self._hooks.attach()
@@ -62,9 +71,8 @@ class DoorTap:
         self._hooks.detach()
 
     def _adopt(self, module: nn.Module, name: str = "") -> None:
-        if not isinstance(module, QuantizedLayer):
+        if not isinstance(doors := getattr(module, "quantizers", None), Doors):
             return
-        doors = module.quantizers
         layer = getattr(module, "name", "") or name or f"{type(module).__name__} {len(self.layers)}"
         known = self.layers.get(layer)
         if known is not None and known() not in (None, module):
@@ -76,7 +84,8 @@ class DoorTap:
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # first, and so in _after: Dynamo traces global hooks
             return
-        if isinstance(module, QuantizedLayer) and self._model is None and module.quantizers.input not in self._places:
+        doors = getattr(module, "quantizers", None) if self._model is None else None
+        if isinstance(doors, Doors) and next(doors.children()) not in self._places:
             self._adopt(module)
 
     def _after(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -123,11 +132,11 @@ class DoorTap:
 
     def _recipe(self, layer: str) -> str:
         module: Any = self.layers[layer]()
-        call = module.last_call
+        call = getattr(module, "last_call", None)
         return str(call.recipe.name if call is not None else module.resolved.name)
 
     def _counts(self, door: Quantizer, tensor: str, record: bool) -> bool:
         """Whether this cast belongs to training and is no repetition: recomputation runs a forward again."""
-        if tensor == "grad_output":
+        if tensor in _GRADIENTS:
             return True
         return record and not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())

@@ -472,7 +472,7 @@ class Watch:
         total = time.perf_counter() - self._started
         own = [
             {"name": name, "source": "door", "seen": name in self.doors.seen, **_facts(ref())}
-            for name, ref in self.doors.layers.items()
+            for name, ref in self.doors.expected().items()
         ]
         foreign = [
             {**layer, "source": "hook"} for layer in self.modules.coverage() if layer["name"] not in self.doors.layers
@@ -495,4 +495,5 @@ class Watch:
 def _facts(layer: Any) -> dict[str, Any]:
     if layer is None:
         return {"type": "gone", "shape": None, "recipe": ""}
-    return {"type": type(layer).__name__, "shape": list(layer.weight.shape), "recipe": layer.resolved.name}
+    shape = list(layer.weight.shape) if hasattr(layer, "weight") else None
+    return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}

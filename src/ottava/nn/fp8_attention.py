@@ -1,0 +1,166 @@
+"""Attention on FP8 operands, emulated on every device: plain torch on codes, one rounding where hardware rounds.
+
+    S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
+    O  = S V                                cast, as FP8 kernels give it
+    dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
+
+dS, which the field calls dP, is cast as the operand of the last two; dQ, dK and dV are cast with one scale. All scores
+are held in memory: this shows what FP8 does to a model's numbers, and saves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.attention_recipe import AttentionRecipe
+from ottava.dispatch import no_autocast
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantizer import AttentionQuantizers, Quantizer
+from ottava.rounding import decode
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    doors: AttentionQuantizers,
+    recipe: AttentionRecipe,
+) -> Tensor:
+    """(B, H, Sq, D), (B, G, Sk, D), (B, G, Sk, Dv) -> (B, H, Sq, Dv), in q's dtype.
+
+    Args:
+        mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
+        sink: (H,), logits in the denominator.
+    Raises:
+        NotImplementedError: a second derivative, or the gradient of a mask, is asked for.
+    """
+    if mask is not None and mask.requires_grad:
+        raise NotImplementedError(
+            "FP8 attention: a mask gets no gradient here; run it under a recipe without attention"
+        )
+    return _FP8Attention.apply(q, k, v, mask, sink, scale, doors, recipe, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+class _Codes:
+    """Tensors that were cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
+
+    def __init__(self, cast: QuantizedTensor, shapes: list[torch.Size]) -> None:
+        self.cast, self.shapes = cast, shapes
+        self.factor = cast.scale_inv.reshape(())
+
+    def numbers(self) -> list[Tensor]:
+        """What the codes stand for, before the factor."""
+        return _cut(decode(self.cast.data, self.cast.spec.format), self.shapes)
+
+    def dequantized(self, dtype: torch.dtype) -> list[Tensor]:
+        """Rounded once to dtype."""
+        return _cut(self.cast.dequantize(dtype), self.shapes)
+
+
+def _cast(door: Quantizer, spec: QuantizationSpec, *tensors: Tensor, record: bool = True) -> _Codes:
+    flat = torch.cat([t.reshape(-1) for t in tensors])[None] if len(tensors) > 1 else tensors[0].reshape(1, -1)
+    cast, _ = door(flat, spec, None, columnwise=False, record=record)
+    assert isinstance(cast, QuantizedTensor)
+    return _Codes(cast, [t.shape for t in tensors])
+
+
+def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Probabilities of keys and of the sink; zeros in rows that see nothing."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    column = None if sink is None else sink.float().view(1, -1, 1, 1)
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    top = top if column is None else top.maximum(column)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    raised = (scores - top).exp()
+    total = raised.sum(-1, keepdim=True)
+    if column is None:
+        return raised / total.masked_fill(total == 0, 1.0), None
+    own = (column - top).exp()
+    return raised / (total + own), own / (total + own)
+
+
+class _FP8Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sink: Tensor | None,
+        scale: float,
+        doors: Any,
+        recipe: AttentionRecipe,
+        record: bool,
+    ) -> Tensor:
+        with no_autocast(q.device):
+            qkv = _cast(doors.qkv, recipe.qkv, q, k, v, record=record)
+            p, _ = _probabilities(qkv, mask, sink, scale)
+            s = _cast(doors.s, recipe.s, p, record=record)
+            (s_n,), v_n = s.numbers(), _shared(qkv.numbers()[2], q)
+            y = s_n @ v_n * (s.factor * qkv.factor)  # (B, H, Sq, Dv) = (B, H, Sq, Sk) @ (B, H, Sk, Dv)
+            if recipe.o is not None:
+                (y,) = _cast(doors.o, recipe.o, y, record=record).dequantized(torch.float32)
+            y = y.to(q.dtype)
+        ctx.rest = scale, doors, recipe, q.dtype, qkv.shapes, s.shapes
+        # every tensor, so that checkpointing and offloading see it
+        ctx.save_for_backward(mask, sink, y, qkv.cast.data, qkv.cast.scale_inv, s.cast.data, s.cast.scale_inv)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "ottava: FP8 attention has no second derivative (backward with create_graph=True)"
+            )
+        (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
+        mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
+        qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)
+        s = _Codes(QuantizedTensor(s_data, s_scale, recipe.s, torch.float32), s_shapes)
+        with no_autocast(dy.device):
+            q_n, k_n, v_n = qkv.numbers()
+            k_n, v_n, (s_n,) = _shared(k_n, q_n), _shared(v_n, q_n), s.numbers()
+            do = _cast(doors.do, recipe.do, dy)
+            (do_n,) = do.numbers()
+            p, p_sink = _probabilities(qkv, mask, sink, scale)
+            along = (do_n * do.factor * y.float()).sum(-1, keepdim=True)
+            ds = p * (do_n @ v_n.mT * (do.factor * qkv.factor) - along)
+            dp = _cast(doors.dp, recipe.dp, ds)
+            (dp_n,) = dp.numbers()
+            factor = dp.factor * qkv.factor * scale
+            dq = dp_n @ k_n * factor  # (B, H, Sq, D) = (B, H, Sq, Sk) @ (B, H, Sk, D)
+            groups = qkv.shapes[1][1]
+            dk = _gathered(dp_n.mT @ q_n * factor, groups)
+            dv = _gathered(s_n.mT @ do_n * (s.factor * do.factor), groups)
+            if recipe.dqkv is not None:
+                dq, dk, dv = _cast(doors.dqkv, recipe.dqkv, dq, dk, dv).dequantized(torch.float32)
+            d_sink = None if p_sink is None else -(p_sink * along).sum((0, 2, 3)).to(sink.dtype)
+        return dq.to(dy.dtype), dk.to(dy.dtype), dv.to(dy.dtype), None, d_sink, None, None, None, None
+
+
+def _probabilities(qkv: _Codes, mask: Tensor | None, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    q, k, _ = qkv.numbers()
+    return _softmax(q @ _shared(k, q).mT * (qkv.factor.square() * scale), mask, sink)
+
+
+def _shared(t: Tensor, q: Tensor) -> Tensor:
+    """(B, G, ...) -> (B, H, ...): a head of keys for each of those that share it."""
+    return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
+
+
+def _gathered(t: Tensor, groups: int) -> Tensor:
+    """The other way round, summed."""
+    summed: Tensor = t.unflatten(1, (groups, -1)).sum(2)
+    return summed

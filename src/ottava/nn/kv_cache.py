@@ -1,0 +1,134 @@
+"""Keys and values of what a model has read so far, so that generation computes only what is new.
+
+All memory is taken at once. Lengths are numbers of Python's, one a sequence: prompts of a batch may differ in length,
+and nothing waits for a GPU. Under grouped-query attention only the shared heads are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Cached(NamedTuple):
+    """What a layer attends to."""
+
+    keys: Tensor
+    """(B, S, G, D), S: the longest sequence so far; in the cache's own memory."""
+    values: Tensor
+    """(B, S, G, Dv)."""
+    lengths: Tensor | None
+    """int64 (B,): how many of them are real; None: all."""
+
+
+class LayerCache(NamedTuple):
+    """A layer's part of a cache, which attention modules take."""
+
+    cache: KVCache
+    layer: int
+
+    def append(self, k: Tensor, v: Tensor) -> Cached:
+        """As `KVCache.append`."""
+        return self.cache.append(self.layer, k, v)
+
+
+class KVCache:
+    """Preallocated keys and values of every layer.
+
+    Args:
+        layers: how many.  batch: sequences.  length: the most positions of a sequence.
+        heads: of keys and values (G).  head_dim: of keys (D).  value_dim: of values, if another.
+    Usage: in each forward of n new tokens turn by `positions(n)`, give each layer `of(i)`, and `advance(n)` at the end.
+    Raises:
+        ValueError: a size that is not positive.
+
+    Example:
+        >>> cache = KVCache(layers=1, batch=2, length=16, heads=4, head_dim=8)
+        >>> k = v = torch.ones(2, 3, 4, 8)
+        >>> cache.append(0, k, v).keys.shape, cache.advance(3), cache.lengths, cache.positions(1)
+        (torch.Size([2, 3, 4, 8]), None, [3, 3], tensor([3]))
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        length: int,
+        heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if min(layers, batch, length, heads, head_dim) < 1:
+            raise ValueError(
+                f"KVCache: got layers={layers}, batch={batch}, length={length}, heads={heads}, head_dim={head_dim}; "
+                "each needs 1 or more"
+            )
+        shape = (layers, batch, length, heads)
+        self.keys = torch.zeros(*shape, head_dim, device=device, dtype=dtype)
+        self.values = torch.zeros(*shape, head_dim if value_dim is None else value_dim, device=device, dtype=dtype)
+        self.lengths = [0] * batch
+        """Positions read so far, a sequence each."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def positions(self, new: int) -> Tensor:
+        """Of the next `new` tokens: int64 (new,) where all sequences are of one length, else (B, new)."""
+        rows = torch.tensor(self.lengths, device=self.keys.device)[:, None] + torch.arange(new, device=self.keys.device)
+        return rows[0] if self._even else rows
+
+    def of(self, layer: int) -> LayerCache:
+        """What the attention of that layer is given."""
+        return LayerCache(self, layer)
+
+    @property
+    def _even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Cached:
+        """Writes the keys (B, n, G, D) and values of n new tokens behind those of a layer; returns all of them.
+
+        Raises:
+            ValueError: another shape than the cache was made for, or more tokens than it has room for.
+        """
+        batch, new = k.shape[:2]
+        own_k, own_v = self.keys[layer], self.values[layer]
+        for what, got, own in (("keys", k, own_k), ("values", v, own_v)):
+            if got.shape != (own.shape[0], new, *own.shape[2:]) or got.dtype != own.dtype:
+                raise ValueError(
+                    f"KVCache.append: got {what} {tuple(got.shape)} {got.dtype}; needs "
+                    f"({own.shape[0]}, new, {own.shape[2]}, {own.shape[3]}) {own.dtype}, as the cache was made"
+                )
+        end = max(self.lengths) + new
+        if end > own_k.shape[1]:
+            raise ValueError(
+                f"KVCache: {new} tokens behind {max(self.lengths)} need {end} positions; the cache has "
+                f"{own_k.shape[1]}. Make it with length={end} or more"
+            )
+        if self._even:
+            own_k[:, self.lengths[0] : end], own_v[:, self.lengths[0] : end] = k, v
+            return Cached(own_k[:, :end], own_v[:, :end], None)
+        rows, places = torch.arange(batch, device=k.device)[:, None], self.positions(new)
+        own_k[rows, places], own_v[rows, places] = k, v
+        lengths = torch.tensor([length + new for length in self.lengths], device=k.device)
+        return Cached(own_k[:, :end], own_v[:, :end], lengths)
+
+    def advance(self, new: int | Sequence[int]) -> None:
+        """After all layers: that many tokens were read, by each sequence as many or each its own (padded prompts: what
+        lies past a prompt's length is written over by what comes next)."""
+        news = [new] * len(self.lengths) if isinstance(new, int) else list(new)
+        if len(news) != len(self.lengths) or min(news) < 0:
+            raise ValueError(f"KVCache.advance: got {new}; needs a count for each of {len(self.lengths)} sequences")
+        self.lengths = [old + more for old, more in zip(self.lengths, news, strict=True)]
+
+    def reset(self) -> None:
+        """Forgets all; the memory stays."""
+        self.lengths = [0] * len(self.lengths)

@@ -1,0 +1,228 @@
+"""Rotary position embedding: pairs of a head's entries are turned by angles that grow with the position.
+
+A table is a `RotaryEmbedding` (numbers only, no buffers, so that neither `.bfloat16()` nor `to_empty` can hurt it)
+applied to positions; a model makes it once a forward and hands it to all layers. How long contexts are scaled is data:
+`RotaryScaling` has Hugging Face's field names, so that a model's own `rope_parameters` can be given to it.
+Sources: RoFormer (2104.09864); NTK-aware interpolation; YaRN (2309.00071); Llama 3.1's scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ottava.errors import RefusesUnknownFields, unknown_name
+
+
+@dataclass(frozen=True)
+class RotaryScaling(RefusesUnknownFields):
+    """How angles are made smaller for contexts longer than those of pre-training; the names are Hugging Face's.
+
+    Raises:
+        ValueError: unknown rope_type, a factor below 1, or no original_max_position_embeddings where it is needed.
+
+    Example:
+        >>> RotaryScaling(rope_type="linear", factor=4.0).frequencies(4, 10_000.0)
+        tensor([0.2500, 0.0025])
+    """
+
+    rope_type: str = "default"
+    """"default", "linear", "ntk", "yarn" or "llama3". Hugging Face's "dynamic" is "ntk" with a factor that changes with
+    the length, so that keys in a cache would be turned by other angles than later ones: give a factor of your own."""
+    factor: float = 1.0
+    """How many times longer the context is."""
+    original_max_position_embeddings: int = 0
+    """Length of the context in pre-training; yarn and llama3 need it."""
+    low_freq_factor: float = 1.0
+    """llama3: waves longer than the context / this are divided by the factor."""
+    high_freq_factor: float = 4.0
+    """llama3: waves shorter than the context / this stay."""
+    beta_fast: float = 32.0
+    """yarn: entries that turn more often than this in the context stay."""
+    beta_slow: float = 1.0
+    """yarn: entries that turn less often than this are divided by the factor."""
+    mscale: float | None = None
+    """yarn: numerator of the attention factor (DeepSeek)."""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of the attention factor."""
+    attention_factor: float | None = None
+    """yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1, or the quotient of both mscales."""
+    truncate: bool = True
+    """yarn: the ramp begins and ends at whole entries."""
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _FREQUENCIES:
+            raise ValueError(f"RotaryScaling: {unknown_name('rope_type', self.rope_type, _FREQUENCIES)}")
+        if not self.factor >= 1:
+            raise ValueError(f"RotaryScaling: factor is {self.factor}; needs 1 or more: how many times longer")
+        if self.rope_type in ("yarn", "llama3") and self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"RotaryScaling: {self.rope_type!r} needs original_max_position_embeddings, the length of the context "
+                f"in pre-training; got {self.original_max_position_embeddings}"
+            )
+
+    def frequencies(self, dim: int, base: float, device: torch.device | None = None) -> Tensor:
+        """Radians a position for each pair, fp32 (dim / 2)."""
+        return _FREQUENCIES[self.rope_type](self, dim, base, device)
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor)
+
+
+def _mscale(factor: float, by: float = 1.0) -> float:
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _powers(dim: int, base: float, device: torch.device | None) -> Tensor:
+    powers: Tensor = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    return powers
+
+
+def _plain(_: RotaryScaling, dim: int, base: float, device: torch.device | None) -> Tensor:
+    return 1.0 / _powers(dim, base, device)
+
+
+def _linear(scaling: RotaryScaling, dim: int, base: float, device: torch.device | None) -> Tensor:
+    return _plain(scaling, dim, base, device) / scaling.factor
+
+
+def _ntk(scaling: RotaryScaling, dim: int, base: float, device: torch.device | None) -> Tensor:
+    # the slowest pair is slowed by the factor, the fastest not at all
+    return _plain(scaling, dim, base * scaling.factor ** (dim / (dim - 2)) if dim > 2 else base, device)
+
+
+def _yarn(scaling: RotaryScaling, dim: int, base: float, device: torch.device | None) -> Tensor:
+    def entry(turns: float) -> float:  # the pair that turns so often within the context of pre-training
+        context = scaling.original_max_position_embeddings
+        return (dim * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = entry(scaling.beta_fast), entry(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
+    powers, kept = _powers(dim, base, device), 1 - ramp
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _llama3(scaling: RotaryScaling, dim: int, base: float, device: torch.device | None) -> Tensor:
+    fast = _plain(scaling, dim, base, device)
+    waves = 2 * math.pi / fast
+    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (context / waves - low) / (high - low)
+    between = (1 - smooth) * fast / scaling.factor + smooth * fast
+    found = torch.where(waves > context / low, fast / scaling.factor, between)
+    return torch.where(waves < context / high, fast, found)
+
+
+_FREQUENCIES: Mapping[str, Callable[[RotaryScaling, int, float, torch.device | None], Tensor]] = MappingProxyType(
+    {"default": _plain, "linear": _linear, "ntk": _ntk, "yarn": _yarn, "llama3": _llama3}
+)
+
+
+class RotaryTable(NamedTuple):
+    """Angles of some positions, see `RotaryEmbedding`; `rotate` applies them."""
+
+    cos: Tensor
+    """(..., 1, dim): the 1 stands for the heads."""
+    sin: Tensor
+    """(..., 1, dim), with the sign of the turn in it."""
+    interleaved: bool
+    """Which entries are a pair."""
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions -> the table that `rotate` applies. It has no parameters and no buffers.
+
+    Args:
+        dim: entries of a head that are turned: all of head_dim, or fewer (partial: the first dim).  Even.
+        base: theta; pair i turns by base ** (-2i / dim) radians a position.
+        interleaved: True: entries 2i and 2i + 1 are a pair (GPT-J, RoFormer). False: i and i + dim / 2 (Llama, NeoX).
+        scaling: for longer contexts, a `RotaryScaling` or a mapping of its fields.
+        dtype: of cos and sin, and so of the turn's arithmetic where it is wider than the heads: float32 (as
+            TransformerEngine), or the model's (as Hugging Face: in BF16 each product is rounded).
+    Raises:
+        ValueError: dim is not even and positive.
+
+    Example:
+        >>> table = RotaryEmbedding(4)(torch.arange(3))
+        >>> table.cos.shape, rotate(torch.ones(2, 3, 8, 4), table).shape       # (batch, positions, heads, head_dim)
+        (torch.Size([3, 1, 4]), torch.Size([2, 3, 8, 4]))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        base: float = 10_000.0,
+        interleaved: bool = False,
+        scaling: RotaryScaling | Mapping[str, object] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f"RotaryEmbedding: dim is {dim}; needs an even number: entries are turned in pairs")
+        self.dim, self.base, self.interleaved, self.dtype = dim, base, interleaved, dtype
+        self.scaling = scaling if isinstance(scaling, RotaryScaling) else RotaryScaling(**(scaling or {}))  # type: ignore[arg-type]
+
+    def forward(self, positions: Tensor) -> RotaryTable:
+        """Positions of any shape that broadcasts against the heads' leading dimensions: (S,) or (B, S) for
+        (B, S, H, D), (S, 1) for (S, B, H, D), (T,) for (T, H, D). Angles are computed in fp32, as Hugging Face does."""
+        frequencies = self.scaling.frequencies(self.dim, self.base, positions.device)
+        angles = positions[..., None, None].float() * frequencies
+        cos, sin = (f(angles) * self.scaling.amplitude for f in (torch.cos, torch.sin))
+        axis = -1 if self.interleaved else -2
+        cos, sin = torch.stack((cos, cos), axis).flatten(-2), torch.stack((-sin, sin), axis).flatten(-2)
+        return RotaryTable(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
+
+    def extra_repr(self) -> str:
+        """What was given."""
+        return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scaling={self.scaling.rope_type}"
+
+
+def rotate(x: Tensor, table: RotaryTable) -> Tensor:
+    """Heads x (..., heads, head_dim), turned; entries past the table's dim stay. In the wider dtype of x and table,
+    rounded once to that of x.
+
+    Raises:
+        ValueError: a head has fewer entries than the table turns.
+    """
+    dim, rest = table.cos.shape[-1], x.shape[-1] - table.cos.shape[-1]
+    if rest < 0:
+        raise ValueError(f"rotate: got heads of {x.shape[-1]} entries; the table turns {dim} of them")
+    turned = x if rest == 0 else x[..., :dim]
+    pairs = (-1, 2) if table.interleaved else (2, -1)
+    other = turned.unflatten(-1, pairs).flip(-1 if table.interleaved else -2).flatten(-2)  # each pair's other entry
+    y = (turned * table.cos + other * table.sin).to(x.dtype)
+    return y if rest == 0 else torch.cat((y, x[..., dim:]), -1)
+
+
+def packed_positions(cu_seqlens: Tensor) -> Tensor:
+    """Positions of packed sequences: each begins at 0.
+
+    Args:
+        cu_seqlens: int (B + 1,): where each sequence begins, and the end of the last.
+    Returns:
+        int64 (T,).
+
+    Example:
+        >>> packed_positions(torch.tensor([0, 3, 5]))
+        tensor([0, 1, 2, 0, 1])
+    """
+    begins = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    return torch.arange(begins.shape[0], device=cu_seqlens.device) - begins

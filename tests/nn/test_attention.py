@@ -1,0 +1,236 @@
+"""Attention is softmax(q k.T * scale + mask) v: against the formula in fp64, for every mask, layout and dtype."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_samples import formula, seen, within
+from torch import Tensor
+
+from ottava.nn.attention import DotProductAttention
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def heads(
+    batch: int, queries: int, keys: int, h: int, g: int, dim: int, dtype: torch.dtype, v_dim: int = 0, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v that want gradients, and dy."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = (
+        (batch, queries, h, dim),
+        (batch, keys, g, dim),
+        (batch, keys, g, v_dim or dim),
+        (batch, queries, h, v_dim or dim),
+    )
+    made = [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(made)]
+
+
+def check(
+    attention: DotProductAttention, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, witness: object, **call: object
+) -> None:
+    y = attention(q, k, v, **call)
+    assert within(y, witness.y, witness.y_bound)
+    for got, wanted, bound in zip(torch.autograd.grad(y, (q, k, v), dy), witness.grads, witness.bounds, strict=True):
+        assert within(got, wanted, bound)
+
+
+MASKS = (
+    # mask, window, left, right, whether the last query stands at the last key
+    ("no_mask", None, None, None, False),
+    ("causal", None, None, 0, False),
+    ("causal_bottom_right", None, None, 0, True),
+    ("causal", (3, -1), 3, 0, False),
+    ("causal_bottom_right", (2, 0), 2, 0, True),
+    ("no_mask", (2, 1), 2, 1, False),
+    ("no_mask", (None, 4), None, 4, False),
+    ("no_mask", (0, 0), 0, 0, False),
+)
+
+
+def test_every_mask_shape_and_dtype_is_the_formula() -> None:
+    shapes = ((2, 7, 7, 4, 2, 16), (1, 1, 9, 3, 1, 8), (2, 5, 12, 2, 2, 24), (1, 13, 4, 6, 3, 40), (3, 1, 1, 1, 1, 1))
+    for (mask, window, left, right, at_end), shape, dtype in itertools.product(MASKS, shapes, DTYPES):
+        q, k, v, dy = heads(*shape, dtype)
+        allowed = seen(q.shape[1], k.shape[1], left, right, k.shape[1] - q.shape[1] if at_end else 0)
+        attention = DotProductAttention(mask=mask, window=window)
+        check(attention, q, k, v, dy, formula(q, k, v, dy, allowed))
+        assert attention.last_backend == "flash", attention.last_note
+
+
+def test_a_given_mask_a_bias_a_scale_and_other_value_heads() -> None:
+    for dtype in DTYPES:
+        q, k, v, dy = heads(2, 6, 9, 4, 2, 16, dtype)
+        given = torch.rand(2, 1, 6, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+        given[0, 0, 3] = False  # of this row nothing is seen
+        y = DotProductAttention(mask="no_mask")(q, k, v, given)
+        assert not y[0, 3].any()
+        assert y.isfinite().all()
+        check(DotProductAttention(mask="no_mask"), q, k, v, dy, formula(q, k, v, dy, given), attention_mask=given)
+        causal = seen(6, 9, None, 0)
+        check(DotProductAttention(), q, k, v, dy, formula(q, k, v, dy, given & causal), attention_mask=given)
+        slopes = 2.0 ** -torch.arange(1, 5).view(4, 1, 1)
+        bias = (slopes * (torch.arange(9) - torch.arange(6)[:, None])).to(dtype)  # ALiBi
+        attention = DotProductAttention(softmax_scale=0.7)
+        check(attention, q, k, v, dy, formula(q, k, v, dy, causal, scale=0.7, bias=bias), attention_mask=bias)
+        q, k, v, dy = heads(2, 6, 6, 4, 2, 16, dtype, v_dim=10)
+        attention = DotProductAttention()
+        check(attention, q, k, v, dy, formula(q, k, v, dy, seen(6, 6, None, 0)))
+        assert (attention.last_backend, attention.last_note) == (
+            "math",
+            "no fused kernel takes values of 10 entries for keys of 16: all scores are held in memory",
+        )
+
+
+def test_padding_is_not_seen_and_gives_zeros() -> None:
+    lengths = torch.tensor([5, 1, 7])
+    for (mask, window, left, right, at_end), dtype in itertools.product(MASKS, DTYPES):
+        q, k, v, dy = heads(3, 7, 7, 4, 2, 16, dtype)
+        y = DotProductAttention(mask=mask, window=window)(q, k, v, query_lengths=lengths, key_lengths=lengths)
+        grads = torch.autograd.grad(y, (q, k, v), dy)
+        for b, n in enumerate(lengths.tolist()):
+            one = [t[b : b + 1, :n] for t in (q, k, v, dy)]
+            witness = formula(*one, seen(n, n, left, right))
+            assert within(y[b : b + 1, :n], witness.y, witness.y_bound), (mask, window, at_end)
+            assert not y[b, n:].any()
+            for got, wanted, bound in zip(grads, witness.grads, witness.bounds, strict=True):
+                assert within(got[b : b + 1, :n], wanted, bound)
+                assert not got[b, n:].any()
+
+
+def test_layouts_give_the_same_bits() -> None:
+    q, k, v, _ = heads(2, 7, 7, 4, 2, 16, torch.float32)
+    wanted = DotProductAttention()(q, k, v)
+    for layout, order in (("sbhd", (1, 0, 2, 3)), ("bhsd", (0, 2, 1, 3))):
+        back = [order.index(d) for d in range(4)]
+        y = DotProductAttention(layout=layout)(*(t.permute(order) for t in (q, k, v)))
+        assert torch.equal(y.permute(back), wanted)
+
+
+def test_packed_sequences_give_the_bits_of_each_alone() -> None:
+    for dtype, (mask, window, *_) in itertools.product(DTYPES, MASKS):
+        cut, cut_k = torch.tensor([0, 5, 5, 6, 17]), torch.tensor([0, 3, 5, 9, 20])
+        for ends_k in (None, cut_k):
+            keys = 17 if ends_k is None else 20
+            q, k, v, dy = (t[0] for t in heads(1, 17, keys, 4, 2, 16, dtype))
+            attention = DotProductAttention(mask=mask, window=window, layout="thd")
+            y = attention(q, k, v, cu_seqlens=cut, cu_seqlens_k=ends_k)
+            grads = torch.autograd.grad(y, (q, k, v), dy)
+            alone = DotProductAttention(mask=mask, window=window)
+            for (a, b), (c, d) in zip(
+                *(itertools.pairwise(e.tolist()) for e in (cut, cut if ends_k is None else ends_k)), strict=True
+            ):
+                one = [
+                    t[None, s].detach().requires_grad_()
+                    for t, s in zip((q, k, v), (slice(a, b), slice(c, d), slice(c, d)), strict=True)
+                ]
+                wanted = alone(*one)
+                assert torch.equal(y[a:b], wanted[0])
+                if b > a:
+                    for got, own, s in zip(
+                        grads,
+                        torch.autograd.grad(wanted, one, dy[None, a:b]),
+                        (slice(a, b), slice(c, d), slice(c, d)),
+                        strict=True,
+                    ):
+                        assert torch.equal(got[s], own[0])
+
+
+def test_a_sink_adds_to_the_denominator_and_learns() -> None:
+    for dtype, learned in itertools.product(DTYPES, (True, False)):
+        q, k, v, dy = heads(2, 7, 7, 4, 2, 16, dtype)
+        attention = DotProductAttention(sink="learned" if learned else 0.5, heads=4, window=(4, -1), dtype=dtype)
+        logits = torch.tensor([-1.0, 0.0, 0.5, 2.0]) if learned else torch.full((4,), 0.5)
+        if learned:
+            attention.sink.data.copy_(logits)
+        check(attention, q, k, v, dy, formula(q, k, v, dy, seen(7, 7, 4, 0), sink=logits))
+        assert attention.last_backend == ("math" if learned else "flash")
+        if not learned:
+            continue
+        sink = attention.sink.detach().double().requires_grad_()
+        qd, kd, vd = (t.detach().double().transpose(1, 2) for t in (q, k, v))
+        scores = (qd @ kd.repeat_interleave(2, 1).mT / 4).masked_fill(~seen(7, 7, 4, 0), -torch.inf)
+        p = torch.cat((scores, sink.view(1, 4, 1, 1).expand(2, 4, 7, 1)), -1).softmax(-1)
+        y = p[..., :-1] @ vd.repeat_interleave(2, 1)
+        (wanted,) = torch.autograd.grad(y, sink, dy.double().transpose(1, 2))
+        (got,) = torch.autograd.grad(attention(q, k, v), attention.sink, dy)
+        # each of 14 rows of a head adds p_sink * (dy . y), rounded a few times
+        size = (p[..., -1] * (dy.double().transpose(1, 2).abs() * y.abs()).sum(-1)).sum((0, 2))
+        assert within(got, wanted, (8 * torch.finfo(dtype).eps + 64 * 2.0**-24) * size)
+        with torch.no_grad():
+            attention(q, k, v)
+        assert attention.last_backend == "flash"
+
+
+def test_dropout_is_on_in_training_only_and_named() -> None:
+    q, k, v, _ = heads(2, 64, 64, 4, 2, 16, torch.float32)
+    attention, plain = DotProductAttention(dropout=0.5), DotProductAttention()
+    assert torch.equal(attention.eval()(q, k, v), plain(q, k, v))
+    ones = torch.ones_like(v)
+    y = attention.train()(q, k, ones)  # the share of the probabilities that stayed, twice as large
+    assert attention.last_note == "no fused kernel takes dropout: all scores are held in memory"
+    assert abs(y[:, 32:].mean().item() - 1) < 0.05
+    assert y[:, 32:].std().item() > 0.02
+
+
+def test_the_fused_kernel_is_torchs_own_bit_for_bit() -> None:
+    for dtype in DTYPES:
+        q, k, v, _ = heads(2, 33, 33, 4, 2, 16, dtype)
+        wanted = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+        )
+        assert torch.equal(DotProductAttention(backend="flash")(q, k, v), wanted.transpose(1, 2))
+
+
+def test_empty_tensors() -> None:
+    for batch, queries, keys in ((0, 5, 5), (2, 0, 4), (2, 3, 0)):
+        q, k, v, dy = heads(batch, queries, keys, 4, 2, 16, torch.float32)
+        y = DotProductAttention(mask="no_mask")(q, k, v)
+        assert y.shape == dy.shape
+        assert not y.any()
+
+
+def test_compiles_whole_with_eager_results_and_says_so() -> None:
+    q, k, v, dy = heads(2, 16, 16, 4, 2, 16, torch.float32)
+    for options in ({}, {"window": (3, 0)}, {"sink": 0.5}, {"backend": "flash"}):
+        attention = DotProductAttention(**options)
+        wanted = attention(q, k, v)
+        y = torch.compile(attention, fullgraph=True, backend="aot_eager")(q, k, v)
+        bound = formula(q, k, v, dy).y_bound
+        assert within(y, wanted.double(), 2 * bound)
+        assert attention.last_backend == "compiled"
+
+
+def test_mistakes_are_named() -> None:
+    q, k, v, _ = heads(2, 5, 5, 4, 2, 16, torch.float32)
+    for make, words in (
+        ({"mask": "casual"}, "unknown mask 'casual'; did you mean 'causal'?"),
+        ({"layout": "bsdh"}, "did you mean 'bshd'?"),
+        ({"backend": "flsh"}, "did you mean 'flash'?"),
+        ({"window": (-2, 0)}, "window is (-2, 0); needs (left, right)"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"sink": "learned"}, "give heads="),
+    ):
+        with pytest.raises(ValueError, match=r"^(attention|DotProductAttention)") as error:
+            DotProductAttention(**make)
+        assert words in str(error.value)
+    for attention, args, call, words in (
+        (DotProductAttention(), (q, k[:, :3], v), {}, "k and v of one S"),
+        (DotProductAttention(), (q[:, :, :3], k, v), {}, "heads of q that are a multiple"),
+        (DotProductAttention(), (q[0], k[0], v[0]), {}, "needs four dimensions each"),
+        (DotProductAttention(layout="thd"), (q[0], k[0], v[0]), {}, "needs q (T, H, D) and cu_seqlens"),
+        (
+            DotProductAttention(layout="thd"),
+            (q[0], k[0], v[0]),
+            {"cu_seqlens": torch.tensor([0, 3])},
+            "rise from 0 to 5",
+        ),
+        (DotProductAttention(dropout=0.1, backend="flash"), (q, k, v), {}, "'flash' does not take this call on cpu"),
+    ):
+        with pytest.raises(ValueError, match=r"^DotProductAttention") as error:
+            attention(*args, **call)
+        assert words in str(error.value)
