@@ -17,9 +17,19 @@ import torch
 from torch import Tensor
 
 from ottava.casts import MOST_PLANS, dequantize, spec_from_key
-from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, made_of, measured, no_autocast, runner
+from ottava.dispatch import (
+    choose_dense,
+    choose_gemm,
+    cpu_ranking,
+    gemm_kernels,
+    gemm_ways,
+    made_of,
+    measured,
+    no_autocast,
+    runner,
+)
 from ottava.formats import dtype_name
-from ottava.kernels import gemm_choice, reference
+from ottava.kernels import gemm_choice, reference, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
@@ -196,21 +206,18 @@ def plan_gemm(
             chosen.lasting,
             known,
         )
-    quantized = isinstance(a, QuantizedTensor)
-    if not quantized and a.dtype != b.dtype:
-        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
+    specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
+    x, w = _in_high_precision(a, b)
+    kernel, refusals = choose_dense(x, w)
+    dense = kernel.plan_dense(x, w, bias)
 
     def run(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-        if isinstance(a, QuantizedTensor):
-            a = dequantize(a, torch.bfloat16)
-        if isinstance(b, QuantizedTensor):
-            b = dequantize(b, torch.bfloat16)
-        with no_autocast(a.device):
-            return _dense(a, b, bias).to(out_dtype)
+        x, w = _in_high_precision(a, b)
+        with no_autocast(x.device):
+            return dense(x, w, bias).to(out_dtype)
 
-    name = f"torch.mm {dtype_name(torch.bfloat16 if quantized else a.dtype)}"
-    specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
-    return GemmPlan(run, _record(a, b, name, False, "", (), out_dtype), specs)
+    record = _record(a, b, f"{kernel.NAME} {dtype_name(x.dtype)}", False, "", refusals, out_dtype)
+    return GemmPlan(run, record, specs)
 
 
 def explain(
@@ -320,10 +327,11 @@ def _shapes(a: Operand, b: Operand) -> str:
     return f"a {tuple(a.shape)} and b {tuple(b.shape)}"
 
 
-def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.mm(a, b.t())
-    return torch.addmm(bias.to(a.dtype), a, b.t())
+def _in_high_precision(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    x, w = (dequantize(t, torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if x.dtype != w.dtype:
+        raise ValueError(f"gemm: got {x.dtype} and {w.dtype} in high precision; cast one of them")
+    return x, w
 
 
 def _record(
@@ -384,10 +392,6 @@ def _compiled(
             return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
                 a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
             )
-        a, b = dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16)
-    assert isinstance(a, Tensor)
-    assert isinstance(b, Tensor)  # _check refused mixed pairs
-    if a.dtype != b.dtype:
-        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
-    with no_autocast(a.device):
-        return _dense(a, b, bias).to(out_dtype)
+    x, w = _in_high_precision(a, b)
+    with no_autocast(x.device):
+        return torch_mm.dense(x, w, bias).to(out_dtype)

@@ -111,6 +111,23 @@ def gemm(
     return y.to(out_dtype)
 
 
+def supports_dense(a: Tensor, b: Tensor) -> str | None:
+    """Takes everything."""
+    return None
+
+
+def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """How matrices like these are multiplied: in fp32, and rounded once to their dtype; (a, b, bias) -> y."""
+
+    def dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        y = a.to(torch.float32) @ b.to(torch.float32).t()
+        if bias is not None:
+            y += bias.to(torch.float32)
+        return y.to(a.dtype)
+
+    return dense
+
+
 def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
     """The fp32 sum, scaled after each `step` of K, over which no scale changes."""
     a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
