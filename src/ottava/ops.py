@@ -21,6 +21,8 @@ from ottava.dispatch import (
     choose_dense,
     choose_gemm,
     cpu_ranking,
+    dense_kernels,
+    dense_ranking,
     gemm_kernels,
     gemm_ways,
     made_of,
@@ -208,21 +210,22 @@ def plan_gemm(
         )
     specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
     x, w = _in_high_precision(a, b)
-    kernel, refusals = choose_dense(x, w)
-    dense = kernel.plan_dense(x, w, bias)
+    dense, refusals = choose_dense(x, w)
+    multiply = dense.plan_dense(x, w, bias)
 
-    def run(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-        x, w = _in_high_precision(a, b)
-        with no_autocast(x.device):
-            return dense(x, w, bias).to(out_dtype)
+    def run(a: Any, b: Any, bias: Tensor | None) -> Tensor:
+        if specs:
+            a, b = _in_high_precision(a, b)
+        with no_autocast(a.device):
+            return multiply(a, b, bias).to(out_dtype)
 
-    record = _record(a, b, f"{kernel.NAME} {dtype_name(x.dtype)}", False, "", refusals, out_dtype)
+    record = _record(a, b, f"{dense.NAME} {dtype_name(x.dtype)}", False, "", refusals, out_dtype)
     return GemmPlan(run, record, specs)
 
 
 def explain(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -231,11 +234,13 @@ def explain(
     """Which kernel `gemm` would run on these operands, and why not the others, one a line.
 
     A last line tells what was measured: on a GPU by `tune_gemm` for this call, on a CPU once for all calls; the order
-    follows that.
+    follows that. Operands in high precision are asked about the same way.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.formats import E4M3
+        >>> explain(torch.ones(2, 2), torch.ones(2, 2), out_dtype=torch.float32)
+        'torch.mm: runs'
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
         >>> [line.split(":")[0] for line in lines]
@@ -244,6 +249,8 @@ def explain(
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return _explain_dense(*_in_high_precision(a, b))
     chosen = choose_gemm(a, b, out_dtype, bias, fast_accum).kernel
     choice = measured(a, b, out_dtype, bias, fast_accum)
     fastest = choice is not None and choice.kernel == chosen.NAME
@@ -259,6 +266,19 @@ def explain(
         lines.append(f"measured: {cpu_ranking()}")
     elif choice is not None or a.device.type == "cuda":
         lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
+    return "\n".join(lines)
+
+
+def _explain_dense(a: Tensor, b: Tensor) -> str:
+    chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in kernels
+    ]
+    if len(kernels) > 1:
+        lines.append(f"measured: {dense_ranking()}")
     return "\n".join(lines)
 
 
@@ -387,11 +407,10 @@ def _compiled(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, compute: Compute
 ) -> Tensor:
     _check(a, b, bias)
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if compute == "native":
-            return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
-                a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
-            )
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+        return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
+            a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
+        )
     x, w = _in_high_precision(a, b)
     with no_autocast(x.device):
         return torch_mm.dense(x, w, bias).to(out_dtype)

@@ -152,9 +152,7 @@ def cpu_seconds(run: Callable[[], Tensor]) -> float:
     return clock() - before
 
 
-def _measure(
-    ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any, Any]], timer: Timer
-) -> Choice | str:
+def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any, Any]], timer: Timer) -> Choice | str:
     """What they take, or why nothing could be measured.
 
     In a thread of its own: autocast, gradients, inference and the modes of a debugger are a thread's own, and so is the

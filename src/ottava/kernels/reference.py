@@ -12,6 +12,7 @@ accumulator of Hopper's tensor cores (about 14 bits between promotions).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
