@@ -173,9 +173,9 @@ def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
     refusals: list[str] = []
     for kernel in dense_kernels(a.device, a.dtype):
         if (reason := kernel.supports_dense(a, b)) is None:
-            break
+            return kernel, tuple(refusals)
         refusals.append(reason)
-    return kernel, tuple(refusals)
+    return torch_mm, tuple(refusals)
 
 
 @functools.cache

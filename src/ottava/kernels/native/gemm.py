@@ -2,8 +2,8 @@
 
     y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
-bf16 numbers in the place of codes are multiplied the same way, as a BF16 tensor core does it. On a CPU without BF16 units
-torch emulates that, slowly.
+bf16 numbers in the place of codes are multiplied the same way, as a BF16 tensor core does it. On a CPU without BF16
+units torch emulates that, slowly.
 
 Where the CPU has BF16 units (AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
 up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
