@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.casts import MOST_PLANS, dequantize, spec_from_key
+from ottava.casts import dequantize, keep_plan, spec_from_key
 from ottava.dispatch import (
     choose_dense,
     choose_gemm,
@@ -170,9 +170,7 @@ def multiply(
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
         if plan.lasting and plain:
-            if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
-                plans.clear()
-            plans[key] = plan
+            keep_plan(plans, key, plan)
     records[name] = plan.record
     return plan.run(a, b, bias)
 

@@ -279,7 +279,7 @@ def _statistics(settings: Settings) -> Iterator[Case]:
 
 
 def _demo(settings: Settings) -> Iterator[Case]:
-    """Training steps of the demo's model, optimizer included, FP32 parameters under torch.autocast; BF16 is torch alone."""
+    """Training steps of the demo's model with its optimizer, FP32 parameters, torch.autocast; BF16: torch alone."""
     config = TrainConfig()
     ids = torch.randint(0, 256, (config.batch_size, config.sequence_length + 1))
     variants: Variants = {}

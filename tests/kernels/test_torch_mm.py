@@ -1,4 +1,4 @@
-"""bf16 numbers on the native GEMM and on the other ways that torch's may be beaten by; fp64 is the witness.
+"""BF16 operands on torch's GEMM and on the ways that may beat it, the native GEMM and the reference; fp64 is the witness.
 
 What comes out differs from the exact sum by the rounding of an fp32 accumulation, and by one to bf16.
 """
