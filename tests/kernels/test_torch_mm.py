@@ -1,4 +1,4 @@
-"""BF16 operands on torch's GEMM and on the ways that may beat it, the native GEMM and the reference; fp64 is the witness.
+"""BF16 operands on torch's GEMM and on the ways that may beat it; fp64 is the witness.
 
 What comes out differs from the exact sum by the rounding of an fp32 accumulation, and by one to bf16.
 """
