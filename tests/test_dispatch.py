@@ -13,7 +13,8 @@ from ottava import dispatch
 from ottava.formats import E4M3
 from ottava.kernels import cpu_choice, reference
 from ottava.kernels.cpu_choice import Ranking
-from ottava.ops import explain, gemm
+from ottava.kernels.native import gemm as native_gemm
+from ottava.ops import explain, gemm, plan_gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -66,3 +67,46 @@ def test_what_can_multiply_here_was_measured() -> None:
     assert {way.split()[0] for way in ranking.order} <= {"native_gemm", "bf16_mm", "reference"}
     assert "reference" in ranking.order
     assert ranking.choice is None or ranking.choice.failed == {}
+
+
+def test_bf16_operands_go_to_the_fastest_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured, and explained; other dtypes and devices stay with torch, and so does whatever the winner refuses."""
+    torch.manual_seed(0)
+    a, b = torch.randn(5, 40).bfloat16(), torch.randn(7, 40).bfloat16()
+    dispatch.dense_ranking()  # measured before the clock is replaced
+    try:
+        for order in (
+            ("native_gemm AVX2", "reference", "torch.mm"),
+            ("reference", "torch.mm"),
+            ("torch.mm", "reference"),
+        ):
+            for cache in (dispatch._dense_ranking, dispatch._dense_in_order, dispatch.torch_is_beaten):
+                cache.cache_clear()
+            monkeypatch.setattr(cpu_choice, "rank", lambda *_, order=order, make: Ranking(order, None, None, "told"))
+            first = order[0].split()[0]
+            native = native_gemm.supports_dense(a, b)
+            runs = order[1] if first == "native_gemm" and native else first
+            assert dispatch.torch_is_beaten() == (first != "torch.mm")
+            plan = plan_gemm(a, b, out_dtype=torch.float32)
+            assert plan.record.kernel == f"{runs} bfloat16"
+            assert plan.record.refusals == ((native,) if runs != first else ())
+            shown = explain(a, b, out_dtype=torch.float32).splitlines()
+            assert f"{runs}: runs" in shown
+            assert shown[-1] == "measured: told"
+            assert len(shown) == len(order) + 1
+            y = gemm(a, b, out_dtype=torch.float32)
+            exact = a.double() @ b.double().t()
+            assert y.dtype == torch.float32
+            assert torch.equal(y, y.bfloat16().float())  # one rounding, to the dtype of the operands
+            assert (y - exact).abs().le(exact.abs() * 2**-8 + 1e-5).all()
+            for x in (a.float(), a.half(), a.to("meta")):
+                assert plan_gemm(x, x, out_dtype=x.dtype).record.kernel.startswith("torch.mm")
+                assert explain(x, x, out_dtype=x.dtype) == "torch.mm: runs"
+            empty = plan_gemm(a[:0], b, out_dtype=torch.bfloat16)
+            assert empty.record.kernel != "native_gemm bfloat16"
+            assert empty.run(a[:0], b, None).shape == (0, 7)
+            decoded = plan_gemm(cast(a), cast(b), out_dtype=torch.bfloat16, compute="bf16")
+            assert decoded.record.kernel == f"{runs} bfloat16"
+    finally:
+        for cache in (dispatch._dense_ranking, dispatch._dense_in_order, dispatch.torch_is_beaten):
+            cache.cache_clear()

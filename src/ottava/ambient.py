@@ -18,7 +18,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, ParamSpec, Protocol, TypeVar, get_args
 
@@ -93,7 +93,7 @@ class Ambient:
     recipe: Recipe | None = None
     """For every layer; None leaves each layer its own."""
     enabled: bool = True
-    """False: high precision everywhere."""
+    """False: torch's own linear everywhere."""
     calibrating: bool = False
     """High precision, but every door sees its tensor."""
     group: ProcessGroup | None = None
@@ -105,7 +105,7 @@ class Ambient:
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:
         """The recipe to run in the layer of that full name, whose own resolved recipe is `own`; no overrides left."""
-        return self.asked_of(layer, own) if self.enabled else _HIGH_PRECISION
+        return self.asked_of(layer, own) if self.enabled else TORCHS_OWN
 
     def asked_of(self, layer: str, own: Recipe) -> Recipe:
         """The same, whether enabled or not: what a calibration prepares for."""
@@ -132,7 +132,8 @@ def _view_name(ambient_recipe: int, layer: str) -> str:
     return name
 
 
-_HIGH_PRECISION = get_recipe("bf16")
+TORCHS_OWN = replace(get_recipe("bf16"), name="autocast(enabled=False)")
+"""What runs where nothing is enabled: no GEMM of ottava's, but torch's own linear with every derivative that it has."""
 _NOTHING_SAID = Ambient()
 AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NOTHING_SAID)
 
@@ -223,7 +224,7 @@ def autocast(
 
     Args:
         recipe: a Recipe or its name for every layer; None leaves each layer the one it was converted with.
-        enabled: False runs every GEMM in high precision, to evaluate in BF16 without touching the model.
+        enabled: False runs torch's own linear in every layer, to evaluate in BF16 without touching the model.
         calibrating: runs in high precision, bit for bit as without, while the doors of predicted scales (delayed,
             guarded) note every amax of the forward and of a backward inside the context. Leaving it without an
             exception is one step of their histories.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
+Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """That one door or one layer keeps."""
 
@@ -128,10 +129,22 @@ def cast_both(
     if plan is None:
         plan = plan_casts(x, spec, spec_t, scale=scale, staged=staged)
         if plans is not None and key is not None:
-            if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
-                plans.clear()
-            plans[key] = plan
+            keep_plan(plans, key, plan)
     return plan.run(x, scale, staged)
+
+
+def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
+    """Keeps what one door or one layer has decided, MOST_PLANS at most.
+
+    Example:
+        >>> plans = dict.fromkeys(range(32), "old")
+        >>> keep_plan(plans, "a length that changes with every batch", "new")
+        >>> list(plans.values())
+        ['new']
+    """
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def plan_casts(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm
+from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
@@ -52,6 +52,24 @@ class GemmKernel(Protocol):
 CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
 # Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
+
+
+class DenseKernel(Protocol):
+    """What a kernel file offers that multiplies matrices in high precision."""
+
+    NAME: str
+
+    def supports_dense(self, a: Tensor, b: Tensor) -> str | None:
+        """None, or the reason why not."""
+
+    def plan_dense(
+        self, a: Tensor, b: Tensor, bias: Tensor | None
+    ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """(M, K), (N, K) -> (M, N) in their dtype: how matrices like these are multiplied."""
+
+
+DENSE_KERNELS: tuple[DenseKernel, ...] = (torch_mm, native_gemm, reference)
+"""For BF16 on a CPU, in the order of capability; everywhere else torch's runs."""
 
 
 class Chosen(NamedTuple):
@@ -109,6 +127,66 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.R
             level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
             ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
     return cpu_choice.rank("kernels", ways, native.key)
+
+
+def dense_kernels(device: torch.device, dtype: torch.dtype) -> tuple[DenseKernel, ...]:
+    """Those of high precision, in the order in which they are asked."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return (torch_mm,)
+    return _dense_in_order(DENSE_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _dense_in_order(kernels: tuple[DenseKernel, ...], native: Built) -> tuple[DenseKernel, ...]:
+    order = [way.split()[0] for way in _dense_ranking(kernels, native).order]
+    return tuple(sorted((k for k in kernels if k.NAME in order), key=lambda k: order.index(k.NAME)))
+
+
+def dense_ranking() -> cpu_choice.Ranking:
+    """In which order kernels are tried on BF16 operands on this CPU, measured once a machine.
+
+    torch emulates them where there are no BF16 units, which takes longer than fp32 does.
+
+    Example:
+        >>> sorted(way.split()[0] for way in dense_ranking().order)[-1]
+        'torch.mm'
+    """
+    return _dense_ranking(DENSE_KERNELS, native_gemm.built())
+
+
+@functools.lru_cache(maxsize=8)
+def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> cpu_choice.Ranking:
+    def way(kernel: DenseKernel, a: Tensor, b: Tensor) -> Tensor:
+        return kernel.plan_dense(a, b, None)(a, b, None)
+
+    a, b = cpu_choice.dense_operands(2, 2, 2)
+    ways = {}
+    for kernel in kernels:
+        if kernel.supports_dense(a, b) is None:
+            level = f" {native_gemm.fastest().name}" if kernel is native_gemm else ""
+            ways[f"{kernel.NAME}{level}"] = partial(way, kernel)
+    return cpu_choice.rank("kernels of BF16 operands", ways, native.key, make=cpu_choice.dense_operands)
+
+
+def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
+    """Who multiplies two matrices in high precision, and why those that come before it do not."""
+    refusals: list[str] = []
+    for kernel in dense_kernels(a.device, a.dtype):
+        if (reason := kernel.supports_dense(a, b)) is None:
+            return kernel, tuple(refusals)
+        refusals.append(reason)
+    return torch_mm, tuple(refusals)
+
+
+@functools.cache
+def torch_is_beaten() -> bool:
+    """Whether something else than torch's GEMM comes first for BF16 operands on this CPU.
+
+    Example:
+        >>> torch_is_beaten() == (dense_ranking().order[0] != "torch.mm")
+        True
+    """
+    return dense_kernels(torch.device("cpu"), torch.bfloat16)[0] is not torch_mm
 
 
 def choose_gemm(

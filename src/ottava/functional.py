@@ -137,16 +137,16 @@ def produced(produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor
 
 
 @functools.lru_cache(maxsize=8)
-def build_ahead(dtype: torch.dtype) -> None:
+def build_ahead(dtype: torch.dtype, casts: bool = True) -> None:
     """Begins to compile what linears with such weights need on a CPU, all of it at once and in the background.
 
     The first step would ask for one library after the other, and wait for each. Nothing is begun where there is an
-    accelerator: a model that is converted on the CPU will hardly stay there.
+    accelerator: a model that is converted on the CPU will hardly stay there. casts: False for layers in high precision.
     """
     if torch.accelerator.is_available():
         return
     inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # torch.autocast's, as training in FP32 has it
-    for one in dict.fromkeys((inputs, dtype)):  # in the order of need
+    for one in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
         if one in native_quantize.VARIANTS:
             native_build.begin("quantize", native_quantize.VARIANTS[one])
     for name in ("gemm", "sums"):

@@ -16,10 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.casts import MOST_PLANS, dequantize, spec_from_key
-from ottava.dispatch import choose_gemm, cpu_ranking, gemm_kernels, gemm_ways, made_of, measured, no_autocast, runner
+from ottava.casts import dequantize, keep_plan, spec_from_key
+from ottava.dispatch import (
+    choose_dense,
+    choose_gemm,
+    cpu_ranking,
+    dense_kernels,
+    dense_ranking,
+    gemm_kernels,
+    gemm_ways,
+    made_of,
+    measured,
+    no_autocast,
+    runner,
+)
 from ottava.formats import dtype_name
-from ottava.kernels import gemm_choice, reference
+from ottava.kernels import gemm_choice, reference, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
@@ -158,9 +170,7 @@ def multiply(
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
         if plan.lasting and plain:
-            if len(plans) >= MOST_PLANS:  # lengths that change with every batch: begin again
-                plans.clear()
-            plans[key] = plan
+            keep_plan(plans, key, plan)
     records[name] = plan.record
     return plan.run(a, b, bias)
 
@@ -196,26 +206,24 @@ def plan_gemm(
             chosen.lasting,
             known,
         )
-    quantized = isinstance(a, QuantizedTensor)
-    if not quantized and a.dtype != b.dtype:
-        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
-
-    def run(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-        if isinstance(a, QuantizedTensor):
-            a = dequantize(a, torch.bfloat16)
-        if isinstance(b, QuantizedTensor):
-            b = dequantize(b, torch.bfloat16)
-        with no_autocast(a.device):
-            return _dense(a, b, bias).to(out_dtype)
-
-    name = f"torch.mm {dtype_name(torch.bfloat16 if quantized else a.dtype)}"
     specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
-    return GemmPlan(run, _record(a, b, name, False, "", (), out_dtype), specs)
+    x, w = _in_high_precision(a, b)
+    dense, refusals = choose_dense(x, w)
+    multiply = dense.plan_dense(x, w, bias)
+
+    def run(a: Any, b: Any, bias: Tensor | None) -> Tensor:
+        if specs:
+            a, b = _in_high_precision(a, b)
+        with no_autocast(a.device):
+            return multiply(a, b, bias).to(out_dtype)
+
+    record = _record(a, b, f"{dense.NAME} {dtype_name(x.dtype)}", False, "", refusals, out_dtype)
+    return GemmPlan(run, record, specs)
 
 
 def explain(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -224,11 +232,13 @@ def explain(
     """Which kernel `gemm` would run on these operands, and why not the others, one a line.
 
     A last line tells what was measured: on a GPU by `tune_gemm` for this call, on a CPU once for all calls; the order
-    follows that.
+    follows that. Operands in high precision are asked about the same way.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.formats import E4M3
+        >>> explain(torch.ones(2, 2), torch.ones(2, 2), out_dtype=torch.float32)
+        'torch.mm: runs'
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
         >>> [line.split(":")[0] for line in lines]
@@ -237,6 +247,8 @@ def explain(
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
     _check(a, b, bias)
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return _explain_dense(*_in_high_precision(a, b))
     chosen = choose_gemm(a, b, out_dtype, bias, fast_accum).kernel
     choice = measured(a, b, out_dtype, bias, fast_accum)
     fastest = choice is not None and choice.kernel == chosen.NAME
@@ -252,6 +264,19 @@ def explain(
         lines.append(f"measured: {cpu_ranking()}")
     elif choice is not None or a.device.type == "cuda":
         lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
+    return "\n".join(lines)
+
+
+def _explain_dense(a: Tensor, b: Tensor) -> str:
+    chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in kernels
+    ]
+    if len(kernels) > 1:
+        lines.append(f"measured: {dense_ranking()}")
     return "\n".join(lines)
 
 
@@ -320,10 +345,11 @@ def _shapes(a: Operand, b: Operand) -> str:
     return f"a {tuple(a.shape)} and b {tuple(b.shape)}"
 
 
-def _dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.mm(a, b.t())
-    return torch.addmm(bias.to(a.dtype), a, b.t())
+def _in_high_precision(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
+    x, w = (dequantize(t, torch.bfloat16) if isinstance(t, QuantizedTensor) else t for t in (a, b))
+    if x.dtype != w.dtype:
+        raise ValueError(f"gemm: got {x.dtype} and {w.dtype} in high precision; cast one of them")
+    return x, w
 
 
 def _record(
@@ -379,15 +405,10 @@ def _compiled(
     a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, compute: Compute
 ) -> Tensor:
     _check(a, b, bias)
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        if compute == "native":
-            return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
-                a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
-            )
-        a, b = dequantize(a, torch.bfloat16), dequantize(b, torch.bfloat16)
-    assert isinstance(a, Tensor)
-    assert isinstance(b, Tensor)  # _check refused mixed pairs
-    if a.dtype != b.dtype:
-        raise ValueError(f"gemm: got {a.dtype} and {b.dtype} in high precision; cast one of them")
-    with no_autocast(a.device):
-        return _dense(a, b, bias).to(out_dtype)
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+        return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
+            a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
+        )
+    x, w = _in_high_precision(a, b)
+    with no_autocast(x.device):
+        return torch_mm.dense(x, w, bias).to(out_dtype)

@@ -48,6 +48,7 @@ def test_json_lists_every_library_and_every_recipe(capsys: pytest.CaptureFixture
     assert values["measured"] == {
         "levels of native_gemm": str(native_gemm.ranking()),
         "gemm": str(dispatch.cpu_ranking()),
+        "gemm of BF16 operands": str(dispatch.dense_ranking()),
     }
     assert {"quantize", "measure"} <= set(native_build.sources())
     quantized = {

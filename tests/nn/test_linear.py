@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
-from ottava.functional import Call, linear
+from ottava.functional import Call, build_ahead, linear
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe
 
@@ -378,13 +378,17 @@ def test_the_record_of_the_last_call_keeps_no_tensor_alive() -> None:
 
 
 def test_kernels_are_built_while_the_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment a layer on a CPU gets a recipe that casts, by a constructor or by `convert`."""
-    begun: list[torch.dtype] = []
-    monkeypatch.setattr("ottava.nn.layer.build_ahead", begun.append)
-    make("bf16")
+    """From the moment a layer on a CPU gets a recipe, by a constructor or `convert`; in BF16 only what multiplies."""
+    begun: list[tuple[torch.dtype, bool]] = []
+    monkeypatch.setattr("ottava.nn.layer.build_ahead", lambda dtype, casts: begun.append((dtype, casts)))
     with torch.device("meta"):
         make("tensorwise")
     assert begun == []
     make("tensorwise")
+    make("bf16")
     ottava.convert(nn.Linear(64, 64), "mxfp8")
-    assert begun == [torch.bfloat16, torch.float32]
+    assert begun == [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
+    names: list[str] = []
+    monkeypatch.setattr("ottava.functional.native_build.begin", lambda name, variant="": names.append(name))
+    build_ahead.__wrapped__(torch.bfloat16, casts=False)
+    assert names == ([] if torch.accelerator.is_available() else ["gemm", "sums"])

@@ -282,11 +282,11 @@ def _statistics(settings: Settings) -> Iterator[Case]:
 
 
 def _demo(settings: Settings) -> Iterator[Case]:
-    """Training steps of the demo's model with its optimizer, FP32 parameters under torch.autocast."""
+    """Training steps of the demo's model with its optimizer, FP32 parameters, torch.autocast; BF16: torch alone."""
     config = TrainConfig()
     ids = torch.randint(0, 256, (config.batch_size, config.sequence_length + 1))
     variants: Variants = {}
-    for recipe in ("BF16", *RECIPES):
+    for recipe in ("BF16", "bf16", *RECIPES):
         torch.manual_seed(0)
         model: nn.Module = ByteTransformer(config.model, config.sequence_length)
         if recipe != "BF16":

@@ -71,7 +71,11 @@ def examine() -> dict[str, Any]:
         "compiler": "" if isinstance(compiler, str) else " ".join(compiler),
         "cache": str(settings.cache or ""),
         "libraries": libraries,
-        "measured": {"levels of native_gemm": str(native_gemm.ranking()), "gemm": str(dispatch.cpu_ranking())},
+        "measured": {
+            "levels of native_gemm": str(native_gemm.ranking()),
+            "gemm": str(dispatch.cpu_ranking()),
+            "gemm of BF16 operands": str(dispatch.dense_ranking()),
+        },
         "recipes": [row for recipe in ottava.RECIPES.values() for row in _kernels(recipe, "cuda" if on_gpu else "cpu")],
         "traps": traps(facts()),
         "lost": lost,

@@ -17,6 +17,11 @@ and with these, if it has them:
     SOURCES                 names of the files beside it that it is made of, if not its own file alone
     reads_scales            (a, b) -> whether numbers among the scales decide what `supports_gemm` says
 
+A kernel that multiplies matrices in high precision has NAME and these:
+
+    supports_dense          (a, b) -> None, or the reason why not
+    plan_dense              (a, b, bias) -> (a, b, bias) -> Tensor of their dtype, for all matrices like these
+
 A kernel that casts has NAME and these:
 
     supports_quantize       (x, spec, scale) -> None, or the reason why not

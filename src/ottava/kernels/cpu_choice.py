@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ MARGIN = 1.1
 SIZES = (256, 512, 512)
 """(M, N, K) of what is measured: a millisecond."""
 
-Way = Callable[[QuantizedTensor, QuantizedTensor], Tensor]
-"""Two operands of E4M3 with a scale per tensor -> their product in bf16."""
+Way = Callable[[Any, Any], Tensor]
+"""Two operands (of E4M3 with a scale per tensor, or what else was made) -> their product in bf16."""
 
 
 class Ranking(NamedTuple):
@@ -61,7 +61,13 @@ class Ranking(NamedTuple):
 
 
 def rank(
-    what: str, ways: Mapping[str, Way], key: str, *, store: Store | None = None, timer: Timer | None = None
+    what: str,
+    ways: Mapping[str, Way],
+    key: str,
+    *,
+    make: Callable[[int, int, int], tuple[Any, Any]] | None = None,
+    store: Store | None = None,
+    timer: Timer | None = None,
 ) -> Ranking:
     """The order in which ways are to be tried here: as it was measured on this machine, now if that has not happened.
 
@@ -69,6 +75,7 @@ def rank(
         what: is chosen; with the names of the ways it names the measurement.
         ways: in the order of capability.
         key: what times depend on besides CPU and torch: a hash of sources and compiler.
+        make: makes what is multiplied, of (M, N, K); None: `operands`.
         store: where it is kept; None: the cache folder.
         timer: seconds of one call; None: CPU time of the thread.
     Edge cases: nothing is raised. Where no way gives the right numbers, capability's order stays and `note` says so.
@@ -83,7 +90,7 @@ def rank(
     call = f"{what}: {', '.join(ways)}"
     note = ""
     if (choice := store.known(call)) is None:
-        measured = _measure(ways, timer or cpu_seconds)
+        measured = _measure(ways, make or operands, timer or cpu_seconds)
         if isinstance(measured, str):
             _LOGGER.warning("%s: %s", what, measured)
             return Ranking(tuple(ways), None, None, measured)
@@ -126,6 +133,17 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     return sides[0], sides[1]
 
 
+def dense_operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The same integers in bf16.
+
+    Example:
+        >>> dense_operands(1, 1, 2)[0]
+        tensor([[-8., -7.]], dtype=torch.bfloat16)
+    """
+    a, b = operands(m, n, k)
+    return a.data.to(torch.bfloat16), b.data.to(torch.bfloat16)
+
+
 def cpu_seconds(run: Callable[[], Tensor]) -> float:
     """CPU time of this thread in one call; where the clock of threads is coarse (Windows), wall-clock time."""
     clock = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
@@ -134,7 +152,7 @@ def cpu_seconds(run: Callable[[], Tensor]) -> float:
     return clock() - before
 
 
-def _measure(ways: Mapping[str, Way], timer: Timer) -> Choice | str:
+def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any, Any]], timer: Timer) -> Choice | str:
     """What they take, or why nothing could be measured.
 
     In a thread of its own: autocast, gradients, inference and the modes of a debugger are a thread's own, and so is the
@@ -146,7 +164,7 @@ def _measure(ways: Mapping[str, Way], timer: Timer) -> Choice | str:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            a, b = operands(*SIZES)
+            a, b = make(*SIZES)
             truth = (a.data.to(torch.float32) @ b.data.to(torch.float32).t()).to(torch.bfloat16)
             calls = {name: partial(way, a, b) for name, way in ways.items()}
             found.append(gemm_choice.measure(calls, partial(_judge, truth), timer))

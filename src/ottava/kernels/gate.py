@@ -46,6 +46,19 @@ def refusal(x: Tensor, *others: Tensor) -> str | None:
     return None
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether what lies at the address of a tensor is its numbers; False too where `refusal` raises.
+
+    Example:
+        >>> is_plain(torch.ones(2)), is_plain(torch.ones(2).to_sparse())
+        (True, False)
+    """
+    try:
+        return refusal(x) is None
+    except TypeError:
+        return False
+
+
 def pointer(x: Tensor | None) -> int:
     """The address of a plain tensor in the memory of the CPU, for C++; 0 for None and for a tensor without elements.
 

@@ -12,6 +12,7 @@ accumulator of Hopper's tensor cores (about 14 bits between promotions).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -109,6 +110,23 @@ def gemm(
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)
+
+
+def supports_dense(a: Tensor, b: Tensor) -> str | None:
+    """Takes everything."""
+    return None
+
+
+def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """How matrices like these are multiplied: in fp32, and rounded once to their dtype; (a, b, bias) -> y."""
+
+    def dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        y = a.to(torch.float32) @ b.to(torch.float32).t()
+        if bias is not None:
+            y += bias.to(torch.float32)
+        return y.to(a.dtype)
+
+    return dense
 
 
 def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.ambient import AMBIENT, Ambient, ambient, traced_ambient
+from ottava.ambient import AMBIENT, TORCHS_OWN, Ambient, ambient, traced_ambient
+from ottava.dispatch import torch_is_beaten
 from ottava.functional import Call, Exchange, Producer, build_ahead, linear, observe_grad_output, produced
 from ottava.groups import ddp_around
 from ottava.kernels.custom_operator import constant_in_graph
+from ottava.kernels.gate import is_plain
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe
@@ -52,8 +54,8 @@ class Layer(QuantizedLayer):
             self.scaling_state = ScalingState(None)
         self.resolved = recipe.for_layer(name)
         self.quantizers.prepare(self.resolved, self.weight.device)
-        if self.weight.device.type == "cpu" and self.resolved.quantized:
-            build_ahead(self.weight.dtype)
+        if self.weight.device.type == "cpu":
+            build_ahead(self.weight.dtype, casts=self.resolved.quantized)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As torch's; refuses to make a plain parameter a DTensor, which is how tensor parallelism begins. FSDP2 does
@@ -91,7 +93,11 @@ class Layer(QuantizedLayer):
             if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
                 call.after_backward = self._announce(call.recipe, input, said)
         weight, bias = self.weight, self.bias
-        if not call.recipe.casts:
+        if not call.recipe.casts and (
+            torch.compiler.is_compiling()
+            or not (input.is_cpu and torch_is_beaten())
+            or _torchs_own(call.recipe, input, weight, bias)
+        ):
             return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self.produced_with()
@@ -201,6 +207,15 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _torchs_own(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a layer in high precision is torch's own linear, though another BF16 GEMM was measured to be faster."""
+    dtype = autocast_dtype(input)
+    if recipe is TORCHS_OWN or (dtype or input.dtype) != torch.bfloat16:
+        return True
+    given = [t for t in (input, weight, bias) if t is not None]
+    return not all(is_plain(t) and (dtype is not None or t.dtype == input.dtype) for t in given)
 
 
 def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -23,8 +23,11 @@ class Linear(Layer, nn.Linear):
     Raises:
         ValueError: unknown recipe.
         TypeError: outside torch.autocast, an input whose dtype is not the weight's; where torch raises, too.
-    Edge cases: a recipe (or an override) that is high precision runs torch's own linear, bit for bit. Recomputation by
-        torch.utils.checkpoint uses the recipe of the layer's last forward.
+        NotImplementedError: a second derivative, of a layer that did not run torch's own linear.
+    Edge cases: `autocast(enabled=False)` runs torch's own linear, bit for bit. So does a recipe (or an override) that
+        is high precision, but where torch's BF16 GEMM was measured to be slower than another (a CPU without BF16
+        units): there that one multiplies plain BF16 tensors in eager code, with fp32 sums and one rounding, and the
+        receipt names it. Recomputation by torch.utils.checkpoint uses the recipe of the layer's last forward.
 
     Example:
         >>> import ottava

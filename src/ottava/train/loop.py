@@ -177,7 +177,7 @@ class Trainer:
         total = 0.0
         with self._random_generators(), torch.no_grad(), self._compute(), contextlib.ExitStack() as stack:
             if high_precision:
-                stack.enter_context(autocast(enabled=False))
+                stack.enter_context(autocast("bf16"))
             torch.manual_seed(settings.seed)
             for inputs, targets in self.corpus.validation_batches(
                 batches=settings.evaluation.batches, batch_size=settings.batch_size, length=settings.sequence_length

@@ -2,6 +2,9 @@
 
     y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
+bf16 numbers in the place of codes are multiplied the same way, as a BF16 tensor core does it. On a CPU without BF16
+units torch emulates that, slowly.
+
 Where the CPU has BF16 units (AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
 up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
 the reference in another order, so outputs agree to the rounding of one fp32 accumulation. With one instruction set they
@@ -142,6 +145,25 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     return None
 
 
+def supports_dense(a: Tensor, b: Tensor) -> str | None:
+    """Why this kernel does not multiply matrices in high precision; None if it does. Builds the library, as above."""
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or not (a.is_cpu and b.is_cpu):
+        return f"{NAME}: takes bfloat16 on cpu; got {a.dtype} on {a.device.type} and {b.dtype} on {b.device.type}"
+    if reason := refusal(a, b):
+        return f"{NAME}: takes plain tensors; {reason}"
+    if 0 in (*a.shape, *b.shape):
+        return f"{NAME}: an empty operand"
+    reason = fastest().built.reason
+    return f"{NAME}: {reason}" if reason else None
+
+
+def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """How matrices with the shapes and strides of these are multiplied: (a, b, bias) -> y, of their dtype."""
+    one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    run = plan_gemm(_Dense(a, one), _Dense(b, one), a.dtype, bias)
+    return lambda a, b, bias: run(_Dense(a, one), _Dense(b, one), bias)
+
+
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
     """Says nothing: tails are padded inside registers."""
     return ""
@@ -168,9 +190,17 @@ def run(
     return y, MODES[modes[0]]
 
 
+class _Dense(NamedTuple):
+    """An operand in high precision, as `plan_gemm` reads one of codes: its number times a scale of 1."""
+
+    data: Tensor
+    scale_inv: Tensor
+    spec: None = None
+
+
 def plan_gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
+    a: QuantizedTensor | _Dense,
+    b: QuantizedTensor | _Dense,
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool = False,
@@ -198,7 +228,9 @@ def plan_gemm(
         library.ottava_gemm,
     )
 
-    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, modes: list[int] | None = None) -> Tensor:
+    def run(
+        a: QuantizedTensor | _Dense, b: QuantizedTensor | _Dense, bias: Tensor | None, modes: list[int] | None = None
+    ) -> Tensor:
         # whatever the call reads is held here until it has ended
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
@@ -233,13 +265,15 @@ class _Cell(NamedTuple):
     exact: bool
     """Whether scales are powers of two."""
     table: Tensor | None
-    """What each of 256 codes stands for, fp32."""
+    """What each of 256 codes stands for, fp32; None: there are no codes, but bf16 numbers."""
     address: int
     """Where that lies."""
 
 
 @functools.lru_cache(maxsize=512)
-def _cell(spec: QuantizationSpec) -> _Cell:
+def _cell(spec: QuantizationSpec | None) -> _Cell:
+    if spec is None:
+        return _Cell("", None, None, True, None, 0)
     fmt = spec.format
     refused, table = "", None
     if fmt.bits > 8 or not fmt.signed:

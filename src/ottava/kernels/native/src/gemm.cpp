@@ -1,7 +1,8 @@
 // y (M, N) = epilogue(sum over k of a[m, k] * b[n, k]) on codes of up to 8 bits, with fp32 accumulation and ONE rounding.
 //
 // Codes and their products are exact in bf16 x bf16 -> fp32, so with AVX512-BF16 nothing is lost by multiplying there.
-// Elsewhere the same walk runs on fp32. Both operands are decoded by table while they are packed:
+// Elsewhere the same walk runs on fp32. Both operands are decoded by table while they are packed, or, where they are bf16
+// numbers themselves (no codes), widened:
 //
 //   b   panels of NR columns of y:   words[panel][unit][NR]     a unit is 2 steps of k in bf16 (one word), 1 in fp32
 //   a   blocks of rows of y:         words[row][unit], or words[rows of MR][unit][MR] where a lies column by column
@@ -271,7 +272,8 @@ struct Walk {
 
   // Those of some rows, where they lie together.
   static Memory codes(const Operand& o, int64_t r0, int64_t rows) {
-    return {o.side.codes + r0 * o.side.row_stride, o.side.col_stride == 1 ? rows * o.k : 0};
+    const int64_t size = o.side.table ? 1 : 2;
+    return {o.side.codes + r0 * o.side.row_stride * size, o.side.col_stride == 1 ? rows * o.k * size : 0};
   }
 
   bool run(int threads) const {

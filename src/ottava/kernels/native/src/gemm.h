@@ -29,12 +29,12 @@
 
 extern "C" {
 struct Side {             // as gemm.py lays it out: eight bytes each
-  const uint8_t* codes;   // (rows, k)
+  const uint8_t* codes;   // (rows, k), or bf16 numbers
   int64_t rows, row_stride, col_stride;  // one of the strides is 1
   const float* scale_inv;
   int64_t scale_row_stride, scale_col_stride;
   int64_t block_rows, block_cols;  // of one scale; block_cols >= k: one block
-  const float* table;              // 256 numbers: what the codes stand for
+  const float* table;              // 256 numbers: what the codes stand for; null: there are bf16 numbers in their place
 };
 struct Result {  // y
   void* data;
@@ -128,6 +128,7 @@ struct Tables {
 
 Tables make_tables(const float* values) {
   Tables t;
+  if (!values) return t;
   for (int i = 0; i < 256; i++) {
     uint32_t bits;
     t.fp32[i] = values[i];
@@ -137,6 +138,17 @@ Tables make_tables(const float* values) {
   }
   return t;
 }
+
+// What stands at a place of an operand, as fp32.
+struct Codes {
+  const uint8_t* codes;
+  const float* table;
+  float operator[](int64_t at) const { return table[codes[at]]; }
+};
+struct Bf16s {
+  const uint16_t* numbers;
+  float operator[](int64_t at) const { return float_of((int32_t)((uint32_t)numbers[at] << 16)); }
+};
 
 struct Operand {
   Side side;
@@ -161,6 +173,8 @@ struct Operand {
     for (int64_t r = 0; r < side.rows; r += side.block_rows, at += side.scale_row_stride)
       fill(to + r, smaller(side.block_rows, side.rows - r), *at);
   }
+  Codes coded() const { return {side.codes, tables.fp32}; }
+  Bf16s bf16s() const { return {(const uint16_t*)side.codes}; }
   const int32_t* exponents(int64_t k0) const {
     return exponent ? exponent.get() + k0 / side.block_cols * padded : nullptr;
   }
@@ -219,9 +233,9 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
       for (int h = 0; h < Isa::UNIT; h++) {
         int64_t k = u * Isa::UNIT + h, r = r0 + i;
         if (k >= o.k || r >= s.rows) continue;
-        uint8_t code = s.codes[r * s.row_stride + k * s.col_stride];
+        const int64_t at = r * s.row_stride + k * s.col_stride;
         const int32_t* e = o.exponents(k);
-        float x = o.tables.fp32[code];
+        float x = s.table ? o.coded()[at] : o.bf16s()[at];
         if (e) x *= power(e[r]);
         if constexpr (Isa::UNIT == 1) {
           word = x;
@@ -235,6 +249,46 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
     }
 }
 
+// The same for words of one fp32 number where scales do not come in: W rows side by side, of `count` in all.
+template <int W, class Numbers>
+void pack_fp32(const Operand& o, const Numbers numbers, int64_t r0, int64_t count, int64_t u0, int64_t u1,
+               int64_t stride, float* out) {
+  const Side& s = o.side;
+  constexpr int64_t AT_ONCE = 64;  // units: what is written for them stays in L1
+  for (int64_t i = 0; i < count; i += W, out += W * stride) {
+    const int64_t r = r0 + i, rows = between<int64_t>(s.rows - r, 0, W);
+    if (rows < W) fill(out, (u1 - u0) * W, 0.0f);
+    if (s.row_stride == 1)
+      for (int64_t u = u0; u < u1; u++) {
+        float* to = out + (u - u0) * W;
+        const int64_t from = r + u * s.col_stride;
+        if (rows == W)
+          for (int j = 0; j < W; j++) to[j] = numbers[from + j];
+        else
+          for (int64_t j = 0; j < rows; j++) to[j] = numbers[from + j];
+      }
+    else
+      for (int64_t u = u0; u < u1; u += AT_ONCE)
+        for (int64_t j = 0; j < rows; j++) {
+          const int64_t from = (r + j) * s.row_stride, end = smaller(u + AT_ONCE, u1);
+          float* to = out + (u - u0) * W + j;
+          for (int64_t v = u; v < end; v++, to += W) *to = numbers[from + v];
+        }
+  }
+}
+
+// Any words, by the fastest way that there is without AVX512-VBMI.
+template <class Isa, int W>
+void pack_any(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_t u1, int64_t stride,
+              typename Isa::Word* out) {
+  if constexpr (Isa::UNIT == 1)
+    if (!o.exponent) {
+      if (o.side.table) return pack_fp32<W>(o, o.coded(), r0, count, u0, u1, stride, out);
+      return pack_fp32<W>(o, o.bf16s(), r0, count, u0, u1, stride, out);
+    }
+  pack_slowly<Isa>(o, r0, count, u0, u1, W, stride, out);
+}
+
 }  // namespace
 
 #include "gemm_decode.h"
@@ -245,7 +299,7 @@ namespace {
 template <class Isa>
 void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename Isa::Word* out) {
 #if defined(OTTAVA_FAST_PACK)
-  if constexpr (Isa::UNIT == 2) {
+  if (o.side.table) {
     Decoder decode(o.tables);
     if (o.side.col_stride != 1) {
       for (int64_t u = u0; u < u1; u++, out += Isa::NR) {
@@ -271,7 +325,7 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
     return;
   }
 #endif
-  pack_slowly<Isa>(o, r0, Isa::NR, u0, u1, Isa::NR, u1 - u0, out);
+  pack_any<Isa, Isa::NR>(o, r0, Isa::NR, u0, u1, u1 - u0, out);
 }
 
 // How a block of a lies once it is packed: the word of row i of tile t and unit u at [t * tile + i * row + u * unit].
@@ -283,7 +337,7 @@ template <class Isa>
 Layout layout_of_a(const Operand& o) {
   const int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if (Isa::UNIT == 2) {  // stride is no power of two: rows would share cache sets
+  if (o.side.table) {  // stride is no power of two: rows would share cache sets
     const int64_t stride = ceil_div(units, 32) * 32 + 16;
     return o.side.col_stride == 1 ? Layout{MR * stride, stride, 1} : Layout{MR * units + 8, 1, MR};
   }
@@ -295,7 +349,7 @@ template <class Isa>
 void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layout, typename Isa::Word* out) {
   int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if constexpr (Isa::UNIT == 2) {
+  if (o.side.table) {
     Decoder decode(o.tables);
     if (o.side.col_stride == 1) {
       decode_rows(o, decode, r0, count, 0, units, out, layout.row, ceil_div(1024, o.k) * o.side.row_stride);
@@ -312,7 +366,7 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
     return;
   }
 #endif
-  pack_slowly<Isa>(o, r0, ceil_div(count, MR) * MR, 0, units, MR, units, out);
+  pack_any<Isa, MR>(o, r0, ceil_div(count, MR) * MR, 0, units, units, out);
 }
 
 }  // namespace
