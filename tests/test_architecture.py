@@ -38,13 +38,13 @@ FLOORS = (
     ("quantized_layer",),
     ("state", "debug"),
     ("nn",),
-    ("train",),
+    ("compat", "train"),
     ("bench",),
     ("cli",),
 )
 """Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""
 
-MAY_IMPORT_DEBUG = ("ottava", "ottava.train", "ottava.bench", "ottava.cli")
+MAY_IMPORT_DEBUG = ("ottava", "ottava.compat", "ottava.train", "ottava.bench", "ottava.cli")
 """Observation wraps the quantizers from outside: what it observes must work, and look the same, without it."""
 
 MUTABLE_ON_PURPOSE = {
@@ -62,12 +62,14 @@ PURE_CALLS = frozenset(
 """Calls whose result may stand at module level: immutable, or (ConfigDict) declarative."""
 
 READS_ENVIRONMENT = {
+    "ottava.compat.transformer_engine.pytorch": "to warn of variables that TransformerEngine would obey",
     "ottava.debug.watch.session": "RANK and WORLD_SIZE: a watch may begin before torch.distributed does",
     "ottava.kernels.native.build": "CXX, and whether and where libraries are built: kernels have no entry point",
 }
 """Modules that may, outside the command line, with the reason."""
 
 NO_MIRROR = {
+    "ottava.compat.transformer_engine.pytorch.fp8": "other names of what `quantization` has, tested there",
     "ottava.__main__": "three lines, run by every test of the command line",
 }
 """Modules without a test file of their own, with the reason."""
@@ -194,8 +196,9 @@ def functions_are_short(module: Module) -> list[str]:
 
 
 def names_say_something(module: Module) -> list[str]:
-    """No utils, no common, no helpers: a helper lives in the file that uses it."""
-    return [f"{module.name}: name what is in it"] if re.search(r"\b(utils?|common|helpers?|misc)$", module.name) else []
+    """No utils, no common, no helpers: a helper lives in the file that uses it. Names in compat are other packages'."""
+    vague = re.search(r"\b(utils?|common|helpers?|misc)$", module.name) and module.room != "compat"
+    return [f"{module.name}: name what is in it"] if vague else []
 
 
 def nothing_is_global(module: Module) -> list[str]:

@@ -1,0 +1,1 @@
+"""Names that other packages' scripts know, on ottava's engine."""

@@ -1,0 +1,16 @@
+"""TransformerEngine's PyTorch interface on ottava: a script runs after one changed import.
+
+    import ottava.compat.transformer_engine.pytorch as te
+    from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+
+or unchanged, with this package in TransformerEngine's place:
+
+    python -m ottava.compat.transformer_engine script.py --its-own-arguments
+
+What TransformerEngine has and ottava does not is refused by name, with what to use instead; nothing is ignored. The
+table of names is docs/from_transformer_engine.md.
+"""
+
+from ottava.compat.transformer_engine import common, pytorch
+
+__all__ = ["common", "pytorch"]

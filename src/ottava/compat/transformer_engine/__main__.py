@@ -1,0 +1,77 @@
+"""`python -m ottava.compat.transformer_engine script.py [arguments]`: runs a script of TransformerEngine's on ottava.
+
+Every `import transformer_engine...` in it gets this package. A path below transformer_engine.pytorch that is no module
+here offers the names of transformer_engine.pytorch.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+_THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
+
+
+class StandIn(MetaPathFinder, Loader):
+    """Gives this package to whoever imports TransformerEngine."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """For transformer_engine and all below it."""
+        top, _, below = fullname.partition(".")
+        if top in (f"{_THEIRS}_torch", f"{_THEIRS}_extensions") or below.split(".")[0] == "jax":
+            raise ModuleNotFoundError(f"{fullname} is not in ottava: only transformer_engine.pytorch is", name=fullname)
+        return ModuleSpec(fullname, self, is_package=True) if top == _THEIRS else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module with the names of ours."""
+        ours = _OURS + spec.name.removeprefix(_THEIRS)
+        try:
+            real = import_module(ours)
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(_OURS):
+                raise
+            real = import_module(f"{_OURS}.pytorch")
+        module = ModuleType(spec.name, real.__doc__)
+        module.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the script; its own exit code, or 2 where there is none to run."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip().replace("`", ""), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    sys.meta_path.insert(0, StandIn())
+    sys.argv = list(arguments)
+    sys.path[0] = arguments[0].rpartition("/")[0] or "."
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except OSError as error:
+        if error.filename != arguments[0]:
+            raise
+        print(f"{arguments[0]}: {error.strerror}; needed: a Python script", file=sys.stderr)
+        return 2
+    except (AssertionError, RuntimeError) as error:
+        if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
+            error.add_note(
+                "This machine has no CUDA device. In the script, change .cuda() to .cpu() and device='cuda' to "
+                "device='cpu': ottava computes the same bits there."
+            )
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

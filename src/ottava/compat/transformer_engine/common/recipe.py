@@ -1,0 +1,338 @@
+"""TransformerEngine's recipe classes: the same fields and defaults, each a table of ottava's six cells.
+
+A field that ottava cannot honour is refused when the recipe is made, never ignored, and so is a field that nobody
+knows: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+
+Source: TransformerEngine 2.20, transformer_engine/common/recipe/__init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from ottava import formats
+from ottava.errors import RefusesUnknownFields
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, GemmRecipe, get_recipe
+from ottava.recipe import Recipe as OttavaRecipe
+from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity, ScaleFormat
+
+
+class Maxima(NamedTuple):
+    """The largest numbers of a `Format`."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Number formats of forward and backward; HYBRID: E4M3 forward, E5M2 for gradients."""
+
+    E4M3 = Maxima(formats.E4M3.max, formats.E4M3.max)
+    E5M2 = Maxima(formats.E5M2.max, formats.E5M2.max)
+    HYBRID = Maxima(formats.E4M3.max, formats.E5M2.max)
+    E2M1 = Maxima(formats.E2M1.max, formats.E2M1.max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMParams(RefusesUnknownFields):
+    """How one GEMM adds up."""
+
+    use_split_accumulator: bool = True
+    """False: Hopper keeps partial sums in its short accumulator, ottava's fast_accum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QParams(RefusesUnknownFields):
+    """How one tensor is quantized; ottava's recipes say it in their cells, so only the defaults are taken."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(RefusesUnknownFields):
+    """What all of them share. `ottava` is the recipe that runs."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Field -> what to do instead of giving it another value than the default."""
+
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, advice in {"fp8_mha": _ATTENTION, "fp8_dpa": _ATTENTION, **self.REFUSED}.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava, which takes {default!r}; "
+                    + advice
+                )
+        if self.backward_override not in (None, "high_precision"):
+            raise NotImplementedError(
+                f"{type(self).__name__}: backward_override={self.backward_override!r} is not in ottava; needs None or "
+                "'high_precision'. ottava's recipe.fp8_inputs_bf16_gemm() shows the effect of quantized operands alone"
+            )
+        self.ottava  # noqa: B018  # refuses, where the recipe is made, cells that no GEMM takes
+
+    @property
+    def ottava(self) -> OttavaRecipe:
+        """The same as a recipe of ottava."""
+        recipe = self._cells()
+        if self.backward_override == "high_precision":
+            recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
+        registered = recipe == get_recipe(recipe.name)
+        return recipe if registered else replace(recipe, name=type(self).__name__)
+
+    def _cells(self) -> OttavaRecipe:
+        raise NotImplementedError(type(self).__name__)
+
+    def _formats(self, recipe: OttavaRecipe) -> OttavaRecipe:
+        """With this recipe's number formats in all cells."""
+        if self.fp8_format not in (Format.E4M3, Format.HYBRID):
+            raise ValueError(
+                f"{type(self).__name__}: fp8_format is {self.fp8_format.name}; needs E4M3 or HYBRID: no tensor core "
+                "multiplies E5M2 by E5M2"
+            )
+        gradients = formats.E4M3 if self.fp8_format == Format.E4M3 else formats.E5M2
+        return _each(
+            recipe,
+            lambda spec, tensor: replace(spec, format=gradients if tensor == "grad_output" else formats.E4M3),
+        )
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is a DelayedScaling; the next five tell the same of the others."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Float8CurrentScaling."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Float8BlockScaling."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """MXFP8BlockScaling."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """NVFP4BlockScaling."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        """CustomRecipe, which ottava does not have."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """ottava's "delayed": scales from the amaxes of steps before.
+
+    One thing differs from TransformerEngine: the first step of a tensor takes the scale of its own amax, where
+    TransformerEngine takes 1 and flushes every gradient below 7.6e-6.
+
+    Example:
+        >>> DelayedScaling(margin=1, amax_history_len=16).ottava.fprop.lhs.margin
+        1
+    """
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "scaling_factor_compute_algo": "scales are max / amax / 2**margin; choose the margin",
+            "reduce_amax": "amaxes are the maximum over the group; leave the group out to keep ranks apart",
+        }
+    )
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    """fprop, dgrad, wgrad: True leaves that GEMM in high precision."""
+
+    def _cells(self) -> OttavaRecipe:
+        if callable(self.amax_compute_algo):
+            raise NotImplementedError(
+                "DelayedScaling: amax_compute_algo is a function, which is not in ottava; take 'max' or 'most_recent'"
+            )
+        if self.backward_override is not None:
+            raise ValueError("DelayedScaling: backward_override is for the other recipes; leave it None")
+        history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
+        recipe = self._formats(get_recipe("delayed", **history))
+        kept = dict(zip(GEMMS, self.override_linear_precision, strict=True))
+        changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in kept.items() if high}
+        return replace(recipe, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """ottava's "tensorwise": one scale a tensor, from its own amax."""
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(
+            ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
+            "use_power_2_scales sets the scales of all three",
+        )
+    )
+
+    def _cells(self) -> OttavaRecipe:
+        scale_format: ScaleFormat = "pow2" if self.use_power_2_scales else "fp32"
+        recipe = self._formats(
+            _each(get_recipe("tensorwise"), lambda spec, _: replace(spec, scale_format=scale_format))
+        )
+        return _accumulated(recipe, self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """ottava's "blockwise": 1x128 for input and gradient, 128x128 for weights; dims choose 1x128 (1) or 128x128 (2)."""
+
+    use_f32_scales: bool = False
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(
+            ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), "blocks always add up in the split accumulator"
+        )
+    )
+
+    def _cells(self) -> OttavaRecipe:
+        dims = {
+            "input": self.x_block_scaling_dim,
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }
+        for tensor, dim in dims.items():
+            if dim not in (1, 2):
+                raise ValueError(f"Float8BlockScaling: got {dim!r} dimensions for blocks of {tensor}; needs 1 or 2")
+        recipe = self._formats(get_recipe("blockwise_fp32" if self.use_f32_scales else "blockwise"))
+        return _each(
+            recipe, lambda spec, tensor: replace(spec, granularity=BLOCK_1X128 if dims[tensor] == 1 else BLOCK_128X128)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """ottava's "mxfp8": blocks of 32 with a power of two each."""
+
+    margin: int = 0
+    """Takes no part in the arithmetic, as in TransformerEngine; only 0 is taken."""
+    enable_2d_quantization: bool = False
+    """Weights in blocks of 32x32."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"margin": "it does nothing in TransformerEngine either; leave it out"}
+    )
+
+    def _cells(self) -> OttavaRecipe:
+        recipe = self._formats(get_recipe("mxfp8"))
+        if not self.enable_2d_quantization:
+            return recipe
+        square = Granularity(32, 32)
+        return _each(recipe, lambda spec, tensor: replace(spec, granularity=square) if tensor == "weight" else spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """ottava's "nvfp4", which has no random Hadamard transform: disable_rht=True must be given."""
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+
+    REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "row_scaled_activation": "one fp32 scale a tensor stands above the blocks",
+            "nvfp4_4over6": "blocks are scaled to 6",
+            "nvfp4_4over6_e4m3_use_256": "blocks are scaled to 6",
+            "nvfp4_4over6_err_mode": "blocks are scaled to 6",
+            "fp4_format": "its numbers are E2M1",
+        }
+    )
+
+    def _cells(self) -> OttavaRecipe:
+        if not self.disable_rht:
+            raise NotImplementedError(
+                "NVFP4BlockScaling: the random Hadamard transform is not in ottava; give disable_rht=True to train "
+                "without it"
+            )
+
+        def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
+            if tensor == "weight" and self.disable_2d_quantization:
+                return replace(spec, granularity=BLOCK_1X16)
+            if tensor == "grad_output" and self.disable_stochastic_rounding:
+                return replace(spec, rounding="nearest_even")
+            return spec
+
+        return _each(get_recipe("nvfp4"), cell)
+
+
+class CustomRecipe(Recipe):
+    """Refused: a recipe of one's own is an `ottava.Recipe`, a table of cells."""
+
+    def __new__(cls, *_: Any, **__: Any) -> NoReturn:  # type: ignore[misc]
+        """Always raises NotImplementedError."""
+        raise NotImplementedError(
+            "CustomRecipe is not in ottava: an ottava.Recipe is a table of six cells, and ottava.autocast takes it"
+        )
+
+
+_ATTENTION = "attention runs in high precision: leave it out"
+
+
+def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], QuantizationSpec]) -> OttavaRecipe:
+    """The recipe with each cell changed: (spec, tensor) -> spec."""
+    gemms: dict[str, Any] = {}
+    for gemm in GEMMS:
+        cells: GemmRecipe = getattr(recipe, gemm)
+        sides: dict[str, Any] = {}
+        for side in ("lhs", "rhs"):
+            spec = getattr(cells, side)
+            sides[side] = None if spec is None else change(spec, TENSOR_OF[gemm, side][0])
+        gemms[gemm] = replace(cells, **sides)
+    return replace(recipe, **gemms)
+
+
+def _accumulated(recipe: OttavaRecipe, *params: MMParams) -> OttavaRecipe:
+    gemms: dict[str, Any] = {
+        gemm: replace(getattr(recipe, gemm), fast_accum=not own.use_split_accumulator)
+        for gemm, own in zip(GEMMS, params, strict=True)
+    }
+    return replace(recipe, **gemms)

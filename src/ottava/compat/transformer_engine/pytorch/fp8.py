@@ -1,0 +1,13 @@
+"""The old home of TransformerEngine's contexts."""
+
+from ottava.compat.transformer_engine.pytorch.quantization import (
+    FP8GlobalStateManager,
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+)
+
+get_default_fp8_recipe = get_default_recipe
+
+__all__ = ["FP8GlobalStateManager", "autocast", "fp8_autocast", "fp8_model_init", "get_default_fp8_recipe"]

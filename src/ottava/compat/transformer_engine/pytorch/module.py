@@ -1,0 +1,313 @@
+"""TransformerEngine's modules: its arguments and names of parameters, on ottava's layers.
+
+Outside an `autocast` they run in high precision, as TransformerEngine's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava import nn as ours
+from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.state import TEState
+from ottava.errors import unknown_name
+from ottava.nn.activations import Activation, clamped_swiglu, get_activation
+from ottava.nn.norms import NormName
+from ottava.quantized_layer import quantized_layers
+
+Init = Callable[[Tensor], Any]
+_STD = 0.023  # of TransformerEngine's weights
+
+
+def device_for(device: torch.device | str | None) -> torch.device:
+    """Where parameters are made: as asked, else on the GPU, else on the CPU.
+
+    Raises:
+        RuntimeError: cuda is asked for, and there is none.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device={str(device)!r}: this machine has no CUDA device. Leave the argument out, or give device='cpu': "
+            "ottava computes the same bits there"
+        )
+    return found
+
+
+def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
+    """TransformerEngine's initial values: normal numbers with a standard deviation of 0.023, and biases of 0."""
+    if weight.is_meta:
+        return
+    with torch.no_grad():
+        if init_method is None:
+            nn.init.normal_(weight, std=_STD)
+        else:
+            init_method(weight)
+        if bias is not None:
+            bias.zero_()
+
+
+_NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+_ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
+"""TransformerEngine's names where ours differ: its GELU is the tanh formula."""
+_COMMON = ("bias", "return_bias", "init_method", "params_dtype", "device")
+
+
+def norm_name(where: str, normalization: str) -> NormName:
+    """ottava's name of a norm.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if normalization not in _NORMS:
+        raise ValueError(f"{where}: {unknown_name('normalization', normalization, _NORMS)}")
+    return _NORMS[normalization]
+
+
+def activation_for(where: str, name: str, params: Mapping[str, Any] | None) -> Activation:
+    """The entry of ottava's table.
+
+    Raises:
+        NotImplementedError: parameters that the entry does not take.
+        ValueError: unknown name.
+    """
+    if not params:
+        return get_activation(_ACTIVATIONS.get(name, name))
+    if name != "clamped_swiglu" or params.keys() - {"limit", "alpha"}:
+        raise NotImplementedError(
+            f"{where}: activation_params={dict(params)!r} for {name!r} is not in ottava; it takes limit and alpha, for "
+            "clamped_swiglu"
+        )
+    return clamped_swiglu(**params)
+
+
+def mlp_keys(own: str = "", theirs: str = "") -> dict[str, str]:
+    """Own key -> TransformerEngine's, of a `NormMLP` under these prefixes."""
+    keys = {f"fc1.norm.{name}": f"layer_norm_{name}" for name in ("weight", "bias")}
+    keys |= {f"{fc}.{name}": f"{fc}_{name}" for fc in ("fc1", "fc2") for name in ("weight", "bias")}
+    return {own + key: theirs + value for key, value in keys.items()}
+
+
+class Unbiased:
+    """Runs a layer without its bias, which the caller adds: TransformerEngine's return_bias."""
+
+    return_bias: bool
+    bias: Any
+
+    def run(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """forward(*args), or (that without the bias, the bias)."""
+        if not self.return_bias:
+            return forward(*args)
+        bias, self.bias = self.bias, None
+        try:
+            return forward(*args), bias
+        finally:
+            self.bias = bias
+
+
+class Linear(TEState, Unbiased, ours.Linear):
+    """`ottava.nn.Linear` with TransformerEngine's arguments.
+
+    Args:
+        in_features, out_features, bias: as torch's.
+        return_bias: returns (y, bias), with the bias not added.
+        init_method: fills the weight; None: normal numbers with a standard deviation of 0.023.
+        params_dtype: of the parameters; None takes torch's default.
+        device: None takes the GPU, or the CPU where there is none.
+        others: TransformerEngine's other arguments, taken where they change nothing.
+    Raises:
+        NotImplementedError: an argument that ottava cannot honour.  TypeError: one that nobody knows.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.Linear(64, 32, params_dtype=torch.bfloat16)
+        >>> with te.autocast():
+        ...     y = layer(torch.ones(2, 64, dtype=torch.bfloat16, device=layer.weight.device))
+        >>> y.shape, layer.last_call.recipe.name
+        (torch.Size([2, 32]), 'DelayedScaling')
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        refuse("Linear", others, _COMMON)
+        super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
+        self.return_bias = return_bias
+        start(self.weight, self.bias, init_method)
+        self.uses_their_keys({}, {"": ("",)})
+
+    def forward(  # type: ignore[override]  # TransformerEngine's signature
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
+    ) -> Any:
+        """(..., in_features) -> (..., out_features); with return_bias the bias too."""
+        refuse("Linear", others)
+        return self.run(super().forward, inp)
+
+
+class LayerNormLinear(TEState, Unbiased, ours.NormLinear):
+    """`ottava.nn.NormLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
+
+    Args:
+        normalization: "LayerNorm" or "RMSNorm"; eps, zero_centered_gamma: of it.
+        return_layernorm_output: returns the normed rows too.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.LayerNormLinear(64, 32, normalization="RMSNorm", bias=False)
+        >>> sorted(layer.state_dict())
+        ['_extra_state', 'layer_norm_weight', 'weight']
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        refuse("LayerNormLinear", others, (*_COMMON, "normalization", "zero_centered_gamma", "return_layernorm_output"))
+        super().__init__(
+            in_features,
+            out_features,
+            norm=norm_name("LayerNormLinear", normalization),
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            bias=bias,
+            recipe="bf16",
+            device=device_for(device),
+            dtype=params_dtype,
+            return_norm_output=return_layernorm_output,
+        )
+        self.return_bias = return_bias
+        start(self.weight, self.bias, init_method)
+        self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
+
+    def forward(  # type: ignore[override]  # TransformerEngine's signature
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
+    ) -> Any:
+        """(..., in_features) -> y, or a tuple (y, bias if asked for, normed rows if asked for)."""
+        refuse("LayerNormLinear", others)
+        y = self.run(super().forward, inp)
+        if not (self.return_bias and self.return_norm_output):
+            return y
+        (y, rows), bias = y
+        return y, bias, rows
+
+
+class LayerNormMLP(TEState, ours.NormMLP):
+    """`ottava.nn.NormMLP` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
+
+    Args:
+        activation: gelu (the tanh formula), geglu, relu, reglu, srelu, silu, swiglu, qgelu, qgeglu, clamped_swiglu.
+        checkpoint: keeps nothing for the activation's backward and computes it again.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> te.LayerNormMLP(64, 96, activation="swiglu")(torch.ones(2, 64)).shape
+        torch.Size([2, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, Any] | None = None,
+        zero_centered_gamma: bool = False,
+        checkpoint: bool = False,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        known = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
+        refuse("LayerNormMLP", others, (*_COMMON, *known, "output_layer_init_method"))
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation_for("LayerNormMLP", activation, activation_params),
+            norm=norm_name("LayerNormMLP", normalization),
+            eps=eps,
+            zero_centered_gamma=zero_centered_gamma,
+            bias=bias,
+            save="recompute" if checkpoint else "bf16",
+            recipe="bf16",
+            device=device_for(device),
+            dtype=params_dtype,
+        )
+        for layer, method in zip(quantized_layers(self), (init_method, output_layer_init_method), strict=True):
+            start(layer.weight, layer.bias, method)
+        self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """(..., hidden_size) -> (..., hidden_size)."""
+        return super().forward(inp)
+
+
+class LayerNorm(ours.LayerNorm):
+    """`ottava.nn.LayerNorm` with TransformerEngine's arguments; errors as `Linear`.
+
+    Example:
+        >>> LayerNorm(hidden_size=4)(torch.ones(1, 4))
+        tensor([[0., 0., 0., 0.]], grad_fn=<_ProducedBackward>)
+    """
+
+    def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
+        super().__init__(**_norm_arguments("LayerNorm", normalized_shape, eps, others))
+
+
+class RMSNorm(ours.RMSNorm):
+    """`ottava.nn.RMSNorm` with TransformerEngine's arguments; errors as `Linear`.
+
+    Example:
+        >>> RMSNorm(4, zero_centered_gamma=True).weight
+        Parameter containing:
+        tensor([0., 0., 0., 0.], requires_grad=True)
+    """
+
+    def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
+        super().__init__(**_norm_arguments("RMSNorm", normalized_shape, eps, others))
+
+
+def _norm_arguments(where: str, size: int | None, eps: float, others: dict[str, Any]) -> dict[str, Any]:
+    size = others.pop("hidden_size", None) if size is None else size
+    if size is None:
+        raise TypeError(f"{where}: got no size; needs normalized_shape, the width of the rows")
+    arguments = {
+        "eps": eps,
+        "zero_centered_gamma": others.pop("zero_centered_gamma", False),
+        "device": device_for(others.pop("device", None)),
+        "dtype": others.pop("params_dtype", others.pop("dtype", None)),
+    }
+    refuse(where, others, ("normalized_shape", "eps", "zero_centered_gamma", "hidden_size", "params_dtype", "device"))
+    return {"normalized_shape": size, **arguments}

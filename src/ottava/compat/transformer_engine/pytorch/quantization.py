@@ -1,0 +1,138 @@
+"""TransformerEngine's contexts: `autocast`, the old `fp8_autocast`, and what asks about them.
+
+Delayed scales move at optimizer steps, as everywhere in ottava. In a loop of one forward, one backward and one step
+these are the scales of TransformerEngine, which moves them when an autocast or a backward ends; with several
+micro-batches a step its histories count micro-batches, and a recomputation needs the stashed scales of its forward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import NoReturn
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ottava.ambient import AMBIENT, Autocast
+from ottava.ambient import autocast as our_autocast
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
+from ottava.errors import need
+
+_HIGH_PRECISION = "bf16"
+
+
+def get_default_recipe() -> Recipe:
+    """MXFP8BlockScaling on Blackwell, DelayedScaling elsewhere."""
+    blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    return MXFP8BlockScaling() if blackwell else DelayedScaling()
+
+
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: ProcessGroup | None = None,
+) -> Autocast:
+    """Runs the modules of this package in FP8 under a recipe; a context or a decorator.
+
+    Args:
+        enabled: False runs them in high precision.
+        calibrating: with enabled=False, notes the amax of every tensor that FP8 would cast: inputs, weights and, for a
+            backward inside the context, gradients. TransformerEngine's Linear notes nothing.
+        recipe: one of `common.recipe`; None takes `get_default_recipe()`.
+        amax_reduction_group: ranks that share amaxes; None finds the model's own.
+    Raises:
+        TypeError: the recipe is no recipe of `common.recipe`.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Sequential()
+        >>> with autocast(enabled=False):
+        ...     y = layer(torch.ones(2))
+    """
+    chosen = get_default_recipe() if recipe is None else recipe
+    need("autocast", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
+    calibrates = calibrating and not enabled
+    return our_autocast(
+        chosen.ottava if enabled or calibrates else _HIGH_PRECISION,
+        enabled=enabled,
+        calibrating=calibrates,
+        group=amax_reduction_group,
+    )
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: ProcessGroup | None = None,
+) -> Autocast:
+    """`autocast` by its old name and its old argument names."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def quantized_model_init(*_: object, **__: object) -> NoReturn:
+    """Refused: weights that exist in FP8 alone are not in ottava yet."""
+    raise NotImplementedError(
+        "quantized_model_init (fp8_model_init) is not in ottava: build the model without it. Its weights then stay in "
+        "high precision, and each step casts them once"
+    )
+
+
+fp8_model_init = quantized_model_init
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True: ottava runs FP8 on every device, emulated where it has no tensor cores for it; a receipt says which."""
+    return (True, "") if return_reason else True
+
+
+is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True, on every device that torch has."""
+    return is_fp8_available(return_reason)
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the GPU; (0, 0) where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of torch's cuDNN; (0, 0, 0) where it has none."""
+    number = torch.backends.cudnn.version() or 0
+    return number // 10_000, number % 10_000 // 100, number % 100
+
+
+class FP8GlobalStateManager:
+    """What scripts ask of TransformerEngine's global state. ottava has none: state lies in each module's buffers."""
+
+    @staticmethod
+    def reset() -> None:
+        """Does nothing, and says so.
+
+        Warns: always; in TransformerEngine this call freezes the scales of living modules.
+        """
+        warnings.warn(
+            "FP8GlobalStateManager.reset() does nothing in ottava: no state is global, and models cannot disturb each "
+            "other. Leave the line out",
+            stacklevel=2,
+        )
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Whether an autocast is on that quantizes."""
+        said = AMBIENT.get()
+        return said.enabled and said.recipe is not None and said.recipe.quantized
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        """Whether an autocast is on that calibrates."""
+        return AMBIENT.get().calibrating
+
+    @staticmethod
+    def is_fp8_available() -> tuple[bool, str]:
+        """As `is_fp8_available(return_reason=True)`."""
+        return True, ""

@@ -1,0 +1,242 @@
+"""What TransformerEngine has and ottava does not: importable, so that a script's imports run, and refused when used.
+
+`NAMES` holds names of modules and functions, `ARGUMENTS` arguments of constructors and forwards; each with what to use
+instead. A name in neither table, and not in ottava, is an unknown name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from ottava.errors import unknown_name
+
+_TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
+_CASTS = "a cell of a recipe, ottava.QuantizationSpec, says how a tensor is cast"
+_USERBUFFERS = "collectives are torch.distributed's own; leave it out"
+_OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
+_PERMUTE = "ottava.nn.MoE permutes and combines tokens itself"
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "CudaRNGStatesTracker": "torch.random.fork_rng keeps and restores random states",
+        "CusolverMpCtx": "torch.linalg has the matrix functions of one device",
+        "DType": "use torch's dtypes, and ottava.E4M3, E5M2, E2M1",
+        "DelayedScalingRequest": _CASTS,
+        "Float8BlockQuantizer": _CASTS,
+        "Float8BlockwiseQTensor": _TENSORS,
+        "Float8BlockwiseQTensorStorage": _TENSORS,
+        "Float8CurrentScalingQuantizer": _CASTS,
+        "Float8Quantizer": _CASTS,
+        "Float8Tensor": _TENSORS,
+        "Float8TensorStorage": _TENSORS,
+        "Fp8Padding": "splits of any size are taken: leave it out",
+        "Fp8Unpadding": "splits of any size are taken: leave it out",
+        "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
+        "HybridQuantizedTensor": _TENSORS,
+        "HybridQuantizedTensorStorage": _TENSORS,
+        "HybridQuantizer": _CASTS,
+        "IdentityQuantizer": "a cell that is None stays in high precision",
+        "IdentityTensor": _TENSORS,
+        "IdentityTensorStorage": _TENSORS,
+        "MXFP8Quantizer": _CASTS,
+        "MXFP8Tensor": _TENSORS,
+        "MXFP8TensorStorage": _TENSORS,
+        "InferenceParams": "ottava.nn.KVCache keeps keys and values for ottava.nn.MultiheadAttention",
+        "ManualOffloadSynchronizer": _OFFLOAD,
+        "NVFP4Quantizer": _CASTS,
+        "NVFP4Tensor": _TENSORS,
+        "NVFP4TensorStorage": _TENSORS,
+        "QuantizedTensor": _TENSORS,
+        "QuantizedTensorStorage": _TENSORS,
+        "Quantizer": _CASTS,
+        "QuantizerRequest": _CASTS,
+        "QuantizerRole": _CASTS,
+        "UserBufferQuantizationMode": _USERBUFFERS,
+        "constants": "use torch's dtypes and ottava.RECIPES",
+        "deinterleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
+        "destroy_ub": _USERBUFFERS,
+        "get_cpu_offload_context": _OFFLOAD,
+        "initialize_ub": _USERBUFFERS,
+        "interleave_glu_tensor": "gate and up lie one after the other in fc1; reshape the weight",
+        "make_graphed_callables": "ottava.graphed_step captures a whole training step",
+        "mark_not_offload": _OFFLOAD,
+        "moe_permute": _PERMUTE,
+        "moe_permute_and_pad_with_probs": _PERMUTE,
+        "moe_permute_with_probs": _PERMUTE,
+        "moe_sort_chunks_by_index": _PERMUTE,
+        "moe_sort_chunks_by_index_with_probs": _PERMUTE,
+        "moe_unpermute": _PERMUTE,
+        "newton_schulz": "torch.optim.Muon has it",
+        "onnx_export": "ottava has no ONNX export",
+        "ops": "use the modules; ottava fuses what stands in front of a cast by itself",
+        "optimizers": "use torch.optim; ottava's layers keep their weights in high precision",
+        "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
+        "prepare_for_saving": _TENSORS,
+        "restore_from_func_ctx": _TENSORS,
+        "restore_from_saved": _TENSORS,
+    }
+)
+"""Name in transformer_engine.pytorch -> what to use."""
+
+_PARALLEL = "tensor and sequence parallelism are not here"
+_UB = "overlapping by user buffers is not here"
+_ACCUMULATION = "gradients are accumulated by autograd, in .grad"
+
+ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
+    {
+        "sequence_parallel": ((False, None), _PARALLEL),
+        "tp_group": ((None,), _PARALLEL),
+        "tp_size": ((1,), _PARALLEL),
+        "parallel_mode": ((None,), _PARALLEL),
+        "set_parallel_mode": ((False,), _PARALLEL),
+        "get_rng_state_tracker": ((None,), _PARALLEL),
+        "rng_tracker_name": ((None,), _PARALLEL),
+        "symmetric_ar_type": ((None,), _PARALLEL),
+        "fuse_wgrad_accumulation": ((False,), _ACCUMULATION),
+        "delay_wgrad_compute": ((False,), "a backward makes both of its GEMMs at once"),
+        "save_original_input": ((False,), "backward keeps the codes of the input, a half of its bytes"),
+        "parameters_split": ((None,), "slice .weight, or make a Linear for each part"),
+        "ub_overlap_ag": ((False, True), _UB),
+        "ub_overlap_rs": ((False, True), _UB),
+        "ub_overlap_rs_dgrad": ((False,), _UB),
+        "ub_bulk_dgrad": ((False, True), _UB),
+        "ub_bulk_wgrad": ((False, True), _UB),
+        "ub_tp_comm_overlap": ((False,), _UB),
+        "ub_name": ((None,), _UB),
+        "seq_length": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
+        "micro_batch_size": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
+        "distribute_saved_activations": ((False,), _PARALLEL),
+        "layer_number": (("any",), "it numbers layers for TransformerEngine's logs"),
+        "name": (("any",), "names come from the model: model.named_modules()"),
+        "is_first_microbatch": (("any",), "kept casts of weights are found and dropped by ottava itself"),
+        "fp8_output": ((False,), "outputs are in high precision"),
+        "fp8_grad": ((False,), "gradients of inputs are in high precision"),
+        "return_layernorm_output_gathered": ((False,), _PARALLEL),
+        "fast_zero_fill": (("any",), "there is no buffer to fill"),
+        "use_grouped_tensor": ((None,), "each expert has a weight of its own"),
+        "single_grouped_weight": ((False,), "each expert has a weight of its own"),
+        "single_grouped_bias": ((False,), "each expert has a bias of its own"),
+        "inference_params": ((None,), "ottava.nn.KVCache keeps keys and values"),
+        "alibi_slopes": ((None,), "compute the bias and give it as core_attention_bias"),
+        "cu_seqlens_q_padded": ((None,), "packed sequences follow each other without padding"),
+        "cu_seqlens_kv_padded": ((None,), "packed sequences follow each other without padding"),
+        "pad_between_seqs": ((None, False), "packed sequences follow each other without padding"),
+        "bottom_right_diagonal": ((None,), "the mask types that end in bottom_right say it"),
+        "enc_dec_bottom_right_diagonal": ((None,), "the mask types that end in bottom_right say it"),
+        "enc_dec_window_size": ((None, (-1, -1)), "cross attention sees all of what it reads"),
+        "window_size": ((None,), "give it to the constructor"),
+        "attention_type": (("self", "cross"), "there are these two"),
+        "return_bias": ((False,), "the bias is added"),
+        "return_layernorm_output": ((False,), "call a norm of its own where its rows are wanted"),
+        "return_max_logit": ((False,), "scores are not kept"),
+        "num_splits": ((1,), "torch's kernels choose"),
+        "score_mod": ((None,), "torch.nn.attention.flex_attention has it"),
+        "bf16_backward": ((False,), "attention runs in high precision"),
+        "cp_group": ((None,), _PARALLEL),
+        "cp_global_ranks": ((None,), _PARALLEL),
+        "cp_stream": ((None,), _PARALLEL),
+        "cp_comm_type": (("any",), _PARALLEL),
+        "qk_norm_eps": ((1e-6,), "layernorm_epsilon is that of all norms"),
+        "out": ((None,), "results are new tensors"),
+        "dgrad_out": ((None,), "results are new tensors"),
+    }
+)
+"""Argument -> (values that change nothing, so that they are taken; why others are refused). ("any",): all of them."""
+
+
+_ATTENTION = "torch.nn.attention.sdpa_kernel chooses how attention runs; a receipt names what ran"
+_FP8_ATTENTION = "attention takes its formats from the recipe"
+_FIELD = "give {} to the recipe"
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType(
+    {
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "torch.use_deterministic_algorithms decides",
+        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "pickled states are read without executing them",
+        "NVTE_APPLY_QK_LAYER_SCALING": "give softmax_scale to the attention",
+        "NVTE_BACKWARD_OVERRIDE": _FIELD.format("backward_override"),
+        "NVTE_CPU_OFFLOAD_V1": _OFFLOAD,
+        "NVTE_DEBUG": "ottava.watch(model) records every cast",
+        "NVTE_DEBUG_LEVEL": "the logger 'ottava' tells what is not as it should be",
+        "NVTE_DPA_FP8DS_AMAX_ALGO": _FP8_ATTENTION,
+        "NVTE_DPA_FP8DS_AMAX_HISTLEN": _FP8_ATTENTION,
+        "NVTE_DPA_FP8DS_REDUCE_AMAX": _FP8_ATTENTION,
+        "NVTE_DPA_FP8_FORMAT": _FP8_ATTENTION,
+        "NVTE_DPA_FP8_RECIPE": _FP8_ATTENTION,
+        "NVTE_FLASH_ATTN": _ATTENTION,
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": _FIELD.format("use_f32_scales=True"),
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": _FIELD.format("use_power_2_scales=True"),
+        "NVTE_FP8_DPA_BWD": _FP8_ATTENTION,
+        "NVTE_FUSED_ATTN": _ATTENTION,
+        "NVTE_FUSED_ATTN_BACKEND": _ATTENTION,
+        "NVTE_NVFP4_4OVER6": "blocks are scaled to 6",
+        "NVTE_NVFP4_4OVER6_E4M3_USE_256": "blocks are scaled to 6",
+        "NVTE_NVFP4_4OVER6_ERR_MODE": "blocks are scaled to 6",
+        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _FIELD.format("disable_2d_quantization=True"),
+        "NVTE_NVFP4_DISABLE_RHT": _FIELD.format("disable_rht=True"),
+        "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _FIELD.format("disable_stochastic_rounding=True"),
+        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "one fp32 scale a tensor stands above the blocks",
+        "NVTE_UNFUSED_ATTN": _ATTENTION,
+        "NVTE_UNFUSED_FP8_UPDATE": "there is one rule for histories, and an idle layer's never rolls",
+        "NVTE_UnfusedDPA_Emulate_FP8": _FP8_ATTENTION,
+    }
+)
+"""Variable that changes what TransformerEngine computes -> what does the same here. Others tune its kernels."""
+
+
+def unread_variables(variables: Mapping[str, str]) -> str:
+    """What is set for TransformerEngine and changes nothing here, in a sentence each; "" if nothing is.
+
+    Example:
+        >>> unread_variables({"NVTE_FLASH_ATTN": "0", "HOME": "/"}).partition(":")[0]
+        'ottava does not read NVTE_FLASH_ATTN'
+    """
+    unread = sorted(variables.keys() & ENVIRONMENT.keys())
+    return ". ".join(f"ottava does not read {name}: {ENVIRONMENT[name]}" for name in unread)
+
+
+def refuse(where: str, given: Mapping[str, Any], takes: tuple[str, ...] = ()) -> None:
+    """Refuses arguments that ottava cannot honour, and unknown ones.
+
+    Raises:
+        NotImplementedError: TransformerEngine has the argument, and the value would change something.
+        TypeError: nobody has it.
+
+    Example:
+        >>> refuse("Linear", {"tp_size": 1, "name": "fc1"})
+        >>> refuse("Linear", {"tp_size": 2})
+        Traceback (most recent call last):
+        NotImplementedError: Linear: tp_size=2 is not in ottava: tensor and sequence parallelism are not here
+    """
+    for name, value in given.items():
+        if name not in ARGUMENTS:
+            raise TypeError(f"{where}: {unknown_name('argument', name, (*takes, *ARGUMENTS))}")
+        harmless, reason = ARGUMENTS[name]
+        if harmless != ("any",) and not any(value is one or value == one for one in harmless):
+            raise NotImplementedError(f"{where}: {name}={value!r} is not in ottava: {reason}")
+
+
+class _Absent(type):
+    """The class of what is not here: it can be imported and asked about, and refuses by name to do anything."""
+
+    advice: str
+
+    def _refuse(cls) -> NoReturn:
+        raise NotImplementedError(f"transformer_engine.pytorch.{cls.__name__} is not in ottava: {cls.advice}")
+
+    def __call__(cls, *_: object, **__: object) -> NoReturn:
+        cls._refuse()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cls._refuse()
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return False
+
+
+def absent(name: str) -> Any:
+    """Stands for a name of `NAMES`."""
+    return _Absent(name, (), {"advice": NAMES[name]})

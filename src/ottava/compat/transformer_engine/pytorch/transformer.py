@@ -1,0 +1,200 @@
+"""TransformerEngine's TransformerLayer: its arguments and names of parameters, on ottava's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava import nn as ours
+from ottava.compat.transformer_engine.pytorch.attention import (
+    Window,
+    attention_arguments,
+    attention_keys,
+    check_qkv,
+    mask_for,
+    rotary_table,
+    sink_for,
+)
+from ottava.compat.transformer_engine.pytorch.module import (
+    Init,
+    activation_for,
+    device_for,
+    mlp_keys,
+    norm_name,
+    start,
+)
+from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.state import Parts, TEState
+from ottava.nn.transformer import Arrangement
+from ottava.quantized_layer import quantized_layers
+
+
+class TransformerLayer(TEState, ours.TransformerLayer):
+    """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
+
+    Args:
+        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, kv_channels: sizes.
+        layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
+        hidden_dropout, attention_dropout, drop_path_rate: chances, while training.
+        layer_type: "encoder", or "decoder" with cross attention.
+        self_attn_mask_type, enc_dec_attn_mask_type, window_size, softmax_type: as `DotProductAttention`.
+        parallel_attention_mlp: attention and MLP both read the stream, each through its own norm.
+        output_layernorm and apply_residual_connection_post_layernorm, both: norms behind the sums (BERT).
+        activation, activation_params: as `LayerNormMLP`.  attn_input_format: "sbhd", "bshd" or "thd".
+        others: as `MultiheadAttention`.
+    Raises:
+        NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.TransformerLayer(64, 256, 4, hidden_dropout=0.0, attention_dropout=0.0)
+        >>> with te.autocast():
+        ...     y = layer(torch.ones(5, 2, 64, device=layer.attention.out.weight.device))
+        >>> y.shape
+        torch.Size([5, 2, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        *,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: Window = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: Mapping[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        attn_input_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        where = "TransformerLayer"
+        refuse(
+            where, others, ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
+        )
+        check_qkv(where, fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_before_rope)
+        norms = (output_layernorm, apply_residual_connection_post_layernorm)
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            num_attention_heads,
+            arrangement=_arrangement(parallel_attention_mlp, *norms),
+            activation=activation_for(where, activation, activation_params),
+            norm=norm_name(where, normalization),
+            eps=layernorm_epsilon,
+            zero_centered_gamma=zero_centered_gamma,
+            kv_heads=num_gqa_groups,
+            head_dim=kv_channels,
+            qk_norm=None if qk_norm_type is None else norm_name(where, qk_norm_type),
+            mask=mask_for(where, self_attn_mask_type)[0],
+            window=window_size,
+            attention_dropout=attention_dropout,
+            sink=sink_for(where, softmax_type),
+            layout=attn_input_format,
+            bias=bias,
+            cross=layer_type == "decoder",
+            dropout=hidden_dropout,
+            drop_path=drop_path_rate,
+            recipe="bf16",
+            device=device_for(device),
+            dtype=params_dtype,
+        )
+        self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        for name, layer in self.named_modules():
+            if layer in quantized_layers(self):
+                method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
+                start(layer.weight, layer.bias, method)
+        self.uses_their_keys(*self._their_names(fuse_qkv_params))
+
+    def _their_names(self, fused: bool) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]]]:
+        keys, states = attention_keys(self.attention, "attention.", "self_attention.", fused)
+        if self.cross is not None:
+            more, further = attention_keys(self.cross, "cross.", "inter_attention.", fused)
+            keys, states = keys | more, states | further
+        keys |= mlp_keys("mlp.", "layernorm_mlp.")
+        if self.arrangement == "post":
+            for part in ("weight", "bias"):
+                del keys[f"mlp.fc1.norm.{part}"]
+                keys |= {f"norms.0.{part}": f"layernorm_mlp.layer_norm_{part}", f"norms.1.{part}": f"layernorm.{part}"}
+        return keys, states | {"layernorm_mlp": ("mlp.fc1", "mlp.fc2")}
+
+    def forward(  # type: ignore[override]  # TransformerEngine's signature
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        *,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        checkpoint_core_attention: bool = False,
+        **others: Any,
+    ) -> Tensor:
+        """hidden_states -> the stream after this layer."""
+        refuse("TransformerLayer", others)
+        arguments = attention_arguments(
+            self.attention.attention,
+            self_attn_mask_type or self.mask_types[0],
+            attention_mask,
+            core_attention_bias_type,
+            core_attention_bias,
+            cu_seqlens_q,
+            cu_seqlens_kv if self.cross is None else None,
+        )
+        if self.cross is not None:
+            kind = enc_dec_attn_mask_type or self.mask_types[1]
+            read = attention_arguments(self.cross.attention, kind, enc_dec_attn_mask, "no_bias", None, None, None)
+            arguments["memory_mask"] = read.get("attention_mask")
+            if self.attention.attention.layout == "thd":
+                arguments["memory_cu_seqlens"] = cu_seqlens_kv
+        layout = self.attention.attention.layout
+        table = rotary_table(rotary_pos_emb, self.rotary_pos_interleaved, layout, hidden_states, cu_seqlens_q)
+        return super().forward(hidden_states, encoder_output, rotary=table, **arguments)
+
+
+def _arrangement(parallel: bool, output_layernorm: bool, post: bool) -> Arrangement:
+    if output_layernorm != post:
+        raise NotImplementedError(
+            f"TransformerLayer: output_layernorm={output_layernorm} with "
+            f"apply_residual_connection_post_layernorm={post} is not in ottava; give both (norms behind the sums, as "
+            "in BERT) or neither"
+        )
+    if parallel and post:
+        raise ValueError(
+            "TransformerLayer: parallel_attention_mlp goes with norms in front; leave output_layernorm out"
+        )
+    return "parallel" if parallel else "post" if post else "pre"

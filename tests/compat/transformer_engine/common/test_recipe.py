@@ -1,0 +1,117 @@
+"""TransformerEngine's recipes: the cells they become, against ottava's own, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ottava
+from ottava.compat.transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
+from ottava.recipe import GEMMS, HIGH_PRECISION, get_recipe
+from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
+
+
+def cells(recipe: Recipe | ottava.Recipe) -> tuple[object, ...]:
+    own = recipe.ottava if isinstance(recipe, Recipe) else recipe
+    return own.fprop, own.dgrad, own.wgrad
+
+
+def spec(recipe: Recipe, tensor: str) -> ottava.QuantizationSpec:
+    found = recipe.ottava.cells(tensor)[0]
+    assert found is not None
+    return found
+
+
+def test_defaults_are_the_registered_recipes() -> None:
+    """Cell by cell, and under the registered name, which receipts print; DelayedScaling keeps 1024 amaxes."""
+    for theirs, name in (
+        (Float8CurrentScaling(), "tensorwise"),
+        (Float8CurrentScaling(fp8_format=Format.E4M3), "tensorwise_e4m3"),
+        (MXFP8BlockScaling(), "mxfp8"),
+        (NVFP4BlockScaling(disable_rht=True), "nvfp4"),
+    ):
+        assert cells(theirs) == cells(get_recipe(name))
+    assert Float8CurrentScaling().ottava == get_recipe("tensorwise")
+    assert cells(DelayedScaling()) == cells(get_recipe("delayed", amax_history_len=1024))
+    assert DelayedScaling().ottava.name == "DelayedScaling"
+    for scales, name in ((False, "blockwise"), (True, "blockwise_fp32")):
+        ours = get_recipe(name)
+        assert cells(Float8BlockScaling(use_f32_scales=scales)) == cells(ours)
+
+
+def test_every_field_reaches_its_cells() -> None:
+    delayed = DelayedScaling(margin=2, amax_history_len=7, amax_compute_algo="most_recent", fp8_format=Format.E4M3)
+    for tensor in ("input", "weight", "grad_output"):
+        own = spec(delayed, tensor)
+        assert (own.margin, own.amax_history_len, own.amax_compute_algo) == (2, 7, "most_recent")
+        assert (own.format, own.scaling) == (ottava.E4M3, "delayed")
+        assert spec(Float8CurrentScaling(use_power_2_scales=True), tensor).scale_format == "pow2"
+    for number, gemm in enumerate(GEMMS):
+        kept = tuple(index == number for index in range(3))
+        recipe = DelayedScaling(override_linear_precision=kept).ottava  # type: ignore[arg-type]
+        assert [getattr(recipe, name) == HIGH_PRECISION for name in GEMMS] == list(kept)
+        fast = Float8CurrentScaling(**{f"fp8_gemm_{gemm}": MMParams(use_split_accumulator=False)}).ottava
+        assert getattr(fast, gemm).fast_accum
+    assert Float8CurrentScaling().ottava.fprop.fast_accum
+    assert spec(MXFP8BlockScaling(enable_2d_quantization=True), "weight").granularity == Granularity(32, 32)
+    assert spec(MXFP8BlockScaling(fp8_format=Format.HYBRID), "grad_output").format == ottava.E5M2
+    blocks = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+    assert [spec(blocks, tensor).granularity for tensor in ("input", "weight")] == [BLOCK_128X128, BLOCK_1X128]
+    nvfp4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    assert spec(nvfp4, "weight").granularity == BLOCK_1X16
+    assert spec(nvfp4, "grad_output").rounding == "nearest_even"
+
+
+def test_a_backward_in_high_precision_keeps_the_forward() -> None:
+    for recipe in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
+        changed = recipe(backward_override="high_precision").ottava
+        assert changed == replace(recipe().ottava, name=changed.name, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: DelayedScaling(amax_history_length=16), TypeError, "did you mean 'amax_history_len'"),
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "no tensor core multiplies E5M2 by E5M2"),
+        (lambda: DelayedScaling(reduce_amax=False), NotImplementedError, "reduce_amax=False is not in ottava"),
+        (lambda: DelayedScaling(amax_compute_algo=max), NotImplementedError, "take 'max' or 'most_recent'"),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "choose the margin"),
+        (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
+        (lambda: Float8CurrentScaling(backward_override="dequantized"), NotImplementedError, "'dequantized' is not"),
+        (
+            lambda: Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=1e-4)),
+            NotImplementedError,
+            "0.0001",
+        ),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=2), ValueError, "128x128"),
+        (lambda: Float8BlockScaling(w_block_scaling_dim=3), ValueError, "needs 1 or 2"),
+        (lambda: NVFP4BlockScaling(), NotImplementedError, "disable_rht=True"),
+        (lambda: NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"), NotImplementedError, "scaled to 6"),
+        (lambda: CustomRecipe(qfactory=print), NotImplementedError, "a table of six cells"),
+        (lambda: MXFP8BlockScaling(margin=1), NotImplementedError, "does nothing in TransformerEngine"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(make, error, words) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_recipe_says_what_it_is() -> None:
+    kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
+    classes = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+    for number, own in enumerate(classes):
+        assert [getattr(own, kind)() for kind in kinds] == [index == number for index in range(6)]
+    assert [own.HYBRID.value for own in (Format,)] == [(448.0, 57344.0)]

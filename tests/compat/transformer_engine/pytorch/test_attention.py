@@ -1,0 +1,166 @@
+"""TransformerEngine's attention against the formula in fp64: its masks, layouts, rotation and names of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from ottava.compat.transformer_engine.pytorch.attention import MASKS
+
+SEQUENCE, BATCH, HEADS, DIM = 6, 2, 4, 8
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, left_out: Tensor | None, causal: str, sink: float | None) -> Tensor:
+    """(S, B, H, D) in fp64; what TransformerEngine's unfused attention computes."""
+    q, k, v = (t.double().permute(1, 2, 0, 3) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    queries, keys = scores.shape[-2:]
+    if causal:
+        first = keys - queries if causal == "bottom right" else 0
+        later = torch.arange(keys)[None] > torch.arange(queries)[:, None] + first
+        scores = scores.masked_fill(later, -torch.inf)
+    if left_out is not None:
+        scores = scores.masked_fill(left_out, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, torch.full_like(scores[..., :1], sink)), -1)
+    p = scores.softmax(-1)[..., :keys]
+    return (p @ v).permute(2, 0, 1, 3).flatten(-2)
+
+
+def heads(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_every_mask_and_layout_is_the_formula() -> None:
+    """Grouped queries, more keys than queries, padding by mask and by cu_seqlens; fp32 to 32 eps."""
+    q, k, v = heads(4, BATCH, HEADS, DIM), heads(SEQUENCE, BATCH, 2, DIM), heads(SEQUENCE, BATCH, 2, DIM) * 2
+    padded = torch.zeros(BATCH, 1, 1, SEQUENCE, dtype=torch.bool)
+    padded[1, ..., 5:] = True
+    lengths = {"cu_seqlens_q": torch.tensor([0, 4, 8]), "cu_seqlens_kv": torch.tensor([0, 6, 11])}
+    for name, (_, counts) in MASKS.items():
+        causal = "bottom right" if name.endswith("bottom_right") else "causal" if "causal" in name else ""
+        if counts and causal == "bottom right":
+            continue  # aligned to the end of the padding or of the real keys: TransformerEngine's backends differ
+        for sink, kind in ((None, "vanilla"), (0.0, "off-by-one")):
+            expected = formula(q, k, v, padded if counts else None, causal, sink)
+            given: list[dict[str, Any]] = [{"attention_mask": padded}]
+            given += [lengths] if counts and name != "arbitrary" else []
+            for arguments in given:
+                for layout in ("sbhd", "bshd"):
+                    layer = te.DotProductAttention(
+                        HEADS, DIM, num_gqa_groups=2, qkv_format=layout, attn_mask_type=name, softmax_type=kind
+                    )
+                    turned = [t if layout == "sbhd" else t.transpose(0, 1) for t in (q, k, v)]
+                    y = layer(*turned, **arguments)
+                    y = y if layout == "sbhd" else y.transpose(0, 1)
+                    assert (y.double() - expected).abs().max() <= 32 * torch.finfo(torch.float32).eps, (name, layout)
+
+
+def test_packed_sequences_and_biases() -> None:
+    cut = torch.tensor([0, 3, 5])
+    q = heads(5, HEADS, DIM)
+    y = te.DotProductAttention(HEADS, DIM, qkv_format="thd", attn_mask_type="padding_causal")(
+        q, q, q, cu_seqlens_q=cut, cu_seqlens_kv=cut, max_seqlen_q=3, max_seqlen_kv=3
+    )
+    for begin, end in ((0, 3), (3, 5)):
+        own = q[begin:end, None]
+        expected = formula(own, own, own, None, "causal", None)
+        assert (y[begin:end] - expected[:, 0]).abs().max() <= 32 * torch.finfo(torch.float32).eps
+    layer, x = te.DotProductAttention(HEADS, DIM, attn_mask_type="no_mask"), heads(SEQUENCE, BATCH, HEADS, DIM)
+    bias = torch.full((1, HEADS, SEQUENCE, SEQUENCE), -torch.inf).triu(1)
+    added = layer(x, x, x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    assert torch.allclose(added.double(), formula(x, x, x, None, "causal", None), atol=1e-5)
+    with pytest.raises(NotImplementedError, match="core_attention_bias_type='alibi'"):
+        layer(x, x, x, core_attention_bias_type="alibi")
+    with pytest.raises(ValueError, match="did you mean 'padding_causal'"):
+        te.DotProductAttention(HEADS, DIM, attn_mask_type="paddingcausal")
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Pairs as complex numbers, (S, B, H, D)."""
+    half = angles.shape[-1] // 2
+    radians = (angles[..., ::2] if interleaved else angles[..., :half]).double()
+    pairs = x.double().unflatten(-1, (half, 2) if interleaved else (2, half))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    real, imaginary = a * radians.cos() - b * radians.sin(), a * radians.sin() + b * radians.cos()
+    return torch.stack((real, imaginary), -1 if interleaved else -2).flatten(-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_turn_heads_as_complex_numbers(interleaved: bool) -> None:
+    """In every layout, and squeezed for long contexts."""
+    from ottava.compat.transformer_engine.pytorch.attention import rotary_table
+    from ottava.nn.rope import rotate
+
+    angles = te.RotaryPositionEmbedding(DIM, interleaved=interleaved)(SEQUENCE)
+    assert angles.shape == (SEQUENCE, 1, 1, DIM)
+    x = heads(SEQUENCE, BATCH, HEADS, DIM)
+    expected, longer = turned(x, angles, interleaved), te.RotaryPositionEmbedding(DIM, interleaved=interleaved)(9)
+    for layout, forth, back in (("sbhd", x, lambda y: y), ("bshd", x.transpose(0, 1), lambda y: y.transpose(0, 1))):
+        table = rotary_table(longer, interleaved, layout, forth)
+        assert table is not None
+        assert (back(rotate(forth, table)).double() - expected).abs().max() <= 1e-5
+    table = rotary_table(longer, interleaved, "thd", x[:, 0], torch.tensor([0, 4, SEQUENCE]))
+    assert table is not None
+    packed = torch.cat((turned(x[:4, :1], angles[:4], interleaved), turned(x[4:, :1], angles[:2], interleaved)))
+    assert (rotate(x[:, 0], table).double() - packed[:, 0]).abs().max() <= 1e-5
+    with pytest.raises(ValueError, match="got angles of 2 positions; needs 6"):
+        rotary_table(angles[:2], interleaved, "sbhd", x)
+    plain = te.RotaryPositionEmbedding(DIM, interleaved=interleaved)
+    squeezed = te.RotaryPositionEmbedding(DIM, 1.0, 4, 64, interleaved=interleaved)
+    assert torch.allclose(squeezed(64), plain(64) / 4)
+    assert torch.allclose(squeezed(512), plain(512) / 8)
+    assert torch.allclose(plain(3, offset=2), plain(5)[2:])
+    assert te.RotaryPositionEmbedding(DIM, 0.5)(2).shape[-1] == DIM // 2
+    with pytest.raises(NotImplementedError, match="different angles for queries and keys"):
+        rotary_table((angles, angles), interleaved, "sbhd", x)
+
+
+def test_parameters_have_their_names_and_pieces() -> None:
+    """q, k and v apart or in one piece; views, so that weights can be written in place; a state dict goes both ways."""
+    for changes in (
+        {},
+        {"num_gqa_groups": 2, "input_layernorm": True, "normalization": "RMSNorm", "bias": False},
+        {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+        {"attention_type": "cross", "input_layernorm": True, "attn_mask_type": "no_mask"},
+        {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True, "softmax_type": "learnable"},
+    ):
+        torch.manual_seed(1)
+        layer, other = (te.MultiheadAttention(32, HEADS, DIM, 0.0, **changes) for _ in range(2))
+        state = layer.state_dict()
+        assert other.load_state_dict(state) == ([], [])
+        x = heads(SEQUENCE, BATCH, 32)
+        more = {"encoder_output": heads(3, BATCH, 32)} if "attention_type" in changes else {}
+        for recipe in (Float8CurrentScaling(), DelayedScaling()):
+            with te.autocast(recipe=recipe):
+                assert torch.equal(layer(x, **more), other(x, **more))
+        for tensor in state.values():
+            tensor.fill_(0.25)
+        assert all(parameter.eq(0.25).all() for parameter in layer.parameters())
+    fused = te.MultiheadAttention(32, HEADS, DIM, fuse_qkv_params=True, qkv_weight_interleaved=False).state_dict()
+    assert fused["qkv.weight"].shape == (3 * HEADS * DIM, 32)
+    names = set(te.MultiheadAttention(32, HEADS, DIM, num_gqa_groups=2, input_layernorm=True, bias=False).state_dict())
+    wanted = {f"layernorm_qkv.{name}_weight" for name in ("query", "key", "value", "layer_norm")}
+    wanted |= {"layernorm_qkv.layer_norm_bias", "layernorm_qkv._extra_state", "proj.weight", "proj._extra_state"}
+    assert names == wanted
+
+
+def test_orders_that_ottava_does_not_have_are_refused() -> None:
+    for changes, words in (
+        ({"fuse_qkv_params": True}, "give qkv_weight_interleaved=False"),
+        ({"qk_norm_type": "RMSNorm"}, "give qk_norm_before_rope=True"),
+        ({"return_bias": True}, "return_bias=True is not in ottava"),
+        ({"tp_size": 2}, "tp_size=2 is not in ottava"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            te.MultiheadAttention(32, HEADS, **changes)
+    layer, x = te.MultiheadAttention(32, HEADS, attention_dropout=0.0), heads(SEQUENCE, BATCH, 32)
+    with pytest.raises(NotImplementedError, match="attn_mask_type='no_mask' of this call asks for 'no_mask'"):
+        layer(x, attn_mask_type="no_mask")
+    assert torch.equal(layer(x, attn_mask_type="padding_causal"), layer(x))

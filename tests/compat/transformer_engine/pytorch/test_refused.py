@@ -1,0 +1,80 @@
+"""Names and arguments that ottava does not have: they can be imported, and are refused by name when used."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, NAMES, refuse, unread_variables
+
+PUBLIC = """
+LayerNormLinear Linear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding Fp8Unpadding initialize_ub destroy_ub
+UserBufferQuantizationMode DotProductAttention FusedMLAQUpProjRopeQuant MultiheadAttention InferenceParams
+RotaryPositionEmbedding TransformerLayer moe_permute moe_permute_with_probs moe_permute_and_pad_with_probs
+moe_unpermute moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs fp8_autocast fp8_model_init autocast
+quantized_model_init is_fp8_available is_mxfp8_available is_fp8_block_scaling_available is_nvfp4_available
+get_default_recipe QuantizerRole QuantizerRequest DelayedScalingRequest make_graphed_callables checkpoint
+CudaRNGStatesTracker get_cpu_offload_context mark_not_offload ManualOffloadSynchronizer ops optimizers onnx_export
+parallel_cross_entropy CusolverMpCtx newton_schulz QuantizedTensorStorage QuantizedTensor Quantizer prepare_for_saving
+restore_from_saved restore_from_func_ctx Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer
+Float8BlockQuantizer NVFP4Quantizer Float8TensorStorage MXFP8TensorStorage Float8BlockwiseQTensorStorage
+NVFP4TensorStorage Float8Tensor MXFP8Tensor Float8BlockwiseQTensor NVFP4Tensor HybridQuantizer
+HybridQuantizedTensorStorage IdentityQuantizer IdentityTensorStorage HybridQuantizedTensor IdentityTensor constants
+DType deinterleave_glu_tensor interleave_glu_tensor get_cudnn_version get_device_compute_capability is_bf16_available
+""".split()  # noqa: SIM905  # the list would be a page long
+"""What transformer_engine.pytorch 2.20 imports into its own namespace."""
+
+
+def test_every_public_name_is_here_or_refused() -> None:
+    missing = [name for name in PUBLIC if not hasattr(te, name)]
+    assert missing == []
+    assert not hasattr(te, "nobody_has_this")
+    assert set(NAMES) <= set(PUBLIC)
+    assert not set(NAMES) & set(te.__all__)
+
+
+def test_a_refused_name_refuses_to_be_used() -> None:
+    for name in NAMES:
+        stand_in: Any = getattr(te, name)
+        assert not isinstance(torch.ones(1), stand_in)
+        for use in (stand_in, lambda stand_in=stand_in: stand_in.anything):
+            with pytest.raises(NotImplementedError, match=f"transformer_engine.pytorch.{name} is not in ottava: "):
+                use()
+
+
+def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
+    """On the modules themselves; an unknown one is a TypeError with the nearest known name."""
+    te.Linear(8, 8, tp_size=1, sequence_parallel=False, ub_overlap_ag=True, layer_number=3, name="fc1")
+    for module in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
+        taken = set(inspect.signature(module.__init__).parameters)
+        for name, (harmless, reason) in ARGUMENTS.items():
+            if name in taken:
+                continue
+            for value in harmless if harmless != ("any",) else (None, 7):
+                refuse(module.__name__, {name: value})
+            if harmless != ("any",):
+                with pytest.raises(NotImplementedError, match=f"{name}='other' is not in ottava: {reason}"):
+                    module(8, 8, **{name: "other"})
+        with pytest.raises(TypeError, match="did you mean 'params_dtype'"):
+            module(8, 8, param_dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="fp8_output=True"):
+        te.Linear(8, 8)(torch.ones(1, 8), fp8_output=True)
+
+
+def test_variables_of_theirs_are_named_where_they_change_numbers() -> None:
+    program = "import warnings\nwarnings.simplefilter('error')\nimport ottava.compat.transformer_engine.pytorch"
+    theirs = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_FWD_LAYERNORM_SM_MARGIN": "2"}
+    environment = {**os.environ, **theirs}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("UserWarning: ottava does not read NVTE_FLASH_ATTN: torch.nn.attention.sdpa_kernel chooses")
+    assert "NVTE_UNFUSED_FP8_UPDATE: there is one rule" in last
+    assert "MARGIN" not in last
+    assert unread_variables({}) == ""

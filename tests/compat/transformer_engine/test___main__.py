@@ -1,0 +1,70 @@
+"""Scripts written for TransformerEngine, run by the command as they are: in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys
+import torch
+import transformer_engine
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch import Float8Tensor, TransformerLayer, make_graphed_callables
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    te.LayerNormMLP(64, 128, bias=True), te.LayerNormLinear(64, 64), te.Linear(64, 10, bias=True)
+)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+fp8_recipe = DelayedScaling(margin=0, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+x, y = torch.randn(32, 64), torch.randint(10, (32,))
+for step in range(30):
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 0:
+        first = float(loss)
+print(sys.argv[1:], float(loss) < first / 4, model[2].last_call.records["fprop"].quantized)
+"""
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "ottava.compat.transformer_engine", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_script_runs_unchanged_and_learns(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ran = run(script, "--epochs", 3)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "['--epochs', '3'] True True\n", "")
+
+
+def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
+    """No script, one that is not there, TransformerEngine for JAX, and a GPU that this machine does not have."""
+    assert run("--help").stdout.startswith("python -m ottava.compat.transformer_engine script.py")
+    missing = run(tmp_path / "nowhere.py")
+    assert (missing.returncode, missing.stderr.strip()) == (
+        2,
+        f"{tmp_path / 'nowhere.py'}: No such file or directory; needed: a Python script",
+    )
+    script = tmp_path / "jax.py"
+    script.write_text("try:\n    import transformer_engine.jax\nexcept ModuleNotFoundError as no:\n    print(no)\n")
+    assert run(script).stdout == "transformer_engine.jax is not in ottava: only transformer_engine.pytorch is\n"
+    script.write_text(
+        "import torch\nif torch.cuda.is_available():\n    raise RuntimeError('CUDA')\n"
+        "import transformer_engine.pytorch as te\nte.Linear(4, 4).cuda()\n"
+    )
+    failed = run(script)
+    assert failed.returncode == 1
+    if "This machine has no CUDA device" not in failed.stderr:
+        assert "RuntimeError: CUDA" in failed.stderr  # it has one
+    script.write_text("import transformer_engine.pytorch as te\nte.Linear(4, 4, device='cuda')\n")
