@@ -1,8 +1,8 @@
-"""The rule book of `diagnose`: symptoms, causes and remedies as data, read from YAML and checked before it is used.
+"""The rule book of `diagnose`: symptoms, causes and remedies as data, read from YAML and checked before use.
 
-Every name in a condition, every remedy, question and explained rule must exist; a mistake is refused with the file, the
-rule and the nearest known name. Your own file (`--rules FILE`) has the same sections and is added to the shipped one; a
-rule of the same id replaces that one.
+Every name in a condition, every remedy, question and explained rule must exist; the error names the file, the rule and
+the nearest known name. A file of your own (`--rules FILE`) has the same sections and adds to the shipped one; its rule
+replaces a shipped rule with the same id.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _RULE_SHAPE: Mapping[str, Any] = MappingProxyType(
     | {"refuted_when": str, "reach": str, "where": dict, "least": int, "confidence": float}
     | {name: [str] for name in ("support", "explains", "remedies", "source")}
 )
-"""What the file may hold, see `untrusted.misfit`."""
+"""The types in the file, see `untrusted.misfit`."""
 
 
 class RulesError(ValueError):
-    """A rule book is wrong; the message names the file and the place."""
+    """A rule book has a mistake; the message names the file and the place."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Question:
-    """Something a run folder cannot know, that its owner may."""
+    """A fact that the run folder does not have, but its owner may know."""
 
     name: str
     ask: str
@@ -65,7 +65,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Note:
-    """A constraint that a remedy brings along."""
+    """A constraint of a remedy."""
 
     when: Condition
     say: str
@@ -73,22 +73,22 @@ class Note:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to try. Patches are templates, see `patches`."""
+    """A thing to try. Patches are templates, see `patches`."""
 
     name: str
     rung: int
-    """On the ladder, 1 is cheapest."""
+    """Place on the ladder; 1 is cheapest."""
     cost: str
     text: str
     patch: Mapping[str, str]
     notes: tuple[Note, ...] = ()
     layers: Literal["finding", "ends"] = "finding"
-    """Whose: the finding's, or those of the first and the last block."""
+    """The layers to change: the finding's, or those of the first and the last block."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One symptom, and what is known about it."""
+    """One symptom with its cause and remedies."""
 
     id: str
     title: str
@@ -98,20 +98,20 @@ class Rule:
     refute_by: str
     over: str = "casts"
     where: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """Column -> words; only such rows are asked."""
+    """Column -> words; the rule tests only rows with one of these words."""
     least: int = 1
-    """Rows of one series that must answer yes: a cast that is noisy in one look is no finding."""
+    """Rows of one series for which the condition must hold: a cast that is noisy in one look is no finding."""
     severity: Severity = "warning"
     critical: Condition | None = None
     support: tuple[Condition, ...] = ()
-    """Each that holds raises confidence, each that does not lowers it a little."""
+    """A condition that holds raises the confidence; one that does not lowers it a little."""
     refuted_when: Condition | None = None
-    """Lowers it a lot."""
+    """If this holds, it lowers the confidence a lot."""
     confidence: float = 0.6
     explains: tuple[str, ...] = ()
-    """Rules whose findings are consequences of this one's."""
+    """Rules whose findings are consequences of this one."""
     reach: Reach = "slot"
-    """Where: the same tensor, layer, or the whole run, from the first step of this one on; or everywhere, always."""
+    """Reach of these consequences: the same tensor, layer or run, from this finding's first step on; or everywhere."""
     remedies: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Branch:
-    """What an answer in the triage tree means."""
+    """The meaning of an answer in the triage tree."""
 
     say: str
     next: str | None = None
@@ -131,21 +131,21 @@ class Branch:
 
 @dataclass(frozen=True)
 class TriageNode:
-    """A question of the triage tree, answered from the run where it can be."""
+    """A question of the triage tree. The run answers it if it can."""
 
     id: str
     question: str
     known: Condition
-    """Yes where it holds."""
+    """The answer is yes if it holds."""
     yes: Branch
     no: Branch
     answer: str | None = None
-    """The question to ask where nothing is known."""
+    """The question to ask if the run cannot answer."""
 
 
 @dataclass(frozen=True)
 class Rulebook:
-    """All of it.
+    """A rule book.
 
     Example:
         >>> book = load_rules()
@@ -154,17 +154,17 @@ class Rulebook:
     """
 
     config: Mapping[str, tuple[str, ...]]
-    """Name in conditions -> keys under which frameworks keep it."""
+    """Name in conditions -> keys of the setting in the frameworks."""
     questions: Mapping[str, Question]
     remedies: Mapping[str, Remedy]
     triage: Mapping[str, TriageNode]
     rules: Mapping[str, Rule]
 
     def check_answers(self, answers: Mapping[str, str]) -> None:
-        """Refuses an answer that nobody asked for.
+        """Refuses answers without a question.
 
         Raises:
-            RulesError: unknown question or choice.
+            RulesError: the question or the choice is unknown.
         """
         for name, choice in answers.items():
             if name not in self.questions:
@@ -175,10 +175,10 @@ class Rulebook:
 
 
 def load_rules(extra: Path | str | None = None) -> Rulebook:
-    """The shipped rule book, with a file of your own.
+    """Loads the shipped rule book, and adds a file of your own.
 
     Raises:
-        RulesError: the file cannot be read, or something in it is wrong.
+        RulesError: the file cannot be read, or has a mistake.
     """
     shipped = resources.files("ottava.debug.analysis").joinpath("rules.yaml")
     sections = _Sections()
@@ -197,7 +197,7 @@ _T = TypeVar("_T")
 
 
 class _Sections:
-    """Collects files, then checks what they say about each other."""
+    """Collects the sections of files, then checks their references to each other."""
 
     def __init__(self) -> None:
         self.config: dict[str, tuple[str, ...]] = {}
@@ -213,13 +213,13 @@ class _Sections:
         except UntrustedError as error:
             raise RulesError(f"{file}: {error}") from error
         if not isinstance(content, Mapping):
-            raise RulesError(f"{file}: holds {type(content).__name__}; needs sections such as 'rules'")
+            raise RulesError(f"{file}: got {type(content).__name__}; needs sections such as 'rules'")
         for section in content:
             if section not in _SECTIONS:
                 raise RulesError(f"{file}: {unknown_name('section', section, _SECTIONS)}")
         _refuse_misfit(file, content, _BOOK_SHAPE)
         if content.get("version", _VERSION) != _VERSION:
-            raise RulesError(f"{file}: version {content['version']}; this ottava reads {_VERSION}")
+            raise RulesError(f"{file}: has version {content['version']}; this ottava reads {_VERSION}")
         for name, keys in (content.get("config") or {}).items():
             self.config[str(name)] = tuple(keys)
         for name, entry in (content.get("questions") or {}).items():
@@ -284,7 +284,7 @@ def _check(place: str, condition: Condition, names: Sequence[str], functions: Se
 
 
 def _word(value: Any) -> str:
-    """YAML reads yes and no as booleans."""
+    """A choice as a word: YAML reads yes and no as booleans."""
     return "yes" if value is True else "no" if value is False else str(value)
 
 
@@ -296,8 +296,8 @@ def _make(kind: type[_T], place: str, values: Mapping[str, Any]) -> _T:
     try:
         return kind(**values)
     except TypeError as error:
-        wanted = str(error).partition("argument")[2].lstrip("s:").strip() or str(error)
-        raise RulesError(f"{place}: misses {wanted}") from error
+        missing = str(error).partition("argument")[2].lstrip("s:").strip() or str(error)
+        raise RulesError(f"{place}: lacks {missing}") from error
 
 
 def _condition(place: str, text: Any) -> Condition:
@@ -309,7 +309,7 @@ def _condition(place: str, text: Any) -> Condition:
 
 def _rule(place: str, entry: Any) -> Rule:
     if not isinstance(entry, Mapping):
-        raise RulesError(f"{place}: needs fields such as id, title, when")
+        raise RulesError(f"{place}: got {type(entry).__name__}; needs fields such as id, title, when")
     _refuse_misfit(place, entry, _RULE_SHAPE)
     values: dict[str, Any] = dict(entry)
     for name in ("when", "critical", "refuted_when"):
@@ -322,12 +322,7 @@ def _rule(place: str, entry: Any) -> Rule:
     values["where"] = MappingProxyType(
         {column: tuple(map(_word, w if isinstance(w, list) else [w])) for column, w in where.items()}
     )
-    choices = {
-        "stage": get_args(Stage),
-        "severity": get_args(Severity),
-        "reach": get_args(Reach),
-        "over": VOCABULARY,
-    }
+    choices = {"stage": get_args(Stage), "severity": get_args(Severity), "reach": get_args(Reach), "over": VOCABULARY}
     for name, allowed in choices.items():
         if name in values:
             _known(place, f"value of {name}", values[name], allowed)
