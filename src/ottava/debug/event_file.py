@@ -1,4 +1,4 @@
-"""Writes and reads TensorBoard's event files without TensorBoard: scalars, histograms and text.
+"""Writes and reads TensorBoard's event files without TensorBoard: scalars and histograms.
 
 A file is a row of records: length (8 bytes), its checksum, payload, its checksum (masked CRC-32C, little endian). The
 payload is a protobuf `Event`: wall_time = 1, step = 2, file_version = 3, summary = 5; a `Summary.Value` has tag = 1,
@@ -24,7 +24,7 @@ _MAX_RECORD = 16 << 20
 """Bytes. The reader skips larger records, such as pictures; a record of scalars has some kilobytes."""
 _POLYNOMIAL = 0x82F63B78
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_FLOAT, _DOUBLE, _INT32, _STRING, _INT64 = 1, 2, 3, 7, 9  # tensor.proto's DataType
+_FLOAT, _DOUBLE = 1, 2  # tensor.proto's DataType
 _LONGEST_VARINT = 10
 """Bytes: 64 bits, 7 in each byte."""
 _DAMAGED = "damaged protobuf message"
@@ -98,12 +98,6 @@ class EventWriter:
             histo += _bytes(field, b"".join(struct.pack("<d", value) for value in values))
         self._event(step, [_bytes(1, tag.encode()) + _bytes(5, histo)])
 
-    def text(self, step: int, tag: str, text: str) -> None:
-        """A text in Markdown."""
-        metadata = _bytes(1, _bytes(1, b"text"))
-        tensor = _number(1, _STRING) + _bytes(2, _bytes(2, _number(1, 1))) + _bytes(8, text.encode())
-        self._event(step, [_bytes(1, tag.encode()) + _bytes(8, tensor) + _bytes(9, metadata)])
-
     def close(self) -> None:
         """Closes the file."""
         self._stream.close()
@@ -145,9 +139,9 @@ def _scalars(payload: bytes) -> Iterator[Scalar]:
         elif field == 5 and isinstance(value, bytes):
             values += [entry for number, entry in _fields(value) if number == 1]
     for entry in values:
-        found = _scalar(entry) if isinstance(entry, bytes) else None
-        if found is not None:
-            yield Scalar(step, wall_time, *found)
+        scalar = _scalar(entry) if isinstance(entry, bytes) else None
+        if scalar is not None:
+            yield Scalar(step, wall_time, *scalar)
 
 
 def _scalar(entry: bytes) -> tuple[str, float] | None:

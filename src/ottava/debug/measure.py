@@ -248,8 +248,8 @@ class _Walk:
     ) -> None:
         self._add("n", size)
         self._add("n_nonzero", nonzero)
-        kept = torch.count_nonzero(q)
-        self._add("n_underflow", nonzero - kept if self.format.has_zero else self.zero)
+        remaining = torch.count_nonzero(q)
+        self._add("n_underflow", nonzero - remaining if self.format.has_zero else self.zero)
         small = (numbers.abs() < 2.0**self.format.emin).sum()
         self._add("n_subnormal", small - (numbers.numel() - torch.count_nonzero(numbers)))
         self._add("n_overflow", self.zero)
@@ -288,8 +288,8 @@ class _Walk:
     def _extend(self, bits: Tensor, error: Tensor) -> None:
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
         amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
-        for name, here in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
-            self.extremes[name] = torch.maximum(self.extremes.get(name, here), here)
+        for name, value in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
+            self.extremes[name] = torch.maximum(self.extremes.get(name, value), value)
 
     def _histograms(
         self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice

@@ -206,15 +206,15 @@ class AmaxLog:
     def _cut_back(self, step: int) -> None:
         lines = _whole_lines(self.path)
         header = next(lines, None)
-        kept = 0
+        length = 0
         if header is not None and step > 0:
             self._header = _tensors(self.path, header)
-            kept = len(header)
+            length = len(header)
             for number, line in enumerate(lines, start=2):
                 if _step(self.path, number, line, len(self._header))[0] > step:
                     break
-                kept += len(line)
-        os.truncate(self.path, kept)
+                length += len(line)
+        os.truncate(self.path, length)
 
 
 def recorded(run_dir: Path) -> Recording | None:

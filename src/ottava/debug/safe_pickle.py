@@ -95,8 +95,8 @@ def load_torch(file: Path | bytes) -> Any:
     except (RefusedError, DamagedError):
         raise
     except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise RefusedError([found[1]]) from error
+        if name := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RefusedError([name[1]]) from error
         # torch's message advises to load without restriction: leave that out
         raise DamagedError(str(error).partition("WeightsUnpickler error: ")[2] or "not a pickle") from error
     except Exception as error:  # damaged bytes make torch and zipfile raise errors of any kind
@@ -234,12 +234,12 @@ def check_tensors(value: Any, size: int) -> None:
         Traceback (most recent call last):
         ottava.debug.safe_pickle.DamagedError: a tensor of shape (1000000000000,) has more numbers than the file
     """
-    waiting, seen = [value], set[int]()
+    waiting, visited = [value], set[int]()
     while waiting:
         item = waiting.pop()
-        if id(item) in seen:
+        if id(item) in visited:
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         if isinstance(item, Tensor):
             shape = tuple(item.shape)
             if item.device.type != "cpu" or item.layout != torch.strided or item.is_quantized:

@@ -105,12 +105,12 @@ def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: floa
     histogram = np.asarray(histogram, dtype=np.float64)
     total = histogram.sum(-1)
     cumulative = histogram.cumsum(-1)
-    wanted = total * share
-    index = (cumulative < wanted[..., None]).sum(-1)
+    target = total * share
+    index = (cumulative < target[..., None]).sum(-1)
     index = np.minimum(index, histogram.shape[-1] - 1)
     inside = np.take_along_axis(histogram, index[..., None], -1)[..., 0]
     before = np.take_along_axis(cumulative, index[..., None], -1)[..., 0] - inside
-    part = np.where(inside > 0, (wanted - before) / np.where(inside > 0, inside, 1), 0.0)
+    part = np.where(inside > 0, (target - before) / np.where(inside > 0, inside, 1), 0.0)
     return _where(total > 0, first + width * (index + part))
 
 

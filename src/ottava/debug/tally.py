@@ -168,8 +168,8 @@ def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterato
 
 def tile_fields(detail: Detail) -> dict[str, int]:
     """Field -> bins (0 for a number) of the sums that a tile of elements can compute: nothing about rows or blocks."""
-    asked = {**SUMMED[detail], **EXTREMES}
-    return {f.name: asked[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in asked}
+    summed = {**SUMMED[detail], **EXTREMES}
+    return {f.name: summed[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in summed}
 
 
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")

@@ -211,10 +211,10 @@ def _tokens(run: Run) -> tuple[Any, Any]:
 
 def _closest(axis: Any, at: Any) -> Any:
     """For each place, the index of the nearest one on an ascending axis."""
-    right = np.clip(np.searchsorted(axis, at), 1, max(len(axis) - 1, 1))
-    left = right - 1
-    right = np.minimum(right, len(axis) - 1)
-    return np.where(np.abs(axis[left] - at) <= np.abs(axis[right] - at), left, right)
+    upper = np.clip(np.searchsorted(axis, at), 1, max(len(axis) - 1, 1))
+    lower = upper - 1
+    upper = np.minimum(upper, len(axis) - 1)
+    return np.where(np.abs(axis[lower] - at) <= np.abs(axis[upper] - at), lower, upper)
 
 
 def _nearest(axis: Any, at: Any) -> Any:
@@ -278,8 +278,8 @@ def _judge(
     effect = metric.effect(a, b)
     capped = metric.effect(*(np.minimum(side, mine.floor_db) for side in (a, b))) if metric.unit == "dB" else effect
     bits = metric.bits(capped, mine.significand)
-    known = np.flatnonzero(np.isfinite(effect))
-    if not len(known):
+    indices = np.flatnonzero(np.isfinite(effect))
+    if not len(indices):
         return None, None
 
     def entry(i: int) -> dict[str, Any]:
@@ -287,16 +287,16 @@ def _judge(
         numbers = {"good": _tidy(a[i]), "bad": _tidy(b[i]), "effect": _tidy(effect[i]), "unit": metric.unit}
         return {**where, **numbers, "bits": _tidy(bits[i]), "step": int(mine.step[pairs[0][i]])}
 
-    worst = known[int(np.argmax(bits[known]))]
+    worst = indices[int(np.argmax(bits[indices]))]
     low, high = _band(metric, around)
     if metric.unit == "dB":
         low = np.minimum(low, mine.floor_db)
     under, over = b < low, b > high
-    outside = (over if metric.worse == "high" else under if metric.worse == "low" else over | under)[known]
+    outside = (over if metric.worse == "high" else under if metric.worse == "low" else over | under)[indices]
     stays = np.flatnonzero(outside & np.append(outside[1:], True))
     exit_ = None
     if len(stays):
-        i = known[stays[0]]
+        i = indices[stays[0]]
         exit_ = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])]}
     return (entry(worst) if bits[worst] > 0.01 else None), exit_
 

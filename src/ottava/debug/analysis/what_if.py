@@ -241,8 +241,8 @@ def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
         layers: dict[str, bool] = {}
         for cell in cells:
             layers[cell.layer] = layers.get(cell.layer, True) and cell.clears
-        known = [cell for cell in cells if cell.steps and cell.spec != HIGH_PRECISION]
-        worst = min(known, key=lambda cell: cell.element_sqnr_db, default=None)
+        quantized = [cell for cell in cells if cell.steps and cell.spec != HIGH_PRECISION]
+        worst = min(quantized, key=lambda cell: cell.element_sqnr_db, default=None)
         rows.append(
             {
                 "recipe": name,
@@ -323,9 +323,9 @@ def _recording(table: Table) -> Recording:
         series[int(step)] = max(series.get(int(step), 0.0), float(amax))
     steps = sorted({step for series in tensors.values() for step in series})
     amaxes = [[series.get(step, 0.0) for series in tensors.values()] for step in steps]
-    nobody = RECIPES["delayed"].fprop.lhs
-    assert nobody is not None
-    named = tuple(RecordedTensor.of(layer, tensor, nobody) for layer, tensor in tensors)
+    spec = RECIPES["delayed"].fprop.lhs
+    assert spec is not None
+    named = tuple(RecordedTensor.of(layer, tensor, spec) for layer, tensor in tensors)
     return Recording(named, tuple(steps), torch.tensor(amaxes, dtype=torch.float32).reshape(len(steps), len(named)))
 
 

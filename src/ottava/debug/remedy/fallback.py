@@ -372,8 +372,8 @@ def by_gradient(batch: Any, loss: Loss, *, gain: float = 0.05) -> Verify:
         replay = Replay(model, batch() if callable(batch) else batch, loss)
         reference = replay.run(None)
         errors = []
-        for own in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
-            outcome = replay.run(spelled_out({**cells, proposal.layer: own}))
+        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
+            outcome = replay.run(spelled_out({**cells, proposal.layer: recipe}))
             errors.append(replay.compare(outcome, reference).error)
         before, after = errors
         better = after <= before * (1 - gain) if proposal.evidence else after <= before * (1 + gain)
@@ -405,9 +405,9 @@ def by_fork(
         data = list(batches())
         start = Snapshot.take(model, optimizer, proposal.step, tuple(extras))
         means = []
-        for own in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
+        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
             try:
-                with autocast(spelled_out({**cells, proposal.layer: own})):
+                with autocast(spelled_out({**cells, proposal.layer: recipe})):
                     losses = [float(train_step(batch)) for batch in data]
             finally:
                 start.restore(model, optimizer, tuple(extras))

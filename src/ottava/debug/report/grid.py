@@ -151,9 +151,9 @@ def _alarm(
     for name, scale in SCALES.items():
         if not scale.health or name not in values:
             continue
-        here = scale.levels(values[name], floor)
-        higher = (here > level) | (np.isnan(level) & ~np.isnan(here))
-        level, metric = np.where(higher, here, level), np.where(higher, name, metric)
+        danger = scale.levels(values[name], floor)
+        higher = (danger > level) | (np.isnan(level) & ~np.isnan(danger))
+        level, metric = np.where(higher, danger, level), np.where(higher, name, metric)
     return level, metric
 
 

@@ -149,8 +149,8 @@ def worst_table(grid: Grid) -> dict[str, Any]:
         cells = []
         for name in columns:
             value = float(grid.values[name][i, at])
-            here = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
-            shade = 0 if math.isnan(here) else int(min(3, max(0, 4 * here)))
+            danger = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
+            shade = 0 if math.isnan(danger) else int(min(3, max(0, 4 * danger)))
             cells.append((number(value, STATISTICS[name].unit), shade))
         rows.append(
             {

@@ -97,13 +97,13 @@ def worst_runs(grid: Grid, worst: Sequence[Worst | None]) -> list[dict[str, Any]
         if cell is None:
             continue
         slot = grid.slots[cell.slot]
-        here = {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": cell.metric}
+        place = {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": cell.metric}
         step = int(grid.step[cell.slot, cell.look])
         peak = {"value": cell.value, "level": cell.level, "step": step, "slot": cell.slot}
-        if runs and all(runs[-1][key] == value for key, value in here.items()) and runs[-1]["slot"] == cell.slot:
+        if runs and all(runs[-1][key] == value for key, value in place.items()) and runs[-1]["slot"] == cell.slot:
             runs[-1]["last"] = last
             if cell.level > runs[-1]["level"]:
                 runs[-1] |= peak
         else:
-            runs.append({"first": first, "last": last, **here, **peak})
+            runs.append({"first": first, "last": last, **place, **peak})
     return runs

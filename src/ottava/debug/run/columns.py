@@ -61,18 +61,18 @@ def _checked(path: Path, stored: pa.Table) -> pa.Table:
     stored.validate(full=True)
     columns = {}
     for field in stats_schema():
-        name, wanted = field.name, field.type
+        name, kind = field.name, field.type
         if stored.column_names.count(name) != 1:
             if name in (*IDENTITY, REPORTED, _HISTOGRAM_START) or name in stored.column_names:
                 raise RunError(f"{path}: has {stored.column_names.count(name)} columns {name!r}; needs one")
             continue
         column = stored[name]
-        if pa.types.is_dictionary(wanted):
-            wanted = pa.string()
+        if pa.types.is_dictionary(kind):
+            kind = pa.string()
         try:
-            columns[name] = column.cast(wanted)
+            columns[name] = column.cast(kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise RunError(f"{path}: column {name!r} holds {column.type}; needs {wanted}") from error
+            raise RunError(f"{path}: column {name!r} holds {column.type}; needs {kind}") from error
         if name in IDENTITY and column.null_count:
             raise RunError(f"{path}: column {name!r} has rows without a value")
     steps = pc.min_max(columns["step"]).as_py()

@@ -49,8 +49,8 @@ def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
         ...     for rank in (0, 1):
         ...         with RunWriter(f"{folder}/run", rank=rank) as writer:
         ...             writer.tally(1, key, Tally(n=8, amax=2.0 ** rank))
-        ...     found = rank_spread(Run.open(f"{folder}/run"), "amax")
-        >>> [(s.step, s.low, s.high, s.octaves) for s in found]
+        ...     spreads = rank_spread(Run.open(f"{folder}/run"), "amax")
+        >>> [(s.step, s.low, s.high, s.octaves) for s in spreads]
         [(1, 1.0, 2.0, 1.0)]
     """
     if len(run.ranks) < 2:

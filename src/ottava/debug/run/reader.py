@@ -20,17 +20,7 @@ import pyarrow as pa
 
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged, read_part
-from ottava.debug.run.schema import (
-    EVENTS,
-    IDENTITY,
-    MANIFEST,
-    REPORTED,
-    STATS,
-    STEPS,
-    RunError,
-    SlotKey,
-    read_manifest,
-)
+from ottava.debug.run.schema import EVENTS, IDENTITY, MANIFEST, REPORTED, STATS, STEPS, RunError, SlotKey, read_manifest
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally, row_of
 from ottava.errors import unknown_name

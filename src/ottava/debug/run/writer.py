@@ -164,13 +164,7 @@ class RunWriter:
         self._line(EVENTS, {"step": step, "rank": self.rank, "kind": kind, **facts})
 
     def tally(
-        self,
-        step: int,
-        key: SlotKey,
-        tally: Tally,
-        *,
-        phase: str = "full",
-        reported: Mapping[str, float] | None = None,
+        self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None
     ) -> None:
         """Adds a row of statistics.
 
@@ -257,9 +251,9 @@ class RunWriter:
                 table = pq.read_table(part)
             except (pa.ArrowInvalid, OSError):
                 continue  # a torn part; readers ignore it too
-            kept = table.filter(pc.field("step") <= step)
-            if kept.num_rows < table.num_rows:
-                _store(kept, part)
+            earlier = table.filter(pc.field("step") <= step)
+            if earlier.num_rows < table.num_rows:
+                _store(earlier, part)
         lines = self.path / STEPS
         if self.rank == 0 and lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]

@@ -163,9 +163,9 @@ class Collector:
             noted = self._light
             for place, (_, extent, _) in noted.items() if self._reach else ():
                 self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(extent[0].to(torch.float32))
-            seen = _tallies(self._sums)
+            tallies = _tallies(self._sums)
             self._sums, self._light, self._once = {}, {}, set()
-            return seen, _light(list(noted.values()))
+            return tallies, _light(list(noted.values()))
 
     def _note(self, key: SlotKey, extent: Tensor, scale_inv: Tensor | None) -> None:
         place = (key.layer, key.tensor)

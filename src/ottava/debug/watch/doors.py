@@ -87,13 +87,13 @@ class DoorTap:
         if not self._counts(door, tensor, kwargs.get("record", True)):
             return
         self.seen.add(layer)
-        wanted = self.collector.wants(layer, tensor)
+        measured = self.collector.wants(layer, tensor)
         # a weight is measured once a step but checked in every micro-batch: a stale cache serves the later ones
         checked = self.collector.looking and self.collector.config.watches(layer, tensor)
-        if not wanted and not checked:
+        if not measured and not checked:
             return
         with unobserved(args[0]):  # selective checkpointing would count our operations
-            if wanted:
+            if measured:
                 self._take(layer, tensor, *args[:3], *output)
             if checked and self.on_operands is not None:
                 with self.collector.timed():

@@ -41,8 +41,8 @@ class DumpPlan:
         """Whether to write this cast of the running step."""
         if key in self._suspects:
             return True
-        asked = self._step in self.config.steps and key.tensor in self.config.tensors
-        return asked and matches(key.layer, self.config.layers or ("*",))
+        scheduled = self._step in self.config.steps and key.tensor in self.config.tensors
+        return scheduled and matches(key.layer, self.config.layers or ("*",))
 
     def take(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor) -> None:
         """Writes a cast: all of x (R, C) before it, and x_q; once a step, in the first micro-batch."""

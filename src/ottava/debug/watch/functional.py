@@ -125,8 +125,8 @@ def origin(operand: Tensor) -> Origin | None:
 
     Example:
         >>> experts = nn.Parameter(torch.ones(4, 2, 3))
-        >>> found = origin(experts[2].t().bfloat16())
-        >>> found.parameter is experts, found.first, origin(torch.ones(2, 3)) is None
+        >>> source = origin(experts[2].t().bfloat16())
+        >>> source.parameter is experts, source.first, origin(torch.ones(2, 3)) is None
         (True, 2, True)
     """
     base = operand if operand._base is None else operand._base
@@ -161,13 +161,13 @@ def _leads_to(node: Any, number: int) -> Origin | None:
     return None
 
 
-def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Iterator[Part]:
+def parts(call: Product, y: Tensor, source: Origin, *, weight_first: bool) -> Iterator[Part]:
     """The linears of a product, one for each matrix of the weight. If there are several, their suffix is a number."""
     w, x = (call.a, call.b) if weight_first else (call.b, call.a)
     # autocast changes most of these functions, not all: the dtype of the result tells
     cast = autocast_dtype(x) == y.dtype
     if call.ends is not None:
-        yield from _grouped(call, y, found, cast)
+        yield from _grouped(call, y, source, cast)
         return
     of_w, of_x, of_y = call.labels[not weight_first], call.labels[weight_first], call.labels[2]
     sizes = dict(zip(of_y, y.shape, strict=True)) | dict(zip(of_w, w.shape, strict=True))
@@ -181,10 +181,10 @@ def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Ite
     rows = "".join(label for label in of_y if label not in batch and label not in wide)
     if not summed or not wide:
         return
-    several = bool(batch) or w.numel() < found.parameter.numel()
+    several = bool(batch) or w.numel() < source.parameter.numel()
     for index in range(math.prod(sizes[label] for label in batch)):
         at = dict(zip(batch, _digits(index, [sizes[label] for label in batch]), strict=True))
-        suffix = f".{found.first + index}" if several else ""
+        suffix = f".{source.first + index}" if several else ""
         yield Part(
             suffix,
             (x,),
@@ -197,17 +197,17 @@ def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Ite
         )
 
 
-def _grouped(call: Product, y: Tensor, found: Origin, cast: bool) -> Iterator[Part]:
+def _grouped(call: Product, y: Tensor, source: Origin, cast: bool) -> Iterator[Part]:
     assert call.ends is not None
     if type(call.ends) is not Tensor or (call.ends.is_cuda and torch.cuda.is_current_stream_capturing()):
         for index in range(call.b.shape[0]):  # the split of the rows cannot be read here
             weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
-            yield Part(f".{found.first + index}", (), call.b, None, None, None, weight, cast)
+            yield Part(f".{source.first + index}", (), call.b, None, None, None, weight, cast)
         return
     start = 0
     for index, end in enumerate(call.ends.tolist()):  # waits for the device, only in watched steps
         weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
-        suffix = f".{found.first + index}"
+        suffix = f".{source.first + index}"
         if end > start:
             take = partial(_rows, start=start, stop=end)
             yield Part(suffix, (call.a,), call.b, y, take, take, weight, cast)

@@ -57,13 +57,13 @@ class LossTap:
     def detach(self) -> None:
         """Stops and restores torch's functions. If others wrapped one since, our wrapper stays inside it, idle."""
         self._active, self._unscaled = False, None
-        kept = []
+        wrapped = []
         for owner, name, ours, original in self._patches:
             if vars(owner).get(name) is ours:
                 setattr(owner, name, original)
             else:
-                kept.append((owner, name, ours, original))
-        self._patches = kept
+                wrapped.append((owner, name, ours, original))
+        self._patches = wrapped
 
     def _patch(
         self, owner: Any, name: str, before: Callable[..., None] | None, after: Callable[..., None] | None

@@ -359,10 +359,10 @@ class ModuleTap:
 
     def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
         """Watches grad_input and grad_weight: the gradients on the graph's edges from the layer to these tensors."""
-        wanted = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
+        targets = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
         if part.weight is not None and "grad_weight" in self._tensors:
-            wanted.append(("grad_weight", part.weight))
-        for tensor, target in wanted:
+            targets.append(("grad_weight", part.weight))
+        for tensor, target in targets:
             if not target.requires_grad or part.output is None:
                 continue
             edges = list(edges_to(target, part.output, part.inputs))

@@ -193,14 +193,14 @@ class Limited(Sink):
         """Calls that failed."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        kept = {}
+        shown = {}
         for tag, value in values.items():
             if tag in self.tags or len(self.tags) < self.limit:
                 self.tags[tag] = None
-                kept[tag] = value
+                shown[tag] = value
             else:
                 self.dropped += 1
-        self._try(self.sink.scalars, step, kept)
+        self._try(self.sink.scalars, step, shown)
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         self._try(self.sink.histogram, step, tag, edges, counts)
