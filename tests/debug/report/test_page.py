@@ -258,6 +258,6 @@ def test_page_says_how_much_was_asked(small_run: Run, monkeypatch: pytest.Monkey
     assert "The predictions use all recorded steps." in make_report(small_run).html
     monkeypatch.setattr(page, "_MOST_PREDICTED_ROWS", 100)
     count = len(small_run.table())
-    said = re.search(rf"Asked: (\d+) of {count:,} recorded casts", make_report(small_run).html)
+    said = re.search(rf"The predictions use (\d+) of {count:,} recorded casts", make_report(small_run).html)
     assert said is not None
     assert len(small_run.table().slots()) * 4 <= int(said[1]) < count

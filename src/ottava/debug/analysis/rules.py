@@ -272,7 +272,7 @@ class _Sections:
 def _section(file: str, content: Mapping[Any, Any], name: str, kind: type) -> Iterable[tuple[Any, Any]]:
     """(key, entry) of a section."""
     entries: Any = content.get(name) or kind()
-    if not isinstance(entries, kind):
+    if type(entries) is not kind:
         raise RulesError(f"{file}: {name}: got {type(entries).__name__}; needs a {kind.__name__}")
     return entries.items() if kind is dict else enumerate(entries)
 

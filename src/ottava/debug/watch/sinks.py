@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -79,8 +79,8 @@ class Row(NamedTuple):
         return f"tensor/{self.slot.layer}/{symbol(self.slot.tensor, self.slot.direction)}"
 
 
-class Sink:
-    """Shows looks. The methods of this base class show nothing."""
+class Sink(Protocol):
+    """Shows looks. A subclass inherits methods that show nothing."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the numbers of a look, by tag."""
