@@ -31,7 +31,6 @@ from ottava.debug.watch.sinks import (
     TOP_K,
     Limited,
     Row,
-    Sink,
     SinkError,
     SinkMissingError,
     TerminalSink,
@@ -60,7 +59,7 @@ def a_look(step: int = 100, layers: int = 3, bad: int = 1) -> Table:
     return Table.of(step, tallies)
 
 
-class Notebook(Sink):
+class Notebook:
     """A sink that keeps what it gets."""
 
     def __init__(self) -> None:

@@ -272,9 +272,11 @@ class _Sections:
 def _section(file: str, content: Mapping[Any, Any], name: str, kind: type) -> Iterable[tuple[Any, Any]]:
     """(key, entry) of a section."""
     entries: Any = content.get(name) or kind()
-    if type(entries) is not kind:
-        raise RulesError(f"{file}: {name}: got {type(entries).__name__}; needs a {kind.__name__}")
-    return entries.items() if kind is dict else enumerate(entries)
+    if kind is dict and isinstance(entries, dict):
+        return entries.items()
+    if kind is list and isinstance(entries, list):
+        return enumerate(entries)
+    raise RulesError(f"{file}: {name}: got {type(entries).__name__}; needs a {kind.__name__}")
 
 
 def _id(entry: Any) -> Any:

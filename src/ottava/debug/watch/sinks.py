@@ -80,7 +80,7 @@ class Row(NamedTuple):
 
 
 class Sink(Protocol):
-    """Shows looks. A subclass inherits methods that show nothing."""
+    """Shows looks."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Shows the numbers of a look, by tag."""
@@ -180,7 +180,7 @@ def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
     return {name: mark for name, mark in marks.items() if mark}
 
 
-class Limited(Sink):
+class Limited:
     """Limits a sink to MAX_TAGS names, the first ones, and catches its errors: a full disk or a lost server must not
     end a training."""
 
@@ -250,7 +250,7 @@ def _headline(step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> s
     return "  ".join([f"step {step:,}", *losses, fp8])
 
 
-class TerminalSink(Sink):
+class TerminalSink:
     """A table of the worst tensors that stays in place; one line per look if the output is no terminal."""
 
     def __init__(self, run_dir: Path, *, top_k: int = 8, console: Console | None = None) -> None:
@@ -265,6 +265,10 @@ class TerminalSink(Sink):
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
         self._live.update(_picture(step, rows[: self.top_k], _headline(step, rows, numbers)), refresh=True)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None: ...
 
     def close(self) -> None:
         if self._live is not None:
@@ -292,7 +296,7 @@ def _picture(step: int, rows: Sequence[Row], title: str) -> RichTable:
     return picture
 
 
-class TensorBoardSink(Sink):
+class TensorBoardSink:
     """An event file in the run folder; `tensorboard --logdir RUN` shows it."""
 
     def __init__(self, run_dir: Path, *, folder: str = "tensorboard") -> None:
@@ -304,11 +308,13 @@ class TensorBoardSink(Sink):
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         self.writer.histogram(step, tag, edges, counts)
 
+    def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
+
     def close(self) -> None:
         self.writer.close()
 
 
-class LoggerSink(Sink):
+class LoggerSink:
     """A module with init, log and finish: wandb, trackio. It uses the script's run if the script has begun one."""
 
     def __init__(self, module: str, run_dir: Path, *, project: str = "ottava", **settings: Any) -> None:
@@ -326,6 +332,8 @@ class LoggerSink(Sink):
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         if hasattr(self.module, "Histogram"):
             self._log(step, {tag: self.module.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))})
+
+    def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
         if self._own:
