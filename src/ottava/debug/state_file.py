@@ -18,7 +18,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -268,20 +268,9 @@ def _judge(layer: str, tensor: str, history: Tensor, scale: Tensor, law: _Law, *
         problems.append("has a scale without a history")
     if counts.get("nonfinite"):
         notes.append("had steps with an amax of inf or nan; the history leaves them out")
-    return TensorState(
-        layer,
-        tensor,
-        len(values),
-        filled,
-        newest,
-        largest,
-        factor,
-        follows,
-        counts.get("nonfinite"),
-        counts.get("guard_fires"),
-        tuple(problems),
-        tuple(notes),
-    )
+    state = TensorState(layer, tensor, len(values), filled, newest, largest, factor, follows)
+    state = replace(state, nonfinite=counts.get("nonfinite"), guard_fires=counts.get("guard_fires"))
+    return replace(state, problems=tuple(problems), notes=tuple(notes))
 
 
 def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:
@@ -301,17 +290,8 @@ def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:
                 raise StateFileError(
                     f"{where}.{part}: needs a {kind} tensor of {dims} dimensions; this is not ottava's state"
                 )
-        rows.append(
-            _judge(
-                layer,
-                tensor,
-                parts["amax_history"],
-                parts["scale"],
-                _Law(),
-                nonfinite=int(parts["nonfinite_count"]),
-                guard_fires=int(parts["guard_count"]),
-            )
-        )
+        counts = {"nonfinite": int(parts["nonfinite_count"]), "guard_fires": int(parts["guard_count"])}
+        rows.append(_judge(layer, tensor, parts["amax_history"], parts["scale"], _Law(), **counts))
     return rows
 
 

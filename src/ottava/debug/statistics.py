@@ -41,7 +41,8 @@ class Statistic:
     """Computes the number; NaN if the tally does not know it."""
 
 
-def _ratio(part: Number, whole: Number) -> Number:
+def ratio(part: Number, whole: Number) -> Number:
+    """part / whole; NaN if whole is 0."""
     part, whole = np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return plain(np.where(whole != 0, part / np.where(whole != 0, whole, 1.0), math.nan))
@@ -52,27 +53,28 @@ def _where(condition: Any, value: Any) -> Number:
 
 
 def _percent(part: str, whole: str) -> Callable[[Tally], Number]:
-    return lambda t: 100 * _ratio(getattr(t, part), getattr(t, whole))
+    return lambda t: 100 * ratio(getattr(t, part), getattr(t, whole))
 
 
-def _decibels(noise_over_signal: Number) -> Number:
+def decibels(noise_over_signal: Number) -> Number:
+    """-10 log10 of a ratio of powers; inf without noise."""
     with np.errstate(divide="ignore"):
-        return plain(-10 * np.log10(noise_over_signal))  # no noise: inf
+        return plain(-10 * np.log10(noise_over_signal))
 
 
 def _cosine_and_gain(t: Tally) -> tuple[Number, Number]:
-    a, b = _ratio(t.sxe, t.sxx), _ratio(t.see, t.sxx)
+    a, b = ratio(t.sxe, t.sxx), ratio(t.see, t.sxx)
     norm = np.maximum(1 - 2 * a + b, 0.0)  # |q|**2 / |x|**2
-    return _ratio(1 - a, np.sqrt(norm)), _ratio(1 - a, norm)
+    return ratio(1 - a, np.sqrt(norm)), ratio(1 - a, norm)
 
 
 def _rms(t: Tally) -> Number:
-    return np.sqrt(_ratio(t.sxx, t.n))
+    return np.sqrt(ratio(t.sxx, t.n))
 
 
 def _std(t: Tally) -> Number:
-    mean = _ratio(t.sx, t.n)
-    return plain(np.sqrt(np.maximum(_ratio(t.sxx, t.n) - mean * mean, 0.0)))
+    mean = ratio(t.sx, t.n)
+    return plain(np.sqrt(np.maximum(ratio(t.sxx, t.n) - mean * mean, 0.0)))
 
 
 def _amin(t: Tally) -> Number:
@@ -81,12 +83,12 @@ def _amin(t: Tally) -> Number:
 
 def _dynamic_range(t: Tally) -> Number:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return plain(np.log2(_ratio(t.amax, _amin(t))))
+        return plain(np.log2(ratio(t.amax, _amin(t))))
 
 
 def _scale_spread(t: Tally) -> Number:
-    mean = _ratio(t.scale_log2, t.n_scales)
-    return plain(np.sqrt(np.maximum(_ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
+    mean = ratio(t.scale_log2, t.n_scales)
+    return plain(np.sqrt(np.maximum(ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
 
 
 def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
@@ -120,7 +122,7 @@ def _row_sqnr(share: float) -> Callable[[Tally], Number]:
 
 def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
     bins = int(limit_db / ROW_SQNR_DB)
-    return lambda t: 100 * _ratio(np.asarray(t.row_sqnr)[..., :bins].sum(-1), t.n_rows)
+    return lambda t: 100 * ratio(np.asarray(t.row_sqnr)[..., :bins].sum(-1), t.n_rows)
 
 
 _ENTRIES = (
@@ -157,14 +159,14 @@ _ENTRIES = (
         "dB",
         "power of the tensor over the power of its error",
         "low",
-        lambda t: _decibels(_ratio(t.see, t.sxx)),
+        lambda t: decibels(ratio(t.see, t.sxx)),
     ),
     Statistic(
         "mean_relative_error",
         "",
         "|e| / |x|, mean of the non-zero elements; 1 for a flushed one",
         "high",
-        lambda t: _ratio(t.srel, t.n_nonzero),
+        lambda t: ratio(t.srel, t.n_nonzero),
     ),
     Statistic("cosine", "", "cosine between the tensor and its cast", "low", lambda t: plain(_cosine_and_gain(t)[0])),
     Statistic(
@@ -174,16 +176,16 @@ _ENTRIES = (
         "",
         lambda t: plain(_cosine_and_gain(t)[1]),
     ),
-    Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: _ratio(t.see, t.n)),
+    Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: ratio(t.see, t.n)),
     Statistic("max_error", "of x", "largest error of an element", "high", lambda t: t.max_error),
     Statistic("rms", "of x", "root of the mean square", "", lambda t: plain(_rms(t))),
-    Statistic("mean", "of x", "mean", "", lambda t: _ratio(t.sx, t.n)),
+    Statistic("mean", "of x", "mean", "", lambda t: ratio(t.sx, t.n)),
     Statistic("std", "of x", "standard deviation", "", _std),
     Statistic("dynamic_range_bits", "octaves", "log2(amax / amin)", "high", _dynamic_range),
     Statistic(
-        "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: _ratio(t.n * t.sx4, t.sxx**2)
+        "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: ratio(t.n * t.sx4, t.sxx**2)
     ),
-    Statistic("outlier_ratio", "", "amax over rms", "high", lambda t: _ratio(t.amax, _rms(t))),
+    Statistic("outlier_ratio", "", "amax over rms", "high", lambda t: ratio(t.amax, _rms(t))),
     Statistic(
         "block_spread_p50",
         "octaves",
@@ -220,7 +222,7 @@ _ENTRIES = (
         "octaves",
         "mean of log2(predicted scale / current scale)",
         "",
-        lambda t: _ratio(t.scale_error, t.n_predicted),
+        lambda t: ratio(t.scale_error, t.n_predicted),
     ),
     Statistic("nonfinite", "elements", "infinities and NaNs before the cast", "high", lambda t: t.n_nonfinite),
 )

@@ -20,7 +20,7 @@ from ottava.debug.analysis.loss import robust_distance
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
-from ottava.debug.statistics import STATISTICS
+from ottava.debug.statistics import STATISTICS, ratio
 
 _EARLY = 3  # looks at either end of a series whose median early() and late() take
 _QUARTERS_TO_ZERO = 4 * 18.8074  # quarter octaves from a block's amax, cast to 448, down to underflow in E4M3
@@ -48,11 +48,6 @@ def _over(compute: Callable[[Any], Any]) -> Callable[[tuple[AnyRows, Node]], Val
     return lambda call: call[0].over_series(call[1], compute)
 
 
-def _ratio(part: Any, whole: Any) -> Any:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), np.nan)
-
-
 def _column(name: str) -> Callable[[CastRows], Values]:
     return lambda rows: rows.table[name]
 
@@ -69,12 +64,12 @@ def _below(rows: CastRows, name: str) -> Any:
 
 def _flushed_in_blocks(rows: CastRows) -> Values:
     bins = _below(rows, "below_1x128")
-    return np.asarray(100 * _ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
+    return np.asarray(100 * ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
 
 
 def _at_block_amax(rows: CastRows) -> Values:
     bins = _below(rows, "below_1x32")
-    return np.asarray(100 * _ratio(bins[:, :2].sum(1), bins.sum(1)))
+    return np.asarray(100 * ratio(bins[:, :2].sum(1), bins.sum(1)))
 
 
 _SERIES = MappingProxyType(

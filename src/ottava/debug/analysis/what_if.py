@@ -28,6 +28,7 @@ from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.statistics import decibels
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
 from ottava.scaling import BLOCK_128X128, PER_TENSOR
@@ -54,21 +55,16 @@ def _share(part: Array, whole: Array) -> Array:
         return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), 0.0)
 
 
-def _decibels(ratio: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(-10 * np.log10(ratio))
-
-
 def _underflow(e: Expected) -> Array:
     return 100 * _share(e.flushed, e.elements)
 
 
 def _sqnr(e: Expected) -> Array:
-    return _decibels(_share(e.noise, e.signal))
+    return np.asarray(decibels(_share(e.noise, e.signal)))
 
 
 def _element_sqnr(e: Expected) -> Array:
-    return _decibels(_share(e.relative_squared, e.elements))
+    return np.asarray(decibels(_share(e.relative_squared, e.elements)))
 
 
 FLOORS = (

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Told = Callable[..., None]
-
 
 class LossTap:
     """Calls `seen` with every scalar loss before its backward begins.
