@@ -78,7 +78,7 @@ class DoorTap:
         if namesake is not None and namesake() not in (None, module):
             layer = f"{layer} ({len(self.layers)})"  # another model has a layer of this name
         self.layers[layer] = weakref.ref(module)
-        for tensor, door in module.quantizers.named_children():
+        for tensor, door in doors.named_children():
             self._places[door] = (layer, tensor)
 
     def _before(self, module: nn.Module, args: Any) -> None:
