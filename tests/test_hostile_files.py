@@ -379,10 +379,10 @@ def test_an_import_names_what_it_leaves_out(tmp_path: Path) -> None:
     for says in (
         "globalrank-1.log: is a FIFO; needs a regular file",
         "events.out.tfevents.1: is a FIFO",
-        "config.yaml: is left out (is nested more than 64 deep)",
+        "left out config.yaml (is nested more than 64 deep)",
         "iter_1.pt: a tensor of shape (32, 32) is on meta",
         "iter_2.pt: is no whole pickle",
-        "at step 1" + "0" * 19 + " of rank 0 is left out",
+        "left out step 1" + "0" * 19 + " of rank 0",
     ):
         assert says in notes, notes
     with pytest.raises(ValueError, match="is a FIFO"):

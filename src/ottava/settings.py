@@ -132,12 +132,14 @@ def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
         if problem["type"] == "value_error":  # one of ours, which says it all
             said = problem["msg"].removeprefix("Value error, ")
             yield f"{path}: {said}" if path else said
+        elif problem["type"] == "missing":
+            yield f"{path}: is missing"
         elif problem["type"] != "extra_forbidden":
             said = problem["msg"]
             yield f"{path}: got {short(problem['input'])}; {said[:1].lower()}{said[1:]}"
         else:
             inner = section
-            for name in parents:
+            for name in [name for name in parents if not name.isdecimal()]:
                 kinds = (inner.model_fields[name].annotation, *get_args(inner.model_fields[name].annotation))
                 inner = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
             yield unknown_name("setting", path, [".".join([*parents, name]) for name in inner.model_fields])

@@ -101,7 +101,7 @@ def test_without_the_dashes_what_follows_the_script_is_its_own(folder: Path) -> 
 def test_a_pattern_without_a_layer_is_a_wrong_command(folder: Path) -> None:
     watched = start(folder, "-m", "ottava", "watch", "--out", "run", "--layers", "nope*", "--", "train.py", "--lr", "1")
     assert watched.returncode == 2
-    assert "the pattern 'nope*' matches no layer; there are: 0, 2" in watched.stderr
+    assert "the pattern 'nope*' matches no layer; the layers are: 0, 2" in watched.stderr
     assert "Traceback" not in watched.stderr
 
 

@@ -56,7 +56,7 @@ def test_layers_show_every_tensor(watched: Path, capsys: pytest.CaptureFixture[s
     assert len(rows) == 4  # two recipes, X and X.T
     assert "underflow_pct" in rows[0]
     assert rows[1].endswith("ok")
-    assert rows[3].endswith("at worst")
+    assert rows[3].endswith("the run has no cast of x.T")
 
 
 def test_json_is_one_object(watched: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,11 +36,10 @@ def test_scalars_come_back(tmp_path: Path) -> None:
     assert read[4:] == [(2**40, "large", math.inf), (-1, "loss", 3.0)]
 
 
-def test_histograms_and_texts_are_no_scalars(tmp_path: Path) -> None:
-    """They are passed over."""
+def test_histograms_are_no_scalars(tmp_path: Path) -> None:
+    """The reader skips them."""
     writer = EventWriter(tmp_path)
     writer.histogram(1, "h", [0.0, 1.0, 2.0], [3.0, 4.0])
-    writer.text(1, "events/trigger", "reason loss_z")
     writer.scalars(1, {"x": 1.0})
     writer.close()
     assert values(writer.path) == [(1, "x", 1.0)]
@@ -82,14 +81,13 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_what_we_write(tmp_path: Path) -> None:
-    """Its own reader is the witness: scalars, histogram, text."""
+    """Its own reader is the witness: scalars and histogram."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = EventWriter(tmp_path)
     writer.scalars(7, {"loss": 2.5, "nan": math.nan})
     writer.histogram(7, "rows", [0.0, 1.0, 3.0], [2.0, 5.0])
-    writer.text(7, "events/trigger", "reason loss_z")
     writer.close()
     seen = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0})
     seen.Reload()
@@ -97,7 +95,6 @@ def test_tensorboard_reads_what_we_write(tmp_path: Path) -> None:
     histogram = seen.Histograms("rows")[0].histogram_value
     assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0, 1, 3], [0, 2, 5])
     assert (histogram.num, histogram.sum) == (7, 0.5 * 2 + 2 * 5)
-    assert b"reason loss_z" in seen.Tensors("events/trigger")[0].tensor_proto.string_val[0]
 
 
 def test_we_read_what_torch_writes(tmp_path: Path) -> None:

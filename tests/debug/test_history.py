@@ -318,7 +318,7 @@ def test_to_dict_is_json_and_names_every_tensor() -> None:
 
 
 def test_nothing_to_replay_is_refused() -> None:
-    with pytest.raises(ValueError, match="no tensor was cast"):
+    with pytest.raises(ValueError, match="the recording has no cast"):
         replay(Recording.of({"fc.input": ("E4M3", [0.0, 0.0])}))
-    with pytest.raises(ValueError, match="no setting to replay"):
+    with pytest.raises(ValueError, match="got no settings"):
         replay(Recording.of({"fc.input": ("E4M3", [1.0])}), [])

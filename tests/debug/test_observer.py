@@ -263,7 +263,7 @@ def test_it_can_be_printed() -> None:
     """A line for each cast, the worst first, with the numbers of the table; and a sentence where there is none."""
     model = network("blockwise")
     with ottava.debug.observe(model) as seen:
-        assert str(seen).startswith("no cast was seen")
+        assert str(seen).startswith("no casts")
         model(data()).sum().backward()
     head, *lines = str(seen).splitlines()
     assert head.split() == ["layer", "tensor", "cast", "row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax"]

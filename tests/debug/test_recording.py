@@ -166,7 +166,7 @@ def test_damage_is_named_with_its_line(harm: Callable[[str], str], said: str, tm
 
 
 def test_missing_recording_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="a run records it when its recipe predicts scales"):
+    with pytest.raises(RecordingError, match="only runs whose recipe predicts scales"):
         read_series(tmp_path)
 
 

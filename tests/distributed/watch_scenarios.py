@@ -121,7 +121,7 @@ def tensor_parallel() -> None:
     assert found["down", "weight"] == (16, 32 // size)
     assert found["up", "input"] == (12, 16)
     whys = {entry["name"]: entry["why"] for entry in tap.coverage()}
-    assert "W: this rank's shard" in whys["up"], whys
+    assert "W: is this rank's shard" in whys["up"], whys
 
 
 def idle_layers() -> None:

@@ -1,4 +1,4 @@
-"""Where FP8 hurts: statistics of every tensor at the door where it is cast."""
+"""The debugger: measures every tensor where it is cast, finds which cast hurts the run, and helps to repair it."""
 
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written and read without TensorBoard: scalars, histograms and text.
+"""Writes and reads TensorBoard's event files without TensorBoard: scalars and histograms.
 
 A file is a row of records: length (8 bytes), its checksum, payload, its checksum (masked CRC-32C, little endian). The
 payload is a protobuf `Event`: wall_time = 1, step = 2, file_version = 3, summary = 5; a `Summary.Value` has tag = 1,
@@ -21,14 +21,14 @@ from ottava.files import append
 from ottava.untrusted import regular_size
 
 _MAX_RECORD = 16 << 20
-"""Bytes. Larger records, such as pictures, are passed over: one of scalars has some kilobytes."""
+"""Bytes. The reader skips larger records, such as pictures; a record of scalars has some kilobytes."""
 _POLYNOMIAL = 0x82F63B78
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_FLOAT, _DOUBLE, _INT32, _STRING, _INT64 = 1, 2, 3, 7, 9  # tensor.proto's DataType
+_FLOAT, _DOUBLE = 1, 2  # tensor.proto's DataType
 _LONGEST_VARINT = 10
-"""Bytes: 64 bits, of which each has 7."""
+"""Bytes: 64 bits, 7 in each byte."""
 _DAMAGED = "damaged protobuf message"
-_SCALARS = ((_FLOAT, "<f", 5), (_DOUBLE, "<d", 6))  # and the field that holds the values
+_SCALARS = ((_FLOAT, "<f", 5), (_DOUBLE, "<d", 6))  # (type, form, field of the values)
 
 
 def _remainder(byte: int) -> int:
@@ -41,7 +41,7 @@ _REMAINDERS = tuple(_remainder(byte) for byte in range(256))
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C, rotated and shifted, as records store it.
+    """CRC-32C, rotated and shifted, as a record stores it.
 
     Example:
         >>> hex(masked_crc(b"123456789"))                      # the CRC itself is 0xe3069283, by its definition
@@ -88,7 +88,7 @@ class EventWriter:
         self._event(step, [_bytes(1, tag.encode()) + _float(2, value) for tag, value in values.items()])
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """A histogram: len(edges) == len(counts) + 1. Moments are those of the middles of its bins."""
+        """A histogram: len(edges) == len(counts) + 1. Its moments are computed from the middles of the bins."""
         middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
         weighted = list(zip(counts, middles, strict=True))
         first, second = sum(n * x for n, x in weighted), sum(n * x * x for n, x in weighted)
@@ -97,12 +97,6 @@ class EventWriter:
         for field, values in ((6, edges), (7, [0.0, *counts])):  # a bucket ends at its limit: the first one is empty
             histo += _bytes(field, b"".join(struct.pack("<d", value) for value in values))
         self._event(step, [_bytes(1, tag.encode()) + _bytes(5, histo)])
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """A text, Markdown."""
-        metadata = _bytes(1, _bytes(1, b"text"))
-        tensor = _number(1, _STRING) + _bytes(2, _bytes(2, _number(1, 1))) + _bytes(8, text.encode())
-        self._event(step, [_bytes(1, tag.encode()) + _bytes(8, tensor) + _bytes(9, metadata)])
 
     def close(self) -> None:
         """Closes the file."""
@@ -120,20 +114,19 @@ class EventWriter:
 
 
 def read_scalars(path: Path) -> Iterator[Scalar]:
-    """The scalars of an event file, old form (simple_value) and new (a tensor of one number).
+    """The scalars of an event file, in the old form (simple_value) and the new one (a tensor of one number).
 
     Raises:
-        ValueError: the file begins with something else than a record, or a record is whole and holds no event.
+        ValueError: the file does not begin with a record, or an undamaged record is no event.
         OSError, UntrustedError: as in `untrusted.regular_size`.
-    Edge cases: stops at a record that is torn or damaged, as a killed writer leaves it. Passes over records of more
-        than 16 MiB.
+    Edge cases: stops at a torn or damaged record, as a killed writer leaves it. Skips records above 16 MiB.
     """
     for payload in _records(path):
         try:
-            found = list(_scalars(payload))
+            scalars = list(_scalars(payload))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}; what stands before it was read") from error
-        yield from found
+            raise ValueError(f"{path}: {error}; the records before it were read") from error
+        yield from scalars
 
 
 def _scalars(payload: bytes) -> Iterator[Scalar]:
@@ -146,9 +139,9 @@ def _scalars(payload: bytes) -> Iterator[Scalar]:
         elif field == 5 and isinstance(value, bytes):
             values += [entry for number, entry in _fields(value) if number == 1]
     for entry in values:
-        found = _scalar(entry) if isinstance(entry, bytes) else None
-        if found is not None:
-            yield Scalar(step, wall_time, *found)
+        scalar = _scalar(entry) if isinstance(entry, bytes) else None
+        if scalar is not None:
+            yield Scalar(step, wall_time, *scalar)
 
 
 def _scalar(entry: bytes) -> tuple[str, float] | None:
@@ -181,7 +174,7 @@ def _of_tensor(tensor: bytes) -> float | None:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    left = regular_size(path)
+    remaining = regular_size(path)
     with path.open("rb") as stream:
         while len(head := stream.read(12)) == 12:
             length, check = head[:8], struct.unpack("<I", head[8:])[0]
@@ -190,8 +183,8 @@ def _records(path: Path) -> Iterator[bytes]:
                     raise ValueError(f"{path}: is no TensorBoard event file")
                 return
             (size,) = struct.unpack("<Q", length)
-            left -= 16 + size
-            if left < 0:  # torn, or a claim: nothing is reserved for it
+            remaining -= 16 + size
+            if remaining < 0:  # a torn record or a false size: allocate nothing for it
                 return
             if size > _MAX_RECORD:
                 stream.seek(size + 4, os.SEEK_CUR)
@@ -203,7 +196,7 @@ def _records(path: Path) -> Iterator[bytes]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of every field of a protobuf message: integers for varints, bytes for all else."""
+    """(number, value) of every field of a protobuf message; a varint's value is an int, any other is bytes."""
     at = 0
     while at < len(message):
         key, at = _read_varint(message, at)

@@ -1,15 +1,15 @@
-"""Which amax history would have been best: recorded amaxes, replayed under other settings (TransformerEngine #1169).
+"""Finds the best amax history for a run: replays recorded amaxes under other settings (TransformerEngine #1169).
 
-A predicted scale is a function of earlier amaxes and nothing else, so one recorded run answers for every window length,
-algorithm and margin, exactly, without training again:
+A predicted scale depends on earlier amaxes only. One recorded run therefore gives exact scales for every window length,
+algorithm and margin, without training again:
 
     window_k = max(amax_(k-L) .. amax_(k-1))       of the steps in which the tensor was cast; most_recent: amax_(k-1)
     scale_k  = compute_scale(window_k, margin)     the rule of `windows.roll_windows`; no window yet: that of amax_k
     clipped    amax_k * scale_k beyond what still rounds to fmt.max (as `statistics` counts overflow)
     lost bits  log2(fmt.max / amax_k / scale_k), where positive: octaves at the bottom of the format that stay unused
 
-What a setting would have done to the training itself, and so to later amaxes, no replay can tell. How a run is
-recorded: `recording`.
+A replay cannot tell how a setting would have changed the training itself, and thereby later amaxes. `recording` records
+a run.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ DEFAULT_SETTINGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a setting would have done to one tensor, or to all."""
+    """The effect of a setting on one tensor, or on all tensors."""
 
     casts: int
     """Steps in which the tensor was cast; for all tensors, their sum."""
     clipped: int
     """Casts that clipped."""
     worst_clip_octaves: float
-    """log2 of how far beyond the format's largest number; 0 where nothing clipped."""
+    """log2(largest scaled amax / largest number of the format); 0 if no cast clipped."""
     lost_bits_mean: float
-    """Over all casts."""
+    """Mean over all casts."""
     lost_bits_p99: float
-    """99 of 100 casts lost no more."""
+    """99 % of the casts lost at most so many bits."""
     guard_fires: int
     """Casts in which `guarded` would have taken the current scale instead."""
 
 
 @dataclass(frozen=True)
 class SettingOutcome:
-    """What one setting would have done."""
+    """The effect of one setting."""
 
     setting: Setting
     total: Outcome
-    """Over all tensors."""
+    """Sum over all tensors."""
     clipped_steps: int
     """Steps in which at least one tensor clipped."""
     unbeaten: bool
-    """No other setting clips less and loses no more, or loses less and clips no more."""
+    """True if no other setting clips less without losing more, or loses less without clipping more."""
     tensors: tuple[Outcome, ...]
-    """In the order of the recording's."""
+    """In the order of the recording's tensors."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class Replay:
 
     recording: Recording
     outcomes: tuple[SettingOutcome, ...]
-    """Best first; the run's own setting is among them where it is known."""
+    """Best first. They include the run's own setting if the recording knows it."""
 
     @property
     def own(self) -> SettingOutcome | None:
-        """That of the run's own setting."""
+        """The outcome of the run's own setting."""
         return next((o for o in self.outcomes if o.setting == self.recording.setting), None)
 
     def advice(self) -> str:
-        """One sentence with numbers: the first of the ranking beside the run's own setting."""
+        """One sentence with numbers that compares the best setting with the run's own setting."""
         best, own = self.outcomes[0], self.own
         casts = f"of {best.total.casts:,} casts ({len(self.recording.steps):,} steps)"
         if own is None:
@@ -106,7 +106,7 @@ class Replay:
                     **asdict(o.total),
                     "clipped_steps": o.clipped_steps,
                     "unbeaten": o.unbeaten,
-                    "tensors": [{**name, **asdict(one)} for name, one in zip(tensors, o.tensors, strict=True)],
+                    "tensors": [{**name, **asdict(outcome)} for name, outcome in zip(tensors, o.tensors, strict=True)],
                 }
                 for o in self.outcomes
             ],
@@ -133,13 +133,13 @@ def _row(outcome: SettingOutcome, *, own: bool) -> str:
 
 
 def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS) -> Replay:
-    """What every setting, and the run's own, would have done with the recorded amaxes.
+    """Replays the recorded amaxes under every setting, and under the run's own.
 
     Args:
-        recording: see `read_series`, or `Recording.of` for numbers from elsewhere.
+        recording: from `read_series`, or from `Recording.of` for numbers of your own.
     Raises:
-        ValueError: no tensor was cast in any step, or no setting.
-    Edge cases: idle steps are no casts and move no window; a tensor's first cast takes the current scale.
+        ValueError: the recording has no cast, or there is no setting.
+    Edge cases: an idle step is no cast and moves no window; a tensor's first cast takes the current scale.
 
     Example:
         >>> spike = Recording.of({"fc1.input": ("E4M3", [1.0] * 8 + [64.0] + [1.0] * 8)})
@@ -149,25 +149,25 @@ def replay(recording: Recording, settings: Iterable[Setting] = DEFAULT_SETTINGS)
         L=4, max, margin 0 1 1.41
     """
     if not bool((recording.amax > 0).any()):
-        raise ValueError("replay: no tensor was cast in any recorded step; record some steps of training first")
+        raise ValueError("replay: the recording has no cast; record some steps of training first")
     casts = _casts(recording)
-    wanted = dict.fromkeys(settings)
+    choices = dict.fromkeys(settings)
     if recording.setting is not None:
-        wanted.setdefault(recording.setting)
-    found = [_evaluate(setting, casts) for setting in wanted]
-    if not found:
-        raise ValueError("replay: no setting to replay; give at least one, or leave the default")
-    keys = [(o.total.clipped, o.total.lost_bits_mean) for o in found]
+        choices.setdefault(recording.setting)
+    outcomes = [_evaluate(setting, casts) for setting in choices]
+    if not outcomes:
+        raise ValueError("replay: got no settings; needs at least one, or leave out the argument for the default")
+    keys = [(o.total.clipped, o.total.lost_bits_mean) for o in outcomes]
     marked = [
         SettingOutcome(o.setting, o.total, o.clipped_steps, not any(_beats(other, key) for other in keys), o.tensors)
-        for o, key in zip(found, keys, strict=True)
+        for o, key in zip(outcomes, keys, strict=True)
     ]
     ranked = sorted(marked, key=lambda o: (o.total.clipped, o.total.lost_bits_mean, o.setting.amax_history_len))
     return Replay(recording, tuple(ranked))
 
 
 def predict_scales(recording: Recording, setting: Setting) -> Tensor:
-    """The scale that each recorded cast would have been multiplied with: fp32 (S, T), 0 where the tensor was idle.
+    """The scale of each recorded cast under a setting: fp32 (S, T), 0 where the tensor was idle.
 
     Example:
         >>> predict_scales(Recording.of({"fc1.input": ("E4M3", [1.0, 0.0, 2.0, 1.0])}), Setting(16)).t()
@@ -186,20 +186,20 @@ def _beats(other: tuple[int, float], key: tuple[int, float]) -> bool:
 
 @dataclass(frozen=True)
 class _Casts:
-    """The casts of the tensors of one kind, idle steps left out: rows are padded with zeros at their end."""
+    """The casts of all tensors with equal format, scale format and guard. Rows skip idle steps; zeros pad their end."""
 
     format: Format
     scale_format: ScaleFormat
     guard_bits: int
     rows: list[int]
-    """Of these tensors."""
+    """Numbers of these tensors in the recording."""
     amax: Tensor
     """fp32 (rows, S)."""
     step: Tensor
-    """int64 (rows, S): the row of the recording it is from."""
+    """int64 (rows, S): the row of the recording that each amax comes from."""
 
     def scale(self, amax: Tensor, margin: int) -> Tensor:
-        """fp32, shape of amax."""
+        """The scales for these amaxes: fp32, shape of amax."""
         return compute_scale(amax, self.format, scale_format=self.scale_format, margin=margin).scale
 
 
@@ -230,8 +230,8 @@ def _evaluate(setting: Setting, casts: list[_Casts]) -> SettingOutcome:
             all_lost.append(lost[i, :casts_of_row])
             tensors[row] = _outcome(all_lost[-1], *(column[i] for column in columns))
     ordered = tuple(tensors[row] for row in sorted(tensors))
-    worst = max(one.worst_clip_octaves for one in ordered)
-    sums = sum(one.clipped for one in ordered), worst, sum(one.guard_fires for one in ordered)
+    worst = max(outcome.worst_clip_octaves for outcome in ordered)
+    sums = sum(outcome.clipped for outcome in ordered), worst, sum(outcome.guard_fires for outcome in ordered)
     total = _outcome(torch.cat(all_lost), *sums)
     return SettingOutcome(setting, total, int((clips_of_step > 0).sum()), unbeaten=False, tensors=ordered)
 
@@ -251,7 +251,7 @@ def _predict(setting: Setting, kind: _Casts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _window(amax: Tensor, reach: int) -> Tensor:
-    """Largest of the `reach` entries before each one; 0 before the first. In log2(reach) passes: widths double."""
+    """The largest of the `reach` entries before each entry; 0 for the first. The width doubles in each pass."""
     widest, width = amax, 1
     while width < min(reach, amax.shape[1]):
         more = min(width, reach - width)

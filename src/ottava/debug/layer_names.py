@@ -1,4 +1,4 @@
-"""Which part of a transformer a layer is, from its name: the words of Llama, GPT-2, Megatron, TransformerEngine, ..."""
+"""Tells from a layer's name which part of a transformer it is: Llama, GPT-2, Megatron, TransformerEngine, ..."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ KINDS = MappingProxyType(
         "intermediate.dense wi wi_0 wi_1 w1_EFD w3_EFD",
     }
 )
-"""Kind -> the last words of its layers' names, of which the longest that fits counts; where none does, the kind is
-"linear"."""
+"""Kind -> endings of layer names. The longest ending that fits decides; if none fits, the kind is "linear"."""
 
 _PART = re.compile(r"(?<=expert).*(\.\d+)$|\.base_layer$")
-"""What follows the name that says it: the number of an expert's matrix, and the layer that PEFT wraps."""
+"""A suffix to remove first: the number of an expert's matrix, or PEFT's name for the layer that it wraps."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,8 +43,9 @@ def layer_kind(name: str) -> str:
 
 
 def only_simulated(name: str, source: str) -> bool:
-    """Whether a cast is one that nobody would make: of a router, simulated beside it. Every framework leaves routers in
-    high precision, for an error there changes which expert runs; their sparse gradients would alarm for nothing.
+    """Whether a watch only simulated this cast of a router, which every framework leaves in high precision.
+
+    An error in a router changes which expert runs. Its sparse gradients would raise false alarms.
 
     Example:
         >>> only_simulated("layers.0.mlp.gate", "hook"), only_simulated("layers.0.mlp.gate", "door")
@@ -55,12 +55,12 @@ def only_simulated(name: str, source: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    found = _PART.search(name)
-    return name if found is None else name.removesuffix(found[1] or found[0])
+    suffix = _PART.search(name)
+    return name if suffix is None else name.removesuffix(suffix[1] or suffix[0])
 
 
 def layer_index(name: str) -> int | None:
-    """The first whole number in a dotted name: which block the layer is in.
+    """The block that a layer belongs to: the first whole number in its dotted name.
 
     Example:
         >>> layer_index("model.layers.12.mlp.experts.3.w1"), layer_index("lm_head")
@@ -70,7 +70,7 @@ def layer_index(name: str) -> int | None:
 
 
 def starred(name: str) -> tuple[str, int | None]:
-    """A name with its first whole number starred, and that number.
+    """A name whose first whole number is replaced by a star, and that number.
 
     Example:
         >>> starred("layers.3.mlp.down_proj"), starred("lm_head")
@@ -83,7 +83,7 @@ def starred(name: str) -> tuple[str, int | None]:
 
 
 def end_blocks(names: Iterable[str]) -> tuple[int, int] | None:
-    """The numbers of the first and the last block; None where there are no two.
+    """The numbers of the first and the last block; None if there are fewer than two blocks.
 
     Example:
         >>> end_blocks(["embed", "layers.0.up", "layers.3.up", "lm_head"]), end_blocks(["layers.0.up"])

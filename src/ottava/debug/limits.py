@@ -1,4 +1,4 @@
-"""When a statistic of a cast is bad, in its format: what rules, floors, marks, triggers and colours compare with."""
+"""The values at which a statistic of a cast is bad, by format; rules, floors, marks, triggers and colours use them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 from ottava.formats import Format
 
 DECIBELS_A_BIT = 6.02
-"""Of SQNR: the error halves."""
+"""One more mantissa bit halves the error: so many dB of SQNR."""
 PERCENT: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"underflow_pct": (1.0, 10.0), "overflow_pct": (1e-3, 1e-1)}
 )
-"""Shares of elements above which a cast is to be looked at, and above which it is broken."""
+"""Shares of elements: above the first a cast deserves a look, above the second it is broken."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A statistic of a cast, and where it becomes bad."""
+    """A statistic of a cast and the value at which it becomes bad."""
 
     metric: str
-    """Its name."""
+    """Name of the statistic."""
     unit: str
     limit: Callable[[Format], float]
-    """The worst number that is still well."""
+    """The worst value that is still good."""
     above: bool
-    """Whether numbers must be at least the limit, or at most."""
+    """True: good values are at least the limit. False: at most."""
 
     def fails(self, values: Any, fmt: Format) -> Any:
-        """Whether each of these numbers is bad; one that is not known (NaN) is not."""
+        """Whether each value is bad; NaN, which means unknown, is not."""
         return values < self.limit(fmt) if self.above else values > self.limit(fmt)
 
 
 def healthy_db(fmt: Format) -> float:
-    """SQNR of values spread over the octaves of a format, as a bell-shaped tensor's are: rounding is all they lose.
+    """SQNR of a bell-shaped tensor that fits the range of the format, so that only rounding costs accuracy.
 
     Example:
         >>> from ottava.formats import E4M3, E5M2
@@ -46,17 +46,17 @@ def healthy_db(fmt: Format) -> float:
 
 
 def warn_db(fmt: Format) -> float:
-    """SQNR below which a cast is to be looked at, 6 below a healthy one: 25 dB in E4M3, 20 in E5M2."""
+    """SQNR below which a cast deserves a look, about 6 dB below a healthy one: 25 dB in E4M3, 20 dB in E5M2."""
     return 10.0 + 5 * fmt.mantissa_bits
 
 
 def critical_db(fmt: Format) -> float:
-    """SQNR below which a cast is broken: 15 dB in E4M3, 12 in E5M2."""
+    """SQNR below which a cast is broken: 15 dB in E4M3, 12 dB in E5M2."""
     return 6.0 + 3 * fmt.mantissa_bits
 
 
 def element_db(fmt: Format) -> float:
-    """The same as `warn_db` where every element counts alike: one flushed element in a hundred is 20 dB."""
+    """`warn_db` for an SQNR in which all elements weigh the same: there, 1 % of flushed elements alone gives 20 dB."""
     return warn_db(fmt) - 5
 
 

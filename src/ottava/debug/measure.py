@@ -1,8 +1,8 @@
-"""Fills a `Tally` from a tensor and what it was cast to: one walk over bands of rows, on any device.
+"""Fills a `Tally` from a tensor and its cast: one walk over bands of rows, on any device.
 
-The elements of a row are brought near 1 by a power of two before they are squared, so that neither gradients of 1e-20
-nor activations of 1e30 leave fp32, nor a row that is 30 decades below another one; a row is summed in fp32, rows are
-summed in fp64. Counts are exact.
+Before squaring, the walk multiplies each row by a power of two that brings its elements near 1. Gradients of 1e-20,
+activations of 1e30, and rows that differ by 30 decades therefore stay within fp32. A row is summed in fp32, the sums of
+rows are added in fp64. Counts are exact.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from ottava.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 from ottava.scaling import amax as block_amaxes
 
 BAND_ROWS = 128
-"""Rows measured together: blocks of 128x128 fit, and so do the temporaries of a band in a cache."""
+"""Rows of a band. A band holds whole 128x128 blocks, and its temporaries fit into a cache."""
 _MAGNITUDE_BITS, _QUARTER_OCTAVE = 0x7FFFFFFF, 21
 _TOP_BIN = (127 << 23) >> _QUARTER_OCTAVE  # of 1.0
 _BLOCKS = tuple((name, Granularity.parse(name)) for name in GRANULARITIES)
 
 
 class Packed(NamedTuple):
-    """A tally as two vectors on the tensor's device, see `tally.unpack`. To merge: sums add, extremes take the max."""
+    """A tally as two vectors on the tensor's device, see `tally.unpack`. Sums merge by addition, extremes by max."""
 
     sums: Tensor
     """fp64 (width,)."""
@@ -64,7 +64,7 @@ class Packed(NamedTuple):
 
 
 def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
-    """The tally of one cast. x (R, C) before it. Reads numbers back from the device: not for a hot path.
+    """The tally of one cast; x is (R, C). It waits for the device, so keep it out of hot paths.
 
     Example:
         >>> import ottava
@@ -78,12 +78,12 @@ def measure(x: Tensor, x_q: QuantizedTensor) -> Tally:
 
 @torch.no_grad()
 def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) -> Tensor:
-    """What one reading of x (R, C) tells, left on its device: fp64 (4,): its amax, inf or NaN where an element is; that
-    of the finite elements; how many are not finite; how many there are.
+    """Reads x (R, C) once and returns fp64 (4,) on its device: the amax (inf or NaN if an element is), the amax of the
+    finite elements, the number of non-finite elements, and the number of elements.
 
     Args:
-        dtype: as of x in that dtype; None: as of x.
-        finite: False: the second and third may be left out (NaN), where they take another reading.
+        dtype: surveys x as if it were converted to this dtype first; None: as it is.
+        finite: False allows NaN for the second and third number if they would need another reading.
 
     Example:
         >>> survey(torch.tensor([[1.0, -3.0], [math.inf, 2.0]])).tolist()
@@ -93,30 +93,30 @@ def survey(x: Tensor, dtype: torch.dtype | None = None, *, finite: bool = True) 
         return native_sample.survey(x, dtype)
     x = x if dtype is None else x.to(dtype)
     largest = block_amaxes(x).reshape(())
-    here, lost = largest, _f64(0, x)
-    if x.device.type == "cpu" and math.isfinite(float(largest)):  # elsewhere asking would wait for the device
+    largest_finite, nonfinite = largest, _f64(0, x)
+    if x.device.type == "cpu" and math.isfinite(float(largest)):  # on a GPU this question would wait for the device
         pass
     elif finite:
         within = x.isfinite()
-        here = block_amaxes(torch.where(within, x, 0)).reshape(())
-        lost = (~within).sum(dtype=torch.float64)
+        largest_finite = block_amaxes(torch.where(within, x, 0)).reshape(())
+        nonfinite = (~within).sum(dtype=torch.float64)
     else:
-        here, lost = _f64(math.nan, x), _f64(math.nan, x)
-    return torch.stack([largest.double(), here.double(), lost, _f64(x.numel(), x)])
+        largest_finite, nonfinite = _f64(math.nan, x), _f64(math.nan, x)
+    return torch.stack([largest.double(), largest_finite.double(), nonfinite, _f64(x.numel(), x)])
 
 
 def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
-    """What `survey` would say of a tensor of so many elements, told by its cast; None where a cast does not know it.
+    """The `survey` of a tensor, read from the amax that its cast already found; None if the cast does not know enough.
 
     Example:
         >>> import ottava
         >>> found_by(ottava.quantize(torch.tensor([[1.0, -3.0]]), ottava.QuantizationSpec(ottava.E4M3)), 2).tolist()
         [3.0, 3.0, 0.0, 2.0]
     """
-    if x_q.amax is None or not elements or x_q.amax.device.type != "cpu":  # elsewhere asking would wait for the device
+    if x_q.amax is None or not elements or x_q.amax.device.type != "cpu":  # on a GPU this would wait for the device
         return None
     largest = abs(float(x_q.amax if x_q.amax.numel() == 1 else x_q.amax.amax()))
-    if not math.isfinite(largest):  # how many, a cast does not count
+    if not math.isfinite(largest):  # a cast does not count non-finite elements
         return None
     return torch.tensor([largest, largest, 0.0, elements], dtype=torch.float64)
 
@@ -124,21 +124,21 @@ def found_by(x_q: QuantizedTensor, elements: int) -> Tensor | None:
 def measure_packed(
     x: Tensor, x_q: QuantizedTensor, *, extent: Tensor | None = None, detail: Detail = "blocks"
 ) -> Packed:
-    """As `measure`, left on the device.
+    """As `measure`, but the tally stays on the device.
 
     Args:
         x: (R, C) before the cast; float32, bfloat16 or float16.
         x_q: the same elements after it.
-        extent: the `survey` of the tensor of which x is a sample of rows: amax, the count of non-finite elements and
-            the error of a predicted scale are taken from it.
-        detail: which histograms over elements are filled; the others are left empty. They are what a tally costs.
+        extent: the `survey` of the whole tensor if x is a sample of its rows. It gives the amax, the count of
+            non-finite elements and the error of a predicted scale.
+        detail: histograms to fill; the others stay empty. Histograms are most of the cost.
     """
     packed = measure_all([Look(x, x_q, survey(x) if extent is None else extent)], detail=detail)
     return Packed(packed.sums[0], packed.extremes[0])
 
 
 def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
-    """The tallies of several casts, made or still to be made: sums (looks, width), extremes (looks, ...).
+    """The tallies of several looks, whose casts may still have to be made: sums (looks, width), extremes (looks, ...).
 
     Example:
         >>> import ottava
@@ -152,7 +152,7 @@ def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
 
 
 def cast_of(look: Look) -> QuantizedTensor:
-    """The cast of a look, made now if it is not there; the random numbers of the process stay as they were."""
+    """The cast of a look, which is made now if necessary, without changing the random generators of the process."""
     if isinstance(look.cast, QuantizedTensor):
         return look.cast
     spec, scale = look.cast, look.scale
@@ -169,7 +169,9 @@ def cast_of(look: Look) -> QuantizedTensor:
 def _walked(look: Look, detail: Detail) -> Packed:
     x, x_q = look.x.detach(), cast_of(look)
     if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
-        packed = measure_all([look._replace(cast=x_q)], detail=detail)  # only the cast had to be made elsewhere
+        packed = measure_all(
+            [look._replace(cast=x_q)], detail=detail
+        )  # torch makes the cast, the native kernel measures it
         return Packed(packed.sums[0], packed.extremes[0])
     extent = look.extent
     clean = x.device.type == "cpu" and not float(extent[2])
@@ -195,7 +197,7 @@ def _f64(value: float, like: Tensor) -> Tensor:
 
 
 class _Walk:
-    """Sums and extremes while bands go by."""
+    """Collects sums and extremes, band by band."""
 
     def __init__(self, look: Look, x_q: QuantizedTensor, clean: bool, detail: Detail) -> None:
         x, amax = look.x, look.extent[1].to(torch.float32)
@@ -211,7 +213,7 @@ class _Walk:
         """Minima negated."""
 
     def band(self, start: int, stop: int) -> None:
-        """Takes in the rows from start to stop."""
+        """Adds the rows from start to stop."""
         x = self.x[start:stop].to(torch.float32).contiguous()
         numbers = decode(self.x_q.data[start:stop].contiguous(), self.format)
         scale_inv = self.scale_inv[start:stop] if self.scale_inv.shape[0] > 1 else self.scale_inv
@@ -246,19 +248,19 @@ class _Walk:
     ) -> None:
         self._add("n", size)
         self._add("n_nonzero", nonzero)
-        kept = torch.count_nonzero(q)
-        self._add("n_underflow", nonzero - kept if self.format.has_zero else self.zero)
+        remaining = torch.count_nonzero(q)
+        self._add("n_underflow", nonzero - remaining if self.format.has_zero else self.zero)
         small = (numbers.abs() < 2.0**self.format.emin).sum()
         self._add("n_subnormal", small - (numbers.numel() - torch.count_nonzero(numbers)))
         self._add("n_overflow", self.zero)
-        top = scale_inv * (self.format.max * (1 - 2.0**-20))  # rounded, so a little lower
+        top = scale_inv * (self.format.max * (1 - 2.0**-20))  # a little lower, against rounding
         if magnitude.device.type != "cpu" or bool((magnitude >= top).any()):
             clipped = self.format.clips(magnitude.to(torch.float64), scale_inv.to(torch.float64))
-            # where even the scale of a block underflowed, an element is lost, not clipped
+            # if even the scale of a block underflowed, its elements underflow too; they are not clipped
             self._add("n_overflow", (clipped & (q != 0)).sum())
 
     def _sum(self, x: Tensor, magnitude: Tensor, error: Tensor, unit: Tensor) -> Tensor:
-        """Adds the sums; returns x**2 in units of the tensor. unit: of each row, (rows, 1)."""
+        """Adds the sums; returns x**2 in units of the tensor. unit (rows, 1) is the power of two of each row."""
         unit32 = unit.to(torch.float32)
         y, e = x * unit32, error * unit32
         squares = y * y
@@ -286,8 +288,8 @@ class _Walk:
     def _extend(self, bits: Tensor, error: Tensor) -> None:
         smallest = ((bits - 1) & _MAGNITUDE_BITS).amin() + 1  # zeros wrap around to the top
         amin = torch.where(smallest > 0, smallest.view(torch.float32).to(torch.float64), math.inf)
-        for name, here in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
-            self.extremes[name] = torch.maximum(self.extremes.get(name, here), here)
+        for name, value in (("amin", -amin), ("max_error", error.abs().amax().to(torch.float64))):
+            self.extremes[name] = torch.maximum(self.extremes.get(name, value), value)
 
     def _histograms(
         self, magnitude: Tensor, bits: Tensor, zeros: Tensor, blocks: Tensor, squares: Tensor, rows: slice
@@ -310,9 +312,9 @@ class _Walk:
             relative = _divided(magnitude, torch.where(largest > 0, largest, 1.0), granularity)
             below = (_TOP_BIN - (relative.view(torch.int32) >> _QUARTER_OCTAVE)).clamp_(0, RELATIVE_BINS - 1).flatten()
             counts = torch.bincount(below, minlength=RELATIVE_BINS).to(torch.float64)
-            counts[-1] -= zeros  # zeros are as far below as can be
+            counts[-1] -= zeros  # zeros are in the last bin
             self._add(f"below_{name}", counts)
-            energy = torch.bincount(below, squares.flatten(), minlength=RELATIVE_BINS)  # one long sum: in fp64
+            energy = torch.bincount(below, squares.flatten(), minlength=RELATIVE_BINS)  # a long sum, so in fp64
             self._add(f"energy_below_{name}", energy / self.unit**2)
 
     def _add(self, name: str, value: Tensor) -> None:
@@ -327,12 +329,12 @@ class _Walk:
 
 
 def _unit(largest: Tensor) -> Tensor:
-    """The power of two, fp64, that brings the largest magnitude into [1, 2); as far as fp32 has it."""
+    """The power of two (fp64, within the range of fp32) that brings the largest magnitude into [1, 2)."""
     return power_of_two(-torch.where(largest > 0, floor_log2(largest), 0).clamp(-126, 126))
 
 
 def _divided(magnitude: Tensor, per_block: Tensor, granularity: Granularity) -> Tensor:
-    """Not times a reciprocal: that of a subnormal number is infinite, and x * (1 / x) may be less than 1."""
+    """Divides by block. A reciprocal would not do: it is infinite for subnormals, and x * (1 / x) may be below 1."""
     rows, cols = granularity.block_shape((magnitude.shape[0], magnitude.shape[1]))
     if magnitude.shape[0] % rows == 0 and magnitude.shape[1] % cols == 0:
         blocks = magnitude.view(magnitude.shape[0] // rows, rows, magnitude.shape[1] // cols, cols)
@@ -351,16 +353,16 @@ def _scales(walk: _Walk, x_q: QuantizedTensor, amax: Tensor) -> None:
     scales = torch.where(used, scale_inv.reciprocal(), math.nan)
     walk.extremes["scale_max"] = scales.nan_to_num(0.0).amax()
     walk.extremes["scale_min"] = -scales.nan_to_num(math.inf).amin()
-    known, error = _prediction_error(x_q, amax) if x_q.spec.predicted else (walk.zero > 0, walk.zero)
-    walk.sums["n_predicted"], walk.sums["scale_error"] = known.to(torch.float64), error
-    walk.extremes["scale_error_max"] = torch.where(known, error, -math.inf)
-    walk.extremes["scale_error_min"] = torch.where(known, -error, -math.inf)
+    has_scale, error = _prediction_error(x_q, amax) if x_q.spec.predicted else (walk.zero > 0, walk.zero)
+    walk.sums["n_predicted"], walk.sums["scale_error"] = has_scale.to(torch.float64), error
+    walk.extremes["scale_error_max"] = torch.where(has_scale, error, -math.inf)
+    walk.extremes["scale_error_min"] = torch.where(has_scale, -error, -math.inf)
 
 
 def _prediction_error(x_q: QuantizedTensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(whether there is a current scale, log2(scale used / that one))."""
+    """(whether a current scale exists, log2(scale used / current scale))."""
     spec = x_q.spec
-    # of scale_inv, of which each scale has exactly one: that of an unchanged amax has no error at all
+    # compares scale_inv, which is unique for each scale: an unchanged amax then has an error of exactly 0
     now = spec.scale_of(amax.reshape(1, 1)).scale_inv
     used = x_q.scale_inv.to(torch.float64).flatten()
     octaves = -torch.where(used > 0, used, 1.0).log2()

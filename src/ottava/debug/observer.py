@@ -1,7 +1,7 @@
-"""Watches the doors of a model: what every cast did to input, weight and grad_output of every layer.
+"""Watches the doors of a model: measures every cast of the input, weight and grad_output of every layer.
 
 A forward hook on each Quantizer sees the very tensor and operands that the GEMMs get, so nothing is simulated and the
-training step is bit-identical with and without. Off means not there.
+training step has the same bits with and without. Outside the context there are no hooks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from ottava.text import columns, number
 Key = tuple[str, str, str, QuantizationSpec]
 """(layer, tensor, direction, spec)."""
 Take = Callable[[Key, Tensor, QuantizedTensor], None]
-"""What is done with one cast: its place, the tensor, what became of it."""
+"""A function that gets one cast: its key, the tensor, and the operand made of it."""
 _SHOWN = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
 """Statistics that a printed observation shows; `table` has all of them."""
 
 
 class Observation:
-    """What the doors saw, merged over calls. Printed, it is the table of `_SHOWN`, the worst cast first."""
+    """The tallies of all casts, merged over calls. It prints the table of `_SHOWN`, the worst cast first."""
 
     def __init__(self) -> None:
         self.tallies: dict[Key, Tally] = {}
@@ -43,15 +44,9 @@ class Observation:
         rows = [("layer", "tensor", "cast", *_SHOWN)]
         for row in casts:
             numbers = (number(row[name], STATISTICS[name].unit) for name in _SHOWN)
-            rows.append(
-                (
-                    row["layer"],
-                    symbol(row["tensor"], row["direction"]),
-                    f"{row['format']}[{row['granularity']}]",
-                    *numbers,
-                )
-            )
-        return "\n".join(columns(*rows)) if casts else "no cast was seen: no ottava layer ran in FP8 in this context"
+            cast = f"{row['format']}[{row['granularity']}]"
+            rows.append((row["layer"], symbol(row["tensor"], row["direction"]), cast, *numbers))
+        return "\n".join(columns(*rows)) if casts else "no casts: no ottava layer ran in FP8 in this context"
 
     def add(self, key: Key, tally: Tally) -> None:
         """Merges one cast."""
@@ -60,7 +55,7 @@ class Observation:
     def table(self) -> list[dict[str, Any]]:
         """One row per layer x tensor x direction: format, granularity and every statistic.
 
-        direction "row" is x as fprop (dgrad for grad_output) contracts it, "col" is x.T where it was cast on its own.
+        direction "row" is x as fprop (for grad_output: dgrad) contracts it; "col" is x.T if it has a cast of its own.
         """
         rows = []
         for (layer, tensor, direction, spec), tally in self.tallies.items():
@@ -74,8 +69,8 @@ class Observation:
 def observe(model: nn.Module) -> Iterator[Observation]:
     """Collects statistics of every cast in the ottava layers of a model while the context lasts.
 
-    Edge cases: layers in high precision cast nothing and have no rows. Numbers are read back at every cast: for a look
-    at some steps, not for every step on a GPU. Compiled models run eagerly meanwhile: compiled code calls no hooks.
+    Edge cases: layers in high precision cast nothing and have no rows. Every cast waits for the GPU, so observe a few
+    steps only. Compiled models run eagerly in the context, because compiled code calls no hooks.
 
     Example:
         >>> import torch, ottava
@@ -97,7 +92,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
-    """Hands every cast at the doors of a model to `take`, until the handles are removed."""
+    """Calls `take` with every cast at the doors of a model until the handles are removed."""
     need("observe", model, nn.Module)
     handles = []
     for name, module in model.named_modules():
@@ -105,29 +100,22 @@ def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
             continue
         layer = name.removesuffix("quantizers").removesuffix(".")
         for tensor, door in module.named_children():
-            handles.append(door.register_forward_hook(_Watcher(take, layer, tensor), with_kwargs=True))
+            handles.append(door.register_forward_hook(partial(_report, take, layer, tensor)))
     return handles
 
 
-class _Watcher:
-    """The hook of one door."""
-
-    def __init__(self, take: Take, layer: str, tensor: str) -> None:
-        self.take, self.layer, self.tensor = take, layer, tensor
-
-    def __call__(self, door: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x: Tensor = args[0]
-        for direction, of, x_q in casts_of(x, *output):
-            self.take((self.layer, self.tensor, direction, x_q.spec), of, x_q)
+def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    for direction, x, x_q in casts_of(args[0], *output):
+        take((layer, tensor, direction, x_q.spec), x, x_q)
 
 
 def known_or_last(value: float) -> float:
-    """To sort by, smallest first: what is not known comes last."""
+    """A key to sort by, smallest first: NaN comes last."""
     return math.inf if math.isnan(value) else value
 
 
 def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, QuantizedTensor]]:
-    """The casts among what a door gave for x: ("row", x, its cast), and ("col", x.T, its cast) if that is another."""
+    """The casts of x at a door: ("row", x, cast of x), and ("col", x.T, cast of x.T) if that has its own codes."""
     memory = row.data.data_ptr() if isinstance(row, QuantizedTensor) else None
     if memory is not None:
         yield "row", x, row

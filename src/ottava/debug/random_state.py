@@ -1,4 +1,4 @@
-"""States of torch's random generators: taken, put back, and kept as they were around a piece of work."""
+"""Reads, sets and protects the states of torch's random generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def random_states() -> dict[str, Tensor]:
-    """Of the global CPU generator, and of those of the CUDA devices where any was used: uint8, by device.
+    """Device -> state (uint8) of the CPU generator and, once CUDA is in use, of every CUDA device's generator.
 
     Example:
         >>> states = random_states()
@@ -26,7 +26,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Puts them back; those of devices that are not here are passed over."""
+    """Sets the generators; ignores the states of devices that this machine does not have."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state.cpu())
@@ -36,11 +36,11 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def random_states_kept(states: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-    """Leaves the generators as they were found; meanwhile they stand at `states`, if any are given."""
-    found = random_states()
+    """Restores the generators at the end of the context, which begins with `states` where they are given."""
+    before = random_states()
     if states is not None:
         set_random_states(states)
     try:
         yield
     finally:
-        set_random_states(found)
+        set_random_states(before)

@@ -1,11 +1,11 @@
-"""The amaxes of a run, one line per optimizer step, for `history` to replay: what is recorded, and its file.
+"""Records the amaxes of a run in a file, one line per optimizer step, for `history` to replay.
 
     RUN/amax.jsonl    {"schema_version": 1, "tensors": [{"layer": ..., "tensor": ..., "format": ..., ...}, ...]}
                       {"step": 1, "amax": [2.5, 0.013, 0]}          one number per tensor, 0 = idle
                       ...
 
-A line is one write, so a killed process leaves at most one torn line, which readers pass over. A resumed run cuts the
-file back to the step of its checkpoint. Numbers have nine digits, which name one fp32 number exactly.
+Each line is one write: a killed process leaves at most one torn line, and readers ignore it. A resumed run cuts the
+file back to the step of its checkpoint. Numbers have nine digits, enough for the exact fp32 number.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _ALGORITHMS = ("max", "most_recent")
 
 
 class RecordingError(ValueError):
-    """A recording cannot be read; the message names the file, why, and what to do."""
+    """A recording cannot be read; the message names the file, the reason, and what to do."""
 
     exit_code = 4
 
 
 @dataclass(frozen=True)
 class Setting(RefusesUnknownFields):
-    """How a scale is predicted; the fields of a `QuantizationSpec` of the same names.
+    """How a scale is predicted. A `QuantizationSpec` has fields of the same names.
 
     Raises:
-        ValueError: a value that is not offered.
+        ValueError: amax_history_len or amax_compute_algo has no such value.
 
     Example:
         >>> str(Setting(16, "max", 1)), str(Setting(1, "most_recent"))
@@ -53,7 +53,7 @@ class Setting(RefusesUnknownFields):
     amax_history_len: int
     """Length of the window in optimizer steps."""
     amax_compute_algo: str = "max"
-    """"max" of the window, or "most_recent", for which its length means nothing."""
+    """"max" of the window, or "most_recent", which ignores the length."""
     margin: int = 0
     """Octaves of headroom."""
 
@@ -65,7 +65,7 @@ class Setting(RefusesUnknownFields):
 
     @property
     def reach(self) -> int:
-        """How many earlier amaxes the scale depends on."""
+        """Number of earlier amaxes that decide the scale."""
         return self.amax_history_len if self.amax_compute_algo == "max" else 1
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Setting(RefusesUnknownFields):
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """One tensor of a recording, and what it was cast to."""
+    """One tensor of a recording and its cast."""
 
     layer: str
     """Full name of the layer."""
@@ -84,15 +84,15 @@ class RecordedTensor:
     format: Format
     """Number format."""
     scale_format: ScaleFormat = "fp32"
-    """How precise its scale was."""
+    """Format of its scale."""
     guard_bits: int = 3
-    """Octaves below the top of the format in which `guarded` leaves a predicted scale alone."""
+    """`guarded` keeps a predicted scale that puts the amax at most so many octaves below the largest number."""
     setting: Setting | None = None
-    """That of the run; None where it is not known, or is a function."""
+    """The run's own setting; None if it is unknown or a function."""
 
     @classmethod
     def of(cls, layer: str, tensor: str, spec: QuantizationSpec) -> RecordedTensor:
-        """The entry for a tensor that is cast to `spec`."""
+        """The entry of a tensor whose casts follow `spec`."""
         algorithm = spec.amax_compute_algo
         setting = None if callable(algorithm) else Setting(spec.amax_history_len, algorithm, spec.margin)
         return cls(layer, tensor, spec.format, spec.scale_format, spec.guard_bits, setting)
@@ -103,7 +103,7 @@ class RecordedTensor:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecordedTensor:
-        """The inverse of `to_dict`; everything but layer, tensor and format may be missing."""
+        """The inverse of `to_dict`. Only layer, tensor and format must be there."""
         setting = Setting(**values["setting"]) if values.get("setting") else None
         return cls(**{**values, "format": get_format(values["format"]), "setting": setting})
 
@@ -118,7 +118,7 @@ class Recording:
     """
 
     tensors: tuple[RecordedTensor, ...]
-    """T of them."""
+    """The T tensors."""
     steps: tuple[int, ...]
     """Numbers of the S optimizer steps, ascending."""
     amax: Tensor
@@ -126,7 +126,7 @@ class Recording:
 
     @classmethod
     def of(cls, series: Mapping[str, tuple[str, Sequence[float]]]) -> Recording:
-        """From numbers of your own: "layer.tensor" -> (format name, amax of every step; 0 = idle).
+        """A recording of your own numbers: "layer.tensor" -> (format name, amax of every step; 0 = idle).
 
         Raises:
             ValueError: unknown format, series of different lengths, or an amax that is negative or not finite.
@@ -135,7 +135,9 @@ class Recording:
         tensors = [RecordedTensor(n[0], n[2], get_format(f)) for n, (f, _) in zip(names, series.values(), strict=True)]
         lengths = {len(values) for _, values in series.values()}
         if len(lengths) > 1:
-            raise ValueError(f"Recording: series of {sorted(lengths)} steps; needs one length, with 0 for idle steps")
+            raise ValueError(
+                f"Recording: got series of {sorted(lengths)} steps; needs one length for all, with 0 for idle steps"
+            )
         amax = torch.tensor([list(values) for _, values in series.values()], dtype=torch.float32).reshape(
             len(tensors), -1
         )
@@ -145,9 +147,9 @@ class Recording:
 
     @property
     def setting(self) -> Setting | None:
-        """That of the run; None where tensors differ in it, or it is not known."""
-        found = {tensor.setting for tensor in self.tensors}
-        return found.pop() if len(found) == 1 else None
+        """The run's own setting; None if tensors differ in it or it is unknown."""
+        settings = {tensor.setting for tensor in self.tensors}
+        return settings.pop() if len(settings) == 1 else None
 
 
 class AmaxLog:
@@ -155,7 +157,7 @@ class AmaxLog:
 
     Args:
         run_dir: the folder; it exists.
-        step: the optimizer step that the run stands at: lines of later steps are cut away.
+        step: the optimizer step from which the run goes on. Lines of later steps are removed.
 
     Example:
         >>> import tempfile, ottava
@@ -175,10 +177,10 @@ class AmaxLog:
             self._cut_back(step)
 
     def append(self, step: int, amaxes: Sequence[tuple[str, str, QuantizationSpec, float]]) -> None:
-        """Adds a step: (layer, tensor, spec, amax) of every tensor with a predicted scale; without any, does nothing.
+        """Adds the amaxes of a step: (layer, tensor, spec, amax) of every tensor with a predicted scale.
 
         Raises:
-            ValueError: other tensors than in the steps before, or an amax that is negative or not finite.
+            ValueError: the tensors differ from those of earlier steps, or an amax is negative or not finite.
         """
         if not amaxes:
             return
@@ -194,8 +196,8 @@ class AmaxLog:
                 lines.insert(0, json.dumps(header))
             elif tensors != self._header:
                 raise ValueError(
-                    f"{self.path}: step {step} has other tensors or settings than the steps before: the model or its "
-                    "recipe has changed; record it in another folder"
+                    f"{self.path}: step {step} has other tensors or settings than earlier steps, so the model or its "
+                    "recipe changed; record it in another folder"
                 )
             self._header, self._doors = tensors, doors
         with self.path.open("ab") as stream:
@@ -204,19 +206,19 @@ class AmaxLog:
     def _cut_back(self, step: int) -> None:
         lines = _whole_lines(self.path)
         header = next(lines, None)
-        kept = 0
+        length = 0
         if header is not None and step > 0:
             self._header = _tensors(self.path, header)
-            kept = len(header)
+            length = len(header)
             for number, line in enumerate(lines, start=2):
                 if _step(self.path, number, line, len(self._header))[0] > step:
                     break
-                kept += len(line)
-        os.truncate(self.path, kept)
+                length += len(line)
+        os.truncate(self.path, length)
 
 
 def recorded(run_dir: Path) -> Recording | None:
-    """The recording of a run; None where the folder has none."""
+    """The recording of a run; None if the folder has none."""
     return read_series(run_dir) if (run_dir / FILE_NAME).is_file() else None
 
 
@@ -224,13 +226,13 @@ def read_series(run_dir: Path | str) -> Recording:
     """The recording of a run.
 
     Raises:
-        RecordingError: there is none, or it is damaged.
-    Edge cases: a torn last line is passed over; steps may be missing, never out of order.
+        RecordingError: the folder has no recording, or a damaged one.
+    Edge cases: a torn last line is ignored; steps may be missing but must ascend.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
         raise RecordingError(
-            f"{path}: does not exist; a run records it when its recipe predicts scales (recipe=delayed, recipe=guarded)"
+            f"{path}: does not exist; only runs whose recipe predicts scales (recipe=delayed, recipe=guarded) record it"
         )
     lines = _whole_lines(path)
     header = next(lines, None)
@@ -242,7 +244,9 @@ def read_series(run_dir: Path | str) -> Recording:
     for number, line in enumerate(lines, start=2):
         step, values = _step(path, number, line, len(tensors))
         if steps and step <= steps[-1]:
-            raise RecordingError(f"{path}: line {number} is step {step}, after step {steps[-1]}; the file was changed")
+            raise RecordingError(
+                f"{path}: line {number} is step {step}, after step {steps[-1]}; somebody edited the file"
+            )
         row = torch.tensor(values, dtype=torch.float32)
         if not bool(((row >= 0) & row.isfinite()).all()):
             raise RecordingError(f"{path}: line {number} has an amax that is negative or not finite")
@@ -255,7 +259,7 @@ def read_series(run_dir: Path | str) -> Recording:
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as stream:
         for line in stream:
-            if line.endswith(b"\n"):  # else a killed process was writing it
+            if line.endswith(b"\n"):  # a killed process leaves a torn line
                 yield line
 
 

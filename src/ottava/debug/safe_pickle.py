@@ -1,13 +1,13 @@
-"""Reads pickles of other programs without running anything of theirs.
+"""Reads pickles of other programs without running any of their code.
 
-A pickle names functions and calls them: `pickle.loads` on a checkpoint runs whatever its author liked.
-TransformerEngine keeps its scaling state in such pickles, and itself refuses to load them unless told otherwise. Here
-every name is looked up in a short list: what rebuilds tensors and plain containers; an inert `StandIn` for classes of
-TransformerEngine, Megatron, numpy and argparse, which remembers what it was made from and does nothing; and nothing
-else. Any other name is refused before it is imported.
+A pickle names functions and calls them, so `pickle.loads` runs any code that the author of a checkpoint chose.
+TransformerEngine keeps its scaling state in such pickles, and refuses to load them itself by default. This reader
+allows few names: functions that rebuild tensors and plain containers, and classes of TransformerEngine, Megatron, numpy
+and argparse. For those classes it makes an inert `StandIn`, which keeps its arguments and does nothing. It refuses any
+other name before importing it.
 
-Before a pickle is loaded, its opcodes are read without obeying them: what it claims to hold must be there, and it may
-not build more than its limits. Else a hundred bytes could fill the memory, or keep Python hashing for years.
+First the reader scans the opcodes without executing them. It refuses a pickle that claims bytes the file does not have,
+or that exceeds a limit. Otherwise a hundred bytes could fill the memory, or keep Python hashing for years.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from ottava.untrusted import regular_size
 _STAND_IN_FOR = ("transformer_engine.", "transformer_engine_torch.", "megatron.", "numpy.", "argparse.Namespace")
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")
 _MAKER = "_make_in_reduce_ex"
-"""TransformerEngine 2.15 rebuilds its tensors by this class method, which pickle names by calling getattr."""
+"""TransformerEngine 2.15 rebuilds its tensors by this class method; the pickle gets it by calling getattr."""
 _MAX_OPCODES, _MAX_PARTS, _MAX_DEPTH = 5_000_000, 10_000_000, 500
-"""Of one pickle: steps of it, objects in objects counted along every path, objects within objects. The checkpoint of a
-model of 10,000 tensors has some 300,000 opcodes, and a depth of 10."""
+"""Limits of one pickle. Parts are counted along every path to them; depth is the nesting of objects. The checkpoint of
+a model with 10,000 tensors has about 300,000 opcodes and a depth of 10."""
 _LEGACY_PICKLES = 5
-"""At the beginning of a file of torch.save before 1.6: magic number, protocol, machine, content, keys of storages."""
+"""A file of torch.save before 1.6 begins with so many: magic number, protocol, machine, content, keys of storages."""
 _CONTAINERS = MappingProxyType({kind.__name__: kind for kind in (set, frozenset, bytearray, list, dict, tuple)})
 
 
 class RefusedError(ValueError):
-    """A pickle names something that reading it would run."""
+    """Reading a pickle would run code that it names."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"names {', '.join(names)}, and reading that would run code")
 
 
 class DamagedError(pickle.UnpicklingError):
-    """A pickle is cut short, contradicts itself, or would build more than its limits; the message says what."""
+    """A pickle is cut short, contradicts itself, or exceeds a limit; the message says which."""
 
     exit_code = 4
 
 
 class StandIn:
-    """What stands for an object of a class that is not imported."""
+    """Replaces an object whose class is not imported."""
 
     qualified_name = ""
     """Module and name of that class."""
     args: tuple[Any, ...]
-    """What it was called with."""
+    """Arguments of the constructor."""
     state: Any
-    """What its attributes were set from, None if from nothing."""
+    """The value that the pickle set its attributes from; None if it set none."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -79,13 +79,14 @@ def _stand_in(name: str) -> type[StandIn]:
 
 
 def load_torch(file: Path | bytes) -> Any:
-    """What `torch.save` wrote, by torch's own restricted reader, with stand-ins for classes that it does not know.
+    """Loads a file of `torch.save` with torch's restricted reader; unknown classes become stand-ins.
 
     Raises:
-        RefusedError: the file names something else.
-        DamagedError: it is damaged, or beyond the limits.
+        RefusedError: the file names a function or class that is not allowed.
+        DamagedError: it is damaged, or exceeds a limit.
         OSError, UntrustedError: as in `untrusted.regular_size`.
-    Edge cases: a large file is mapped, not read. A tensor may still claim more than the file has: see `check_tensors`.
+    Edge cases: a large file is mapped, not read. A tensor may still claim more bytes than the file has, see
+        `check_tensors`.
     """
     if isinstance(file, Path):
         regular_size(file)
@@ -94,18 +95,18 @@ def load_torch(file: Path | bytes) -> Any:
     except (RefusedError, DamagedError):
         raise
     except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            raise RefusedError([found[1]]) from error
-        # torch's own text advises to load without restriction
+        if name := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RefusedError([name[1]]) from error
+        # torch's message advises to load without restriction: leave that out
         raise DamagedError(str(error).partition("WeightsUnpickler error: ")[2] or "not a pickle") from error
-    except Exception as error:  # torch and zipfile raise whatever the damaged bytes lead them to
+    except Exception as error:  # damaged bytes make torch and zipfile raise errors of any kind
         raise DamagedError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def _load_torch(file: Path | bytes) -> Any:
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [(io.BytesIO, "_io.BytesIO")]
     with io.BytesIO(file) if isinstance(file, bytes) else file.open("rb") as stream:
-        is_zip = zipfile.is_zipfile(stream)  # older files cannot be asked for the names in them
+        is_zip = zipfile.is_zipfile(stream)  # torch cannot list the names in older files
         stream.seek(0)
         for _ in range(0 if is_zip else _LEGACY_PICKLES):
             _scan(stream)
@@ -142,16 +143,16 @@ def _scan_archive(stream: IO[bytes]) -> None:
 
 @dataclass(slots=True)
 class _Part:
-    """What is known, without making it, of an object that a pickle would make."""
+    """What the scan knows about an object that the pickle would make."""
 
     parts: int = 1
     depth: int = 0
     largest: int = 0
-    """Whole number in it."""
+    """Largest whole number in it."""
     text: str = ""
 
     def take(self, others: Sequence[_Part]) -> None:
-        """The others become parts of it."""
+        """Makes the others parts of this object."""
         self.parts += sum(other.parts for other in others)
         self.depth = max([self.depth, *(other.depth + 1 for other in others)])
         self.largest = max([self.largest, *(other.largest for other in others)])
@@ -162,11 +163,11 @@ class _Part:
 
 
 def _scan(stream: IO[bytes]) -> None:
-    """Reads one pickle, up to its end, without making anything.
+    """Scans one pickle up to its end without making any object.
 
     Raises:
-        DamagedError: an opcode is unknown, claims bytes that are not there, or takes what nobody put; or the limits are
-            passed.
+        DamagedError: an opcode is unknown, claims missing bytes, or takes an object that no opcode put there; or the
+            pickle exceeds a limit.
     """
     stack: list[_Part | None] = []
     memo: dict[int, _Part | None] = {}
@@ -179,7 +180,7 @@ def _scan(stream: IO[bytes]) -> None:
                 stack.append(memo[number])
             elif opcode.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 place = len(memo) if opcode.name == "MEMOIZE" else number
-                if not 0 <= place <= count:  # the unpickler makes a table of so many places
+                if not 0 <= place <= count:  # the unpickler allocates a table of so many places
                     raise DamagedError(f"it keeps an object at place {place}, and has {count} before it")
                 memo[place] = stack[-1]
             elif opcode.name == "DUP":
@@ -191,7 +192,7 @@ def _scan(stream: IO[bytes]) -> None:
 
 
 def _obey(opcode: pickletools.OpcodeInfo, argument: Any, stack: list[_Part | None]) -> None:
-    """What an opcode takes from the stack, and leaves there."""
+    """Changes the stack as the opcode would."""
     kinds = opcode.stack_before
     has_mark = pickletools.markobject in kinds
     taken: list[_Part | None] = []
@@ -220,25 +221,25 @@ def _obey(opcode: pickletools.OpcodeInfo, argument: Any, stack: list[_Part | Non
 
 
 def check_tensors(value: Any, size: int) -> None:
-    """Refuses tensors whose numbers are not all in the file: on the meta device, sparse, or larger than what is stored.
+    """Refuses tensors whose numbers are not all in the file: on the meta device, sparse, or larger than their storage.
 
     Args:
         value: a tensor, or containers and stand-ins that hold some.
-        size: of the file in bytes.
+        size: size of the file in bytes.
     Raises:
-        DamagedError: says which shape.
+        DamagedError: the message names the shape.
 
     Example:
         >>> check_tensors({"history": torch.zeros(1).expand(10**12)}, size=100)
         Traceback (most recent call last):
         ottava.debug.safe_pickle.DamagedError: a tensor of shape (1000000000000,) has more numbers than the file
     """
-    waiting, seen = [value], set[int]()
+    waiting, visited = [value], set[int]()
     while waiting:
         item = waiting.pop()
-        if id(item) in seen:
+        if id(item) in visited:
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         if isinstance(item, Tensor):
             shape = tuple(item.shape)
             if item.device.type != "cpu" or item.layout != torch.strided or item.is_quantized:
@@ -255,7 +256,7 @@ def check_tensors(value: Any, size: int) -> None:
 
 
 def _attribute_maker(makers: Mapping[type[StandIn], type[StandIn]]) -> Callable[[Any, str], type[StandIn]]:
-    """getattr, of nothing but that one method of stand-ins."""
+    """A getattr that knows only `_MAKER` of stand-ins."""
 
     def look_up(owner: Any, name: str) -> type[StandIn]:
         if name != _MAKER or not isinstance(owner, type) or owner not in makers:
@@ -270,11 +271,11 @@ def _stream(file: Path | bytes) -> Any:
 
 
 def load_pickle(data: bytes) -> Any:
-    """What `pickle.dumps` made of tensors, containers and the classes that have stand-ins.
+    """Loads a pickle of tensors, containers and the classes that have stand-ins.
 
     Raises:
-        RefusedError: the pickle names something else; none of it has run.
-        DamagedError: it is damaged, or beyond the limits.
+        RefusedError: the pickle names a function or class that is not allowed; no code of it has run.
+        DamagedError: it is damaged, or exceeds a limit.
 
     Example:
         >>> load_pickle(pickle.dumps({"scale": torch.ones(2)}))
@@ -288,12 +289,12 @@ def load_pickle(data: bytes) -> Any:
         return _Unpickler(io.BytesIO(data)).load()
     except (RefusedError, DamagedError):
         raise
-    except Exception as error:  # pickle, and what it calls, raise whatever the damaged bytes lead them to
+    except Exception as error:  # damaged bytes lead to errors of any kind
         raise DamagedError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Every object it hands out is made anew, so that a pickle which sets attributes on one changes nothing of ours."""
+    """Makes every function and class anew, so that a pickle that sets attributes on one changes nothing of ours."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)

@@ -1,8 +1,8 @@
-"""Which rows of a tensor are measured, and copies of them, so that a look costs a part of what the whole would.
+"""Chooses the rows of a tensor that a look measures, and copies them, so that a look costs less than the whole tensor.
 
-Rows are taken from inside bands of 128. What is said of rows and of blocks along them comes from whole rows; of the
-128x128 blocks in which the rows lie all elements are read for their amax, so that nothing said of a row depends on
-which others were taken. Every row has the same chance, so sums over a sample, times the rate, mean those of the whole.
+Rows come from bands of 128. A look measures whole rows, and the blocks along them. The amax of a 128x128 block is read
+from all of its elements, so the numbers of a row never depend on which other rows are in the sample. Every row has the
+same chance: sums over a sample, times the rate, estimate the sums over the tensor.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from ottava.scaling import BLOCK_128X128, Granularity, column_major
 from ottava.scaling import amax as block_amaxes
 
 Bands = Sequence[range]
-"""Rows of a matrix, in their order; those of a range with a step lie in one band of BAND_ROWS rows."""
+"""Rows of a matrix in ascending order; a range with a step lies within one band of BAND_ROWS rows."""
 _SPREAD, _UNEVEN = 8, 4
-"""Bands in which one is sampled, where so many rows are wanted: with all of their rows it is read for block amaxes. And
-where the bands are no multiple of it, so that looks differ less in size."""
+"""A sample takes rows from one band in 8, because block amaxes need all rows of that band. If the number of bands is no
+multiple of 8 it takes one band in 4, so that looks differ less in size."""
 _LEAST_ROWS = 32
-"""Of a sample: a median of fewer rows says little."""
+"""Smallest sample: a median over fewer rows says little."""
 
 
 def sample_bands(rows: int, every: int, phase: int, *, step: int = BAND_ROWS) -> Bands | None:
-    """One row in `every`, others in each phase until all have been seen; None for all of them.
+    """One row in `every`; the phases take different rows until all rows had their turn. None means all rows.
 
-    Taken are some bands, and of each of them one row in a power of two. At least 32 rows are taken, where there are so
-    many; where `every` is no power of two, or above a tenth of a very tall matrix, a few more than asked for.
+    The sample takes some bands, and in each band every step-th row, where the step is a power of two. It has at least
+    32 rows if the matrix has. If `every` is no power of two, or is above a tenth of a very tall matrix, the sample is a
+    little larger than asked for.
 
     Args:
-        step: rows of a band from one to the next, at most: a power of two.
+        step: largest distance of two rows within a band: a power of two.
 
     Example:
         >>> sample_bands(1000, 16, 1), sample_bands(1000, 16, 4)
@@ -54,16 +55,16 @@ def sample_bands(rows: int, every: int, phase: int, *, step: int = BAND_ROWS) ->
 
 
 def _power_of_two(n: int) -> int:
-    """The largest that is at most n."""
+    """The largest power of two that is at most n."""
     return 1 << (n.bit_length() - 1)
 
 
 def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of those rows of a matrix."""
+    """A copy of the rows of a matrix that `bands` selects."""
     if native_sample.supports_take(x) is None:
         taken = native_sample.take(x, bands)
         return taken if dtype is None else taken.to(dtype)
-    if x.dtype.itemsize == 1 and x.dtype != torch.uint8:  # torch joins no codes
+    if x.dtype.itemsize == 1 and x.dtype != torch.uint8:  # torch cannot concatenate FP8 codes
         return take_bands(x.view(torch.uint8), bands).view(x.dtype)
     dim, lying = (1, x.t()) if column_major(x) else (0, x)
     parts = [lying[:, b.start : b.stop : b.step] if dim else lying[b.start : b.stop : b.step] for b in bands]
@@ -75,33 +76,33 @@ def take_bands(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Ten
 
 
 def squares_of(x: Tensor, bands: Bands, dtype: torch.dtype | None = None) -> Tensor:
-    """fp32 (bands, ceil(C / 128)): the largest finite magnitudes of the 128x128 blocks of x in which those rows lie.
+    """fp32 (bands, ceil(C / 128)): the largest finite magnitude of each 128x128 block of x that has selected rows.
 
     Example:
         >>> squares_of(torch.tensor([[1.0], [-3.0], [torch.inf]]), [range(0, 3, 2)])
         tensor([[3.]])
     """
-    found = []
+    amaxes = []
     for band in bands:
         top = band.start // BAND_ROWS * BAND_ROWS
         block = x[top : top + BAND_ROWS].to(dtype or x.dtype).to(torch.float32)
-        found.append(block_amaxes(torch.where(block.isfinite(), block, 0.0), BLOCK_128X128))
-    return torch.cat(found)
+        amaxes.append(block_amaxes(torch.where(block.isfinite(), block, 0.0), BLOCK_128X128))
+    return torch.cat(amaxes)
 
 
 def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
-    """Those rows of a cast, with their scales; blocks are as much lower as rows are fewer.
+    """The rows of a cast that `bands` selects, with their scales. Blocks become lower by the step of the bands.
 
-    The step of the bands divides the height of blocks, and that BAND_ROWS.
+    The step of the bands must divide the height of the blocks, and that height must divide BAND_ROWS.
     """
     spec, scale_inv, step = x_q.spec, x_q.scale_inv, bands[0].step
     if (height := spec.granularity.rows) is not None:
-        lower = max(height // step, 1)  # rows of a block that are taken
+        lower = max(height // step, 1)  # selected rows of a block
         parts = []
         for b in bands:
             first, blocks = b.start // height, -(-len(b) // lower)
             parts.append(scale_inv[b.start : b.stop : step] if height == 1 else scale_inv[first : first + blocks])
-        scale_inv = torch.cat(parts) if len(parts) > 1 else parts[0].clone()  # not a view: it would keep all of them
+        scale_inv = torch.cat(parts) if len(parts) > 1 else parts[0].clone()  # a view would keep all scales in memory
         if step > 1 and height > 1:
             spec = replace(spec, granularity=Granularity(lower, spec.granularity.cols))
     return QuantizedTensor(take_bands(x_q.data, bands), scale_inv, spec, x_q.dtype)
@@ -110,14 +111,14 @@ def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
 def sampled(
     look: Look, every: int, phase: int, dtype: torch.dtype | None = None, *, blocks: bool = True
 ) -> Look | None:
-    """The same look at a copy of one row in `every`, see `sample_bands`; None where it is of all rows.
+    """The look at a copy of one row in `every`, see `sample_bands`; None if the look needs all rows.
 
     Args:
-        dtype: of the copy, where the cast is still to be made.
-        blocks: whether amaxes of 128x128 blocks will be asked for; without, only the rows themselves are read.
+        dtype: dtype of the copy, if the cast is still to be made.
+        blocks: whether the look needs amaxes of 128x128 blocks; otherwise only the selected rows are read.
 
-    Edge cases: of blocks whose height does not divide 128 all are taken; of those that are still to be cast, whose
-    scales need all of their rows, whole bands.
+    Edge cases: if the height of a block does not divide 128 the look takes all rows. A cast that is still to be made
+    in blocks of several rows takes whole bands, because its scales need all rows of a block.
     """
     x, cast, height = look.x.detach(), look.cast, spec_of(look).granularity.rows  # no Parameter: kernels refuse it
     tall = height is not None and height > 1

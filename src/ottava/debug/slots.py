@@ -1,7 +1,7 @@
-"""Statistics of every cast of a model, gathered on the GPU: no step waits for the host, and CUDA graphs capture it.
+"""Sums statistics of every cast of a model on the GPU: no step waits for the host, and CUDA graphs can capture it.
 
-`observe` reads numbers back at every cast. Here each door has slots on the device, to which a small kernel adds what
-the cast did to a sample of the tensor (`kernels.triton.statistics`); they are read when somebody asks.
+`observe` reads numbers back at every cast. Here each door has slots on the device. A small kernel
+(`kernels.triton.statistics`) adds the sums of a sample of the cast to them, and `tallies` reads them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ottava.quantized_tensor import QuantizedTensor
 
 
 class Slots:
-    """What the doors of a model did, summed on the GPU until it is read.
+    """Sums of the casts at the doors of a model, kept on the GPU until `tallies` reads them.
 
     Args:
         model: its ottava layers are watched, until `remove` or the end of a `with`.
-        every: one tile of 16 x 128 elements in so many is looked at.
+        every: one tile of 16 x 128 elements in `every` is measured.
         detail: "exponents", or "numbers" for no histogram at all.
     Raises:
         ValueError: every is less than 1, or another detail.
 
-    A tally of these has no histograms but that of the exponents, and nothing about rows, blocks and scales: those need
-    more than a tile. Slots are made at the first cast of each door, so a CUDA graph is captured after a warm-up, as
-    torch asks for anyway; phase and switch are read at each replay. Compiled code calls no hooks.
+    These tallies have only the histogram of exponents, and nothing about rows, blocks and scales, which need more than
+    a tile. The first cast of each door makes its slot, so capture a CUDA graph after a warm-up, as torch asks for
+    anyway; each replay reads phase and switch. Compiled code calls no hooks.
 
     Example:
         >>> import ottava
@@ -52,7 +52,7 @@ class Slots:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.every = every
         self.refused: dict[Key, str] = {}
-        """Casts that no kernel here looks at, with the reason."""
+        """Casts that the kernel cannot measure -> the reason."""
         self._empty = new_slot(device, tile_fields(detail))
         self._slots: dict[Key, Tensor] = {}
         self._phase = torch.zeros((), dtype=torch.int64, device=device)
@@ -60,24 +60,24 @@ class Slots:
         self._handles = watch_doors(model, self._take)
 
     def advance(self) -> None:
-        """Other tiles from now on: once a step, inside a graph or outside."""
+        """Selects other tiles: call it once a step, inside a graph or outside."""
         self._phase.add_(1)
 
     def switch(self, on: bool) -> None:
-        """Off leaves a launch that ends at once, also in graphs that were captured before."""
+        """Turns measuring on or off, also in captured graphs. While it is off, a launched kernel returns at once."""
         self._on.fill_(int(on))
 
     def clear(self) -> None:
-        """Forgets what was seen, in place."""
+        """Resets all slots, in place."""
         for slot in self._slots.values():
             slot.copy_(self._empty)
 
     def tallies(self) -> dict[Key, Tally]:
-        """What was seen since the last `clear`. Waits for the device."""
+        """The tallies since the last `clear`. Waits for the device."""
         return {key: Tally(**read_slot(slot)) for key, slot in self._slots.items()}
 
     def remove(self) -> None:
-        """No more; what was seen stays."""
+        """Stops measuring; the tallies stay."""
         for handle in self._handles:
             handle.remove()
 

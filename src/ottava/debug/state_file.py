@@ -1,4 +1,4 @@
-"""The scaling state in a checkpoint file, of ottava or of TransformerEngine, and whether it makes sense.
+"""Reads and checks the scaling state in a checkpoint file of ottava or TransformerEngine.
 
     ottava              NAME.quantizers.{input|weight|grad_output}.{amax_history|scale|nonfinite_count|guard_count},
                         plain tensors; a history is newest first
@@ -7,9 +7,9 @@
                         weight, output of the 1st GEMM, of the 2nd, ...; of bwd: grad_output, grad_input of the 1st, ...
                         Row 0 is where amaxes are staged; rows 1 .. L-1 are the history, oldest first.
 
-Both keep the scale that multiplies. Checked is that it follows from its history: scale * amax = fmt.max * 2**-margin.
+Both keep the scale that multiplies. The check: the scale follows from its history, scale * amax = fmt.max * 2**-margin.
 Source: TransformerEngine pytorch/module/base.py (get_extra_state), pytorch/csrc/common.h (columns),
-common/recipe/delayed_scaling.cu (rows). Nothing in a file is executed, see `safe_pickle`.
+common/recipe/delayed_scaling.cu (rows). No code of a file runs, see `safe_pickle`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ _LARGEST_MARGIN = 16
 
 
 class StateFileError(ValueError):
-    """A file holds no scaling state that can be read; the message names the file, why, and what to do."""
+    """A file has no readable scaling state; the message names the file, the reason, and what to do."""
 
     exit_code = 4
 
@@ -58,40 +58,40 @@ class TensorState:
     """The scaling state of one tensor."""
 
     layer: str
-    """As the file names it."""
+    """Name in the file."""
     tensor: str
     """input, weight, grad_output; in TransformerEngine also output, grad_input."""
     history_len: int
-    """Entries that the history has room for."""
+    """Length of the history."""
     filled: int
-    """Of these, not 0."""
+    """Entries of the history that are not 0."""
     newest: float
-    """Amax of the last step; 0 if none."""
+    """Amax of the last step; 0 if there is none."""
     largest: float
-    """Of the history."""
+    """Largest entry of the history."""
     scale: float
-    """What the next cast multiplies with."""
+    """The factor of the next cast."""
     follows: str | None
-    """How the scale follows from the history, such as "E4M3, max, margin 0"; None if that cannot be told."""
+    """How the scale follows from the history, such as "E4M3, max, margin 0"; None if unknown."""
     nonfinite: int | None = None
     """Steps with an amax of inf or nan; TransformerEngine does not count them."""
     guard_fires: int | None = None
     """Steps in which the guard fired."""
     problems: tuple[str, ...] = ()
-    """What contradicts itself."""
+    """Contradictions."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing."""
+    """Facts worth knowing."""
 
 
 @dataclass(frozen=True)
 class ScalingStateFile:
-    """What a file holds."""
+    """The scaling state of a file."""
 
     path: Path
     source: Literal["ottava", "transformer_engine"]
-    """Whose state it is."""
+    """The program that wrote the state."""
     recipes: tuple[str, ...]
-    """TransformerEngine's recipes in words; ottava keeps recipes elsewhere."""
+    """TransformerEngine's recipes in words; an ottava checkpoint has none."""
     rows: tuple[TensorState, ...]
     """In the order of the file."""
 
@@ -131,7 +131,7 @@ def _row(row: TensorState, width: int) -> str:
 
 
 def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
-    """Each remark once, with the tensors that it is about."""
+    """Each remark once, with its tensors."""
     about: dict[str, list[str]] = {}
     for row in rows:
         for text in getattr(row, field):
@@ -142,10 +142,10 @@ def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
 
 
 def read_scaling_state(path: Path | str) -> ScalingStateFile:
-    """The scaling state in a safetensors file or one of `torch.save`.
+    """Reads the scaling state from a safetensors file or a file of `torch.save`.
 
     Raises:
-        StateFileError: no such file, damaged, holds no scaling state, or reading it would run code.
+        StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
     """
     path = Path(path)
     try:
@@ -153,7 +153,7 @@ def read_scaling_state(path: Path | str) -> ScalingStateFile:
     except FileNotFoundError as error:
         raise StateFileError(f"{path}: does not exist") from error
     except UntrustedError as error:
-        what = "is a folder; give one of the files in it" if path.is_dir() else str(error)
+        what = "is a folder; needs one of the files in it" if path.is_dir() else str(error)
         raise StateFileError(f"{path}: {what}") from error
     with path.open("rb") as stream:
         is_torch = stream.read(4).startswith(_TORCH_MAGIC)
@@ -164,7 +164,7 @@ def read_scaling_state(path: Path | str) -> ScalingStateFile:
         raise StateFileError(
             f"{path}: {error}; save the model's state alone: torch.save(model.state_dict(), FILE)"
         ) from error
-    except Exception as error:  # torch and pickle raise whatever the damaged bytes lead them to
+    except Exception as error:  # damaged bytes lead to errors of any kind
         kind = "file of torch.save" if is_torch else "safetensors file, nor one of torch.save"
         raise StateFileError(f"{path}: is cut short, damaged or no {kind} ({_first_line(error)})") from error
     if rows := _ours(path, entries):
@@ -197,7 +197,7 @@ def _flatten(tree: Any) -> Iterator[tuple[str, Any]]:
     while waiting:
         name, value, depth = waiting.pop()
         visits += 1
-        if visits > MAX_PARTS or depth > MAX_DEPTH:  # dicts that hold each other, or share what they hold
+        if visits > MAX_PARTS or depth > MAX_DEPTH:  # dicts may contain each other, or share entries
             raise LimitError(f"has more than {MAX_PARTS:,} entries, or more than {MAX_DEPTH} dicts within dicts")
         if isinstance(value, dict):
             below = [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
@@ -208,15 +208,15 @@ def _flatten(tree: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Law:
-    """What is known of how scales were predicted."""
+    """What the file tells about the rule that predicted the scales."""
 
     formats: tuple[Format, ...] = (E4M3, E5M2)
-    """Candidates, the one with the smallest range first."""
+    """Possible formats, smallest range first."""
     margin: int | None = None
     algorithm: str | None = None
     """max, most_recent, None if unknown, "" for a function."""
     forgets: bool = False
-    """TransformerEngine: the oldest of the L amaxes behind a scale is no longer among the L - 1 in the file."""
+    """TransformerEngine computes a scale from L amaxes and keeps only L - 1 of them in the file, without the oldest."""
 
     def explain(self, scale: float, history: list[float]) -> str | None:
         """How the scale follows from the history: scale * amax = fmt.max * 2**-margin; None if it does not."""
@@ -231,7 +231,7 @@ class _Law:
                     return f"{fmt}, {algorithm}, margin {margin}"
         lowest, highest = (self.formats[i].max * 2.0 ** -self._margins()[j] for i, j in ((0, -1), (-1, 0)))
         if self.margin is None and math.frexp(scale)[0] == 0.5 and lowest / 2 < scale * largest <= highest:
-            return "a power of two"  # rounded down; what from cannot be told
+            return "a power of two"  # rounded down, from an unknown number
         if scale == _FP32_MAX:
             return "the largest fp32 number"
         if self.forgets and self.algorithm != "most_recent" and all(history) and scale * largest < highest:
@@ -251,35 +251,26 @@ def _judge(layer: str, tensor: str, history: Tensor, scale: Tensor, law: _Law, *
     problems, notes = [], []
     follows = None
     if not all(math.isfinite(value) and value >= 0 for value in [*values, factor]):
-        problems.append("negative or non-finite entries; the state cannot be loaded")
+        problems.append("has negative or non-finite entries, so the state cannot be loaded")
     elif filled and factor == 0:
-        problems.append("scale 0 beside a history")
+        problems.append("has a history, but its scale is 0")
     elif filled and law.algorithm != "":
         follows = law.explain(factor, values)
         if follows is None:
-            problems.append("the scale does not follow from the history; only a function of the recipe's explains it")
+            problems.append(
+                "the scale does not follow from the history; only a custom function of the recipe could give it"
+            )
     elif not filled and factor == 0:
-        notes.append("no history yet, the next cast takes the current scale")
+        notes.append("no history yet: the next cast takes the current scale")
     elif not filled and factor == 1:
-        notes.append("no history yet, and the next cast multiplies with 1")
+        notes.append("no history yet: the next cast multiplies by 1")
     elif not filled and not law.forgets:
-        problems.append("a scale without a history")
+        problems.append("has a scale without a history")
     if counts.get("nonfinite"):
-        notes.append("had steps with an amax of inf or nan, which never entered the history")
-    return TensorState(
-        layer,
-        tensor,
-        len(values),
-        filled,
-        newest,
-        largest,
-        factor,
-        follows,
-        counts.get("nonfinite"),
-        counts.get("guard_fires"),
-        tuple(problems),
-        tuple(notes),
-    )
+        notes.append("had steps with an amax of inf or nan; the history leaves them out")
+    state = TensorState(layer, tensor, len(values), filled, newest, largest, factor, follows)
+    state = replace(state, nonfinite=counts.get("nonfinite"), guard_fires=counts.get("guard_fires"))
+    return replace(state, problems=tuple(problems), notes=tuple(notes))
 
 
 def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:
@@ -291,23 +282,16 @@ def _ours(path: Path, entries: Mapping[str, Any]) -> list[TensorState]:
     for (layer, tensor), parts in doors.items():
         where = f"{path}: {layer}.quantizers.{tensor}"
         if missing := [part for part in _PARTS if part not in parts]:
-            raise StateFileError(f"{where}: lacks {', '.join(missing)}; the file was cut or filtered")
+            raise StateFileError(f"{where}: lacks {', '.join(missing)}; somebody cut or filtered the file")
         for part in _PARTS:
             value, dims = parts[part], int(part == "amax_history")
             kind = torch.int64 if part.endswith("_count") else torch.float32
             if not isinstance(value, Tensor) or value.dim() != dims or value.dtype != kind:
-                raise StateFileError(f"{where}.{part}: is no {kind} tensor of {dims} dimensions; not ottava's state")
-        rows.append(
-            _judge(
-                layer,
-                tensor,
-                parts["amax_history"],
-                parts["scale"],
-                _Law(),
-                nonfinite=int(parts["nonfinite_count"]),
-                guard_fires=int(parts["guard_count"]),
-            )
-        )
+                raise StateFileError(
+                    f"{where}.{part}: needs a {kind} tensor of {dims} dimensions; this is not ottava's state"
+                )
+        counts = {"nonfinite": int(parts["nonfinite_count"]), "guard_fires": int(parts["guard_count"])}
+        rows.append(_judge(layer, tensor, parts["amax_history"], parts["scale"], _Law(), **counts))
     return rows
 
 
@@ -317,7 +301,7 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
     for name, value in entries.items():
         state = _extra_state(path, name, value)
         if not isinstance(state, dict) or "scale_fwd" not in state:
-            continue  # None, or a recipe without state
+            continue  # empty, or a recipe without state
         recipe, extra = state.get("recipe"), state.get("extra_fp8_variables")
         settings = recipe.state if isinstance(recipe, StandIn) and isinstance(recipe.state, dict) else {}
         if isinstance(recipe, StandIn):
@@ -344,14 +328,16 @@ def _extra_state(path: Path, name: str, value: Any) -> Any:
     elif value is None:
         data = b""
     else:
-        raise StateFileError(f"{path}: {name}: is {type(value).__name__}, which is no state of TransformerEngine")
+        raise StateFileError(
+            f"{path}: {name}: got {type(value).__name__}; needs a uint8 tensor or BytesIO of TransformerEngine"
+        )
     try:
         state = None if not data else load_torch(data) if data.startswith(_TORCH_MAGIC[0]) else load_pickle(data)
         check_tensors(state, len(data))
         return state
     except RefusedError as error:
-        raise StateFileError(f"{path}: {name}: {error}; it is not read") from error
-    except Exception as error:  # as above
+        raise StateFileError(f"{path}: {name}: {error}; it was not read") from error
+    except Exception as error:  # damaged bytes again
         raise StateFileError(f"{path}: {name}: is cut short or damaged ({_first_line(error)})") from error
 
 
@@ -367,7 +353,7 @@ def _columns(layer: str, columns: tuple[str, ...], scale: Tensor, history: Tenso
         gemm, role = divmod(column, len(columns))
         newest_first = history[1:, column].flip(0)
         used = bool(newest_first.any()) or float(scale[column]) != 1
-        if not used and columns[role] in ("output", "grad_input"):  # there for FP8 outputs, which hardly anyone has
+        if not used and columns[role] in ("output", "grad_input"):  # columns for FP8 outputs, which hardly any run has
             continue
         yield _judge(
             f"{layer} GEMM {gemm + 1}" if gemms > 1 else layer, columns[role], newest_first, scale[column], law
@@ -378,15 +364,15 @@ def _law(settings: Mapping[str, Any], extra: Mapping[str, Any], direction: str) 
     largest = extra.get(f"fp8_max_{direction}")
     if largest is None:
         largest = dict(zip(("fwd", "bwd"), _maxima(settings.get("fp8_format")), strict=False)).get(direction)
-    known = tuple(fmt for fmt in (E4M3, E5M2) if fmt.max == largest)
+    formats = tuple(fmt for fmt in (E4M3, E5M2) if fmt.max == largest)
     margin, algorithm = settings.get("margin"), settings.get("amax_compute_algo")
     if settings.get("scaling_factor_compute_algo") is not None or not isinstance(algorithm, str | None):
         algorithm = ""
-    return _Law(known or (E4M3, E5M2), margin if isinstance(margin, int) else None, algorithm, forgets=True)
+    return _Law(formats or (E4M3, E5M2), margin if isinstance(margin, int) else None, algorithm, forgets=True)
 
 
 def _maxima(fp8_format: Any) -> tuple[Any, ...]:
-    """(largest number forward, backward) of TransformerEngine's Format: an enum whose value is a pair."""
+    """(largest number forward, backward) of TransformerEngine's Format, an enum whose value is a pair."""
     value = fp8_format.args[0] if isinstance(fp8_format, StandIn) and fp8_format.args else ()
     pair = value.args if isinstance(value, StandIn) else value
     return tuple(pair) if isinstance(pair, tuple) else ()

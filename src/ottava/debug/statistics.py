@@ -1,13 +1,13 @@
-"""Every number that is told about a cast, derived from a `Tally`. Adding one is adding an entry to `STATISTICS`.
+"""The statistics of a cast, each a formula over a `Tally`. A new statistic is one entry of `STATISTICS`.
 
 With x the tensor before the cast, q the dequantized one and e = x - q:
 
     See = sum e**2    Sxx = sum x**2    Sxe = sum x*e    a = Sxe / Sxx    b = See / Sxx
     mse = See / n     sqnr_db = -10 log10 b     cosine = (1 - a) / sqrt(1 - 2a + b)
 
-so that the cosine is never the quotient of two nearly equal sums, which leaves 4 digits in fp32. Cosine, MSE and SQNR
-of a tensor weigh elements by their energy, and look perfect where a few huge rows hide that all others were flushed:
-look at `row_sqnr_p50_db`, `mean_relative_error` and `underflow_pct`, which weigh rows and elements alike.
+The cosine is thus never the quotient of two nearly equal sums, which would leave 4 digits in fp32. Cosine, MSE and SQNR
+of a tensor weigh elements by their energy: they look perfect when a few huge rows hide that all other rows underflowed.
+`row_sqnr_p50_db`, `mean_relative_error` and `underflow_pct` weigh rows or elements equally; look at those.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ Worse = Literal["high", "low", ""]
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number from a tally, or a column of them from a table of tallies."""
+    """A formula: one number from a tally, or a column of numbers from a table of tallies."""
 
     name: str
     """Key in tables and files."""
     unit: str
-    """Of the number."""
+    """Unit of the number."""
     meaning: str
     """One sentence."""
     worse: Worse
-    """Which way is trouble: "high", "low", or "" where neither is."""
+    """Which values are bad: "high", "low", or "" for neither."""
     finish: Callable[[Tally], Number]
-    """The number; NaN where the tally says nothing about it."""
+    """Computes the number; NaN if the tally does not know it."""
 
 
-def _ratio(part: Number, whole: Number) -> Number:
+def ratio(part: Number, whole: Number) -> Number:
+    """part / whole; NaN if whole is 0."""
     part, whole = np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
         return plain(np.where(whole != 0, part / np.where(whole != 0, whole, 1.0), math.nan))
@@ -51,28 +52,29 @@ def _where(condition: Any, value: Any) -> Number:
     return plain(np.where(condition, value, math.nan))
 
 
-def _percent(part: Number, whole: Number) -> Number:
-    return 100 * _ratio(part, whole)
+def _percent(part: str, whole: str) -> Callable[[Tally], Number]:
+    return lambda t: 100 * ratio(getattr(t, part), getattr(t, whole))
 
 
-def _decibels(noise_over_signal: Number) -> Number:
+def decibels(noise_over_signal: Number) -> Number:
+    """-10 log10 of a ratio of powers; inf without noise."""
     with np.errstate(divide="ignore"):
-        return plain(-10 * np.log10(noise_over_signal))  # no noise: inf
+        return plain(-10 * np.log10(noise_over_signal))
 
 
 def _cosine_and_gain(t: Tally) -> tuple[Number, Number]:
-    a, b = _ratio(t.sxe, t.sxx), _ratio(t.see, t.sxx)
+    a, b = ratio(t.sxe, t.sxx), ratio(t.see, t.sxx)
     norm = np.maximum(1 - 2 * a + b, 0.0)  # |q|**2 / |x|**2
-    return _ratio(1 - a, np.sqrt(norm)), _ratio(1 - a, norm)
+    return ratio(1 - a, np.sqrt(norm)), ratio(1 - a, norm)
 
 
 def _rms(t: Tally) -> Number:
-    return np.sqrt(_ratio(t.sxx, t.n))
+    return np.sqrt(ratio(t.sxx, t.n))
 
 
 def _std(t: Tally) -> Number:
-    mean = _ratio(t.sx, t.n)
-    return plain(np.sqrt(np.maximum(_ratio(t.sxx, t.n) - mean * mean, 0.0)))
+    mean = ratio(t.sx, t.n)
+    return plain(np.sqrt(np.maximum(ratio(t.sxx, t.n) - mean * mean, 0.0)))
 
 
 def _amin(t: Tally) -> Number:
@@ -81,21 +83,22 @@ def _amin(t: Tally) -> Number:
 
 def _dynamic_range(t: Tally) -> Number:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return plain(np.log2(_ratio(t.amax, _amin(t))))
+        return plain(np.log2(ratio(t.amax, _amin(t))))
 
 
 def _scale_spread(t: Tally) -> Number:
-    mean = _ratio(t.scale_log2, t.n_scales)
-    return plain(np.sqrt(np.maximum(_ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
+    mean = ratio(t.scale_log2, t.n_scales)
+    return plain(np.sqrt(np.maximum(ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
 
 
 def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
-    """The value below which `share` of a histogram's entries lie, linear within a bin; NaN where it is empty.
+    """The value below which `share` of a histogram's entries lie, linear within a bin; NaN for an empty histogram.
 
     Args:
         histogram: (bins,) or (rows, bins).
         share: 0 to 1.
-        width, first: of a bin, and the lower edge of the first one.
+        first: lower edge of the first bin.
+        width: width of a bin.
 
     Example:
         >>> percentile(np.array([0.0, 4.0, 4.0]), 0.75)
@@ -104,12 +107,12 @@ def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: floa
     histogram = np.asarray(histogram, dtype=np.float64)
     total = histogram.sum(-1)
     cumulative = histogram.cumsum(-1)
-    wanted = total * share
-    index = (cumulative < wanted[..., None]).sum(-1)
+    target = total * share
+    index = (cumulative < target[..., None]).sum(-1)
     index = np.minimum(index, histogram.shape[-1] - 1)
     inside = np.take_along_axis(histogram, index[..., None], -1)[..., 0]
     before = np.take_along_axis(cumulative, index[..., None], -1)[..., 0] - inside
-    part = np.where(inside > 0, (wanted - before) / np.where(inside > 0, inside, 1), 0.0)
+    part = np.where(inside > 0, (target - before) / np.where(inside > 0, inside, 1), 0.0)
     return _where(total > 0, first + width * (index + part))
 
 
@@ -119,7 +122,7 @@ def _row_sqnr(share: float) -> Callable[[Tally], Number]:
 
 def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
     bins = int(limit_db / ROW_SQNR_DB)
-    return lambda t: _percent(plain(np.asarray(t.row_sqnr)[..., :bins].sum(-1)), t.n_rows)
+    return lambda t: 100 * ratio(np.asarray(t.row_sqnr)[..., :bins].sum(-1), t.n_rows)
 
 
 _ENTRIES = (
@@ -130,97 +133,97 @@ _ENTRIES = (
         "%",
         "non-zero elements that the cast turned into 0",
         "high",
-        lambda t: _percent(t.n_underflow, t.n_nonzero),
+        _percent("n_underflow", "n_nonzero"),
     ),
     Statistic(
         "underflow_pct_numel",
         "%",
-        "the same over all elements, zeros too, as TransformerEngine counts",
+        "underflow as a share of all elements, zeros too: TransformerEngine's number",
         "high",
-        lambda t: _percent(t.n_underflow, t.n),
+        _percent("n_underflow", "n"),
     ),
     Statistic(
         "subnormal_pct",
         "%",
-        "non-zero elements cast to a subnormal number, with fewer bits than the format has",
+        "non-zero elements that became subnormal numbers, which have fewer bits",
         "high",
-        lambda t: _percent(t.n_subnormal, t.n_nonzero),
+        _percent("n_subnormal", "n_nonzero"),
     ),
-    Statistic("overflow_pct", "%", "elements that the cast clipped", "high", lambda t: _percent(t.n_overflow, t.n)),
-    Statistic(
-        "row_sqnr_p50_db",
-        "dB",
-        "signal over error power of the median row: the first number to look at",
-        "low",
-        _row_sqnr(0.5),
-    ),
+    Statistic("overflow_pct", "%", "elements that the cast clipped", "high", _percent("n_overflow", "n")),
+    Statistic("row_sqnr_p50_db", "dB", "SQNR of the median row: the first number to look at", "low", _row_sqnr(0.5)),
     Statistic("row_sqnr_p10_db", "dB", "one row in ten is worse", "low", _row_sqnr(0.1)),
     Statistic("row_sqnr_p1_db", "dB", "one row in a hundred is worse", "low", _row_sqnr(0.01)),
     Statistic("rows_below_15db_pct", "%", "rows that are mostly noise", "high", _rows_below(15)),
     Statistic(
         "sqnr_db",
         "dB",
-        "signal power over the power of the cast's error, for the whole tensor",
+        "power of the tensor over the power of its error",
         "low",
-        lambda t: _decibels(_ratio(t.see, t.sxx)),
+        lambda t: decibels(ratio(t.see, t.sxx)),
     ),
     Statistic(
         "mean_relative_error",
         "",
         "|e| / |x|, mean of the non-zero elements; 1 for a flushed one",
         "high",
-        lambda t: _ratio(t.srel, t.n_nonzero),
+        lambda t: ratio(t.srel, t.n_nonzero),
     ),
     Statistic("cosine", "", "cosine between the tensor and its cast", "low", lambda t: plain(_cosine_and_gain(t)[0])),
     Statistic(
         "gain",
         "",
-        "what the cast must be multiplied with to fit x best: above 1, it shrinks",
+        "the factor by which the cast fits x best: above 1, the cast shrinks x",
         "",
         lambda t: plain(_cosine_and_gain(t)[1]),
     ),
-    Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: _ratio(t.see, t.n)),
+    Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: ratio(t.see, t.n)),
     Statistic("max_error", "of x", "largest error of an element", "high", lambda t: t.max_error),
     Statistic("rms", "of x", "root of the mean square", "", lambda t: plain(_rms(t))),
-    Statistic("mean", "of x", "mean", "", lambda t: _ratio(t.sx, t.n)),
+    Statistic("mean", "of x", "mean", "", lambda t: ratio(t.sx, t.n)),
     Statistic("std", "of x", "standard deviation", "", _std),
     Statistic("dynamic_range_bits", "octaves", "log2(amax / amin)", "high", _dynamic_range),
     Statistic(
-        "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: _ratio(t.n * t.sx4, t.sxx**2)
+        "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: ratio(t.n * t.sx4, t.sxx**2)
     ),
-    Statistic("outlier_ratio", "", "amax over rms", "high", lambda t: _ratio(t.amax, _rms(t))),
+    Statistic("outlier_ratio", "", "amax over rms", "high", lambda t: ratio(t.amax, _rms(t))),
     Statistic(
         "block_spread_p50",
         "octaves",
-        "how far the amax of the median 1x128 block lies below the tensor's: bits one scale for all wastes",
+        "octaves from the amax of the median 1x128 block up to the tensor's amax: one scale for all loses them",
         "high",
         lambda t: percentile(t.block_spread, 0.5),
     ),
     Statistic(
         "block_spread_p99",
         "octaves",
-        "one block in a hundred lies further below",
+        "one block in a hundred lies further below the tensor's amax",
         "high",
         lambda t: percentile(t.block_spread, 0.99),
     ),
     Statistic("scale_max", "1/x", "largest scale", "", lambda t: _where(np.asarray(t.scale_max) > 0, t.scale_max)),
     Statistic("scale_min", "1/x", "smallest scale", "", lambda t: _where(np.isfinite(t.scale_min), t.scale_min)),
-    Statistic("scale_log2_std", "octaves", "how far the scales of blocks lie apart", "", _scale_spread),
+    Statistic("scale_log2_std", "octaves", "standard deviation of log2(scale) over blocks", "", _scale_spread),
     Statistic(
         "scale_error_max",
         "octaves",
-        "log2(predicted scale / current scale), largest: above 0 the cast clips",
+        "largest log2(predicted scale / current scale): above 0 the cast clips",
         "high",
         lambda t: _where(np.isfinite(t.scale_error_max), t.scale_error_max),
     ),
     Statistic(
         "scale_error_min",
         "octaves",
-        "the smallest: so many low bits were lost",
+        "smallest log2(predicted scale / current scale): below 0 the cast loses low bits",
         "low",
         lambda t: _where(np.isfinite(t.scale_error_min), t.scale_error_min),
     ),
-    Statistic("scale_error_mean", "octaves", "the mean", "", lambda t: _ratio(t.scale_error, t.n_predicted)),
+    Statistic(
+        "scale_error_mean",
+        "octaves",
+        "mean of log2(predicted scale / current scale)",
+        "",
+        lambda t: ratio(t.scale_error, t.n_predicted),
+    ),
     Statistic("nonfinite", "elements", "infinities and NaNs before the cast", "high", lambda t: t.n_nonfinite),
 )
 

@@ -1,12 +1,12 @@
-"""What is summed about a cast: a `Tally`, one or a whole table of them, and how two merge.
+"""A `Tally`: the sums, counts, extremes and histograms of a cast, for one cast or a table of casts.
 
-Sums and counts add, extremes take the larger or smaller, histograms add bin by bin: so a tally of micro-batches, ranks
-or shards is exactly that of the whole. Nothing else is stored; every statistic is derived from it when it is read
-(`statistics`), so formulas can be corrected later and runs can be merged.
+Merging adds sums and counts, takes the larger or smaller extreme, and adds histograms bin by bin. The merged tally of
+micro-batches, ranks or shards is therefore exactly the tally of the whole. A run stores only tallies; `statistics`
+derives every statistic when it reads them, so formulas can be corrected later and runs can be merged.
 
-`Tally` is the one table of what is summed. Adding a sum is one field here, and its line in each that fills it:
-`measure`, kernels/native/src/numbers.h, and `kernels.triton.statistics` for what a tile knows. One that lacks the line
-is refused by name.
+`Tally` is the only list of sums. A new sum needs one field here and one line in each kernel: `measure`,
+kernels/native/src/numbers.h, and `kernels.triton.statistics` if a tile of elements is enough for it. A kernel without
+the line is refused by name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 Detail = Literal["numbers", "exponents", "blocks"]
-"""How much is summed: no histograms over elements; that of magnitudes; those below the amax of blocks, too."""
+"""Histograms over elements: none; magnitudes; magnitudes, and distances below the amax of the element's block."""
 DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks")
-"""Each has what those before it have."""
+"""Each detail includes the details before it."""
 Key = TypeVar("Key", bound=Hashable)
 Number = Any
-"""A float, or one float64 for every row of a table."""
+"""A float, or an array with one float64 per row of a table."""
 Bins = npt.NDArray[np.float64]
 """(bins,), or (rows, bins)."""
 
@@ -36,18 +36,18 @@ EXPONENT_BINS = 1024
 RELATIVE_BINS = 164
 """A quarter octave each, downwards: bin 0 holds the amax of a block, bin 1 from 7/8 up to it, bin 5 from 7/16 on."""
 ROW_SQNR_BINS, ROW_SQNR_DB = 128, 0.5
-"""From 0 dB up, so wide each; rows beyond either end are in the last one there, exact rows too."""
+"""Bins of 0.5 dB from 0 dB up. The first and last bin also hold the rows beyond; exact rows are in the last."""
 SPREAD_BINS = 32
-"""Of block amaxes: octaves below the largest of the tensor."""
+"""Octaves of a block's amax below the tensor's amax."""
 GRANULARITIES = ("row", "1x128", "1x32", "128x128")
-"""Blocks for which it is recorded how far below their amax elements lie, whatever the recipe: `what_if` asks."""
+"""Every recipe has a histogram for each of these blocks: how far elements lie below the amax. `what_if` reads them."""
 
 
 _SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
 _MAX = MappingProxyType({**_SUM, "merge": "max"})
 _MIN = MappingProxyType({**_SUM, "merge": "min"})
-# of rows, blocks or scales, of which a tile of elements knows nothing
-_WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**known, "tile": False}) for known in (_SUM, _MAX, _MIN))
+# sums about rows, blocks or scales: a tile of elements cannot compute them
+_WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**merge, "tile": False}) for merge in (_SUM, _MAX, _MIN))
 
 
 def _histogram(bins: int, detail: Detail = "numbers") -> Any:
@@ -59,8 +59,8 @@ def _histogram(bins: int, detail: Detail = "numbers") -> Any:
 class Tally:
     """Sufficient statistics of a tensor x and its cast q, with e = x - q; `+` merges two.
 
-    Elements that are not finite are counted and left out of all else. Every field is one number, or one for each row of
-    a table (histograms then are (rows, bins)).
+    A tally counts non-finite elements and excludes them from everything else. In a table every field is an array with
+    one number per row; histograms are (rows, bins).
 
     Example:
         >>> both = Tally(n=3, amax=2.0) + Tally(n=1, amax=5.0)
@@ -71,23 +71,23 @@ class Tally:
     n: Number = field(default=0.0, metadata=_SUM)
     """Finite elements measured."""
     n_total: Number = field(default=0.0, metadata=_SUM)
-    """Elements of the tensors, measured or passed over by sampling."""
+    """Elements of the tensors, in the sample or not."""
     n_nonfinite: Number = field(default=0.0, metadata=_SUM)
     """Infinities and NaNs before the cast."""
     n_nonzero: Number = field(default=0.0, metadata=_SUM)
     """Finite elements that are not 0."""
     n_underflow: Number = field(default=0.0, metadata=_SUM)
-    """Of these, cast to 0."""
+    """Non-zero elements that the cast turned into 0."""
     n_subnormal: Number = field(default=0.0, metadata=_SUM)
-    """Cast to a subnormal number of the format: fewer bits than it has."""
+    """Elements that became subnormal numbers of the format, which have fewer bits."""
     n_overflow: Number = field(default=0.0, metadata=_SUM)
-    """Beyond the largest number of the format by more than its rounding range: clipped."""
+    """Clipped elements: beyond the largest number of the format by more than its rounding range."""
     n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Rows that are not all zeros."""
     n_casts: Number = field(default=0.0, metadata=_SUM)
     """Casts merged here: micro-batches x ranks."""
     n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
-    """Scales: one a block."""
+    """Scales: one per block."""
     sx: Number = field(default=0.0, metadata=_SUM)
     """Sum of x."""
     sabs: Number = field(default=0.0, metadata=_SUM)
@@ -107,7 +107,7 @@ class Tally:
     scale_log2_squared: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale)**2."""
     n_predicted: Number = field(default=0.0, metadata=_WIDE_SUM)
-    """Casts with a scale that was predicted."""
+    """Casts with a predicted scale."""
     scale_error: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Sum of log2(scale used / current scale) over those casts, octaves."""
     amax: Number = field(default=0.0, metadata=_MAX)
@@ -123,25 +123,22 @@ class Tally:
     scale_error_max: Number = field(default=-math.inf, metadata=_WIDE_MAX)
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
     scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
-    """Smallest one: below 0, low bits are lost."""
+    """Smallest log2(scale used / current scale), octaves: below 0 the cast loses low bits."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
-    """Rows that are not all zeros, by their own SQNR."""
+    """Rows that are not all zeros, by the SQNR of the row."""
     block_spread: Bins = _histogram(SPREAD_BINS)
     """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
     exponents: Bins = _histogram(EXPONENT_BINS, "exponents")
     """Non-zero elements by magnitude."""
     below_row: Bins = _histogram(RELATIVE_BINS, "blocks")
-    """Non-zero elements by magnitude relative to the amax of their row ..."""
+    """Non-zero elements by magnitude relative to the amax of their row. The other three do it for blocks."""
     energy_below_row: Bins = _histogram(RELATIVE_BINS, "blocks")
-    """... and their sum of x**2."""
+    """Sum of x**2 of these elements."""
     below_1x128: Bins = _histogram(RELATIVE_BINS, "blocks")
-    """The same for blocks of 1x128, ..."""
     energy_below_1x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     below_1x32: Bins = _histogram(RELATIVE_BINS, "blocks")
-    """... of 1x32 ..."""
     energy_below_1x32: Bins = _histogram(RELATIVE_BINS, "blocks")
     below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
-    """... and of 128x128."""
     energy_below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
 
     def __add__(self, other: Tally) -> Tally:
@@ -158,21 +155,21 @@ class Tally:
 
 
 def plain(value: Any) -> Any:
-    """A float of what has no dimension."""
+    """A 0-dimensional value as a float; anything else as it is."""
     return float(value) if np.ndim(value) == 0 else value
 
 
 def tally_fields(kind: Literal["number", "histogram", "all"] = "all") -> Iterator[Field[Any]]:
-    """The fields of a `Tally` with metadata["merge"], and metadata["bins"], 0 for a number."""
+    """The fields of a `Tally`. metadata["merge"] says how they merge; metadata["bins"] is 0 for a number."""
     for f in fields(Tally):
         if kind == "all" or bool(f.metadata["bins"]) == (kind == "histogram"):
             yield f
 
 
 def tile_fields(detail: Detail) -> dict[str, int]:
-    """Field -> bins (0 for a number) of what a tile of elements tells in that detail: nothing of rows or blocks."""
-    asked = {**SUMMED[detail], **EXTREMES}
-    return {f.name: asked[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in asked}
+    """Field -> bins (0 for a number) of the sums that a tile of elements can compute: nothing about rows or blocks."""
+    summed = {**SUMMED[detail], **EXTREMES}
+    return {f.name: summed[f.name] for f in fields(Tally) if f.metadata["tile"] and f.name in summed}
 
 
 SUM_FIELDS = tuple(f for f in fields(Tally) if f.metadata["merge"] == "sum")
@@ -183,12 +180,12 @@ SUMMED: Mapping[Detail, Mapping[str, int]] = MappingProxyType(
         for i, detail in enumerate(DETAILS)
     }
 )
-"""Field -> bins (0 for a number) of what is summed in each detail."""
+"""Detail -> field -> bins (0 for a number)."""
 EXTREMES: Mapping[str, int] = MappingProxyType(dict.fromkeys((f.name for f in EXTREME_FIELDS), 0))
 DETAIL_WIDTHS: Mapping[Detail, int] = MappingProxyType(
     {detail: sum(bins or 1 for bins in asked.values()) for detail, asked in SUMMED.items()}
 )
-"""How much of a vector of sums is filled, from its beginning: fields are in the order of DETAILS."""
+"""Detail -> filled length of a vector of sums; its fields are in the order of DETAILS."""
 
 
 def row_of(rows: Tally, i: int) -> Tally:
@@ -199,7 +196,7 @@ def row_of(rows: Tally, i: int) -> Tally:
 
 
 class Tallies(Mapping[Key, Tally]):
-    """One step's tallies by what they are of, in one table: what reads all of them need not go from one to the next.
+    """Key -> tally for all casts of one step, stored as one table, so that readers can work on whole columns.
 
     Example:
         >>> both = Tallies.of({"a": Tally(n=1), "b": Tally(n=3, amax=2.0)})
@@ -210,11 +207,11 @@ class Tallies(Mapping[Key, Tally]):
     def __init__(self, keys: Iterable[Key], rows: Tally) -> None:
         self._index = {key: i for i, key in enumerate(keys)}
         self.rows = rows
-        """Every field an array (tallies,), histograms (tallies, bins)."""
+        """The table: every field is an array (tallies,), a histogram (tallies, bins)."""
 
     @classmethod
     def of(cls, tallies: Mapping[Key, Tally]) -> Tallies[Key]:
-        """From any mapping."""
+        """The table of any mapping."""
         if isinstance(tallies, Tallies):
             return tallies
         rows: dict[str, Any] = {}
@@ -235,10 +232,10 @@ class Tallies(Mapping[Key, Tally]):
 
 
 def unpack(sums: Bins, extremes: Bins) -> Tally:
-    """A tally from what `measure` fills.
+    """A tally from the two vectors that `measure` fills.
 
     Args:
-        sums: (..., width) in the order of SUM_FIELDS, histograms laid out flat among them.
+        sums: (..., width) in the order of SUM_FIELDS, histograms flat among them.
         extremes: (..., len(EXTREME_FIELDS)), minima negated, so that all of them merge by max.
     """
     values: dict[str, Any] = {}

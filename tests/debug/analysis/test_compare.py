@@ -189,7 +189,7 @@ def test_layers_of_other_names_are_paired_by_order(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     good, other = record(tmp_path / "good"), record(tmp_path / "other", layers=("x",))
-    with pytest.raises(RunError, match="no cast is in both"):
+    with pytest.raises(RunError, match="the runs share no cast"):
         compare(good, other)
     with pytest.raises(ValueError, match="did you mean 'tokens'"):
         compare(good, good, align="token")

@@ -244,7 +244,7 @@ def test_transformer_engine_gets_yaml_that_matches_the_layers(run: Run) -> None:
     )
     section = yaml.safe_load(found["patch"]["te"])["ottava_n1"]
     pattern = section["layers"]["layer_name_regex_pattern"]
-    assert found["text"] == "X of these layers in BF16."
+    assert found["text"] == "Keep X of these layers in BF16."
     assert [layer for layer in LAYERS if re.match(pattern, layer)] == LAYERS[1::2]
     assert section["transformer_engine"]["DisableQuantizationGEMM"]["gemms"] == ["fprop", "wgrad"]
 

@@ -94,7 +94,7 @@ def test_a_file_of_your_own_adds_and_replaces(tmp_path: Path) -> None:
         (RULE.replace("underflow_pct > 50", "erly(kurtosis) > 1"), "rule MINE: .*did you mean 'early'"),
         (RULE.replace("underflow_pct > 50", "underflow_pct >"), "rule MINE: .*invalid syntax at the end"),
         (RULE.replace("stage: numeric", "stage: numerc"), "rule MINE: .*did you mean 'numeric'"),
-        (RULE.replace("    cause: c\n", ""), "rule MINE: misses .*cause"),
+        (RULE.replace("    cause: c\n", ""), "rule MINE: cause: is missing"),
         (RULE + "    confidense: 1\n", "rule MINE: .*did you mean 'confidence'"),
         (RULE + "    remedies: [margn]\n", "rule MINE: .*did you mean 'margin'"),
         (RULE + "    explains: [N99]\n", "rule MINE: unknown rule 'N99'"),
@@ -103,10 +103,16 @@ def test_a_file_of_your_own_adds_and_replaces(tmp_path: Path) -> None:
         (RULE.replace("underflow_pct > 50", "answer.bf16_twin == 'no'"), "did you mean 'answer.bf16_twin_recovers'"),
         ("rulez: []", "unknown section 'rulez'; did you mean 'rules'"),
         ("version: 2", "version 2; this ottava reads 1"),
-        ("- a", "holds list"),
+        ("- a", "got list"),
         ("a: [", "is no YAML"),
         ("remedies: {x: {rung: 1, cost: c, text: t, patch: {megatrn: x}}}", "did you mean 'megatron'"),
-        ("rules: [3]", "rule 3: needs fields"),
+        (
+            "remedies: {x: {rung: 1, cost: c, text: t, patch: {}, notes: [{when: looks > 1, sey: x}]}}",
+            "mean 'notes.0.say'",
+        ),
+        ("remedies: [x]", "remedies: got list; needs a dict"),
+        (RULE + "    severity: [x]\n", "rule MINE: severity: got .*'x'"),
+        ("rules: [3]", "rule 3: got int; needs fields"),
     ],
 )
 def test_a_mistake_names_file_place_and_nearest_name(tmp_path: Path, text: str, says: str) -> None:

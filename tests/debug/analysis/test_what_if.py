@@ -138,7 +138,7 @@ def test_the_transpose_is_predicted_at_worst_where_it_was_not_recorded(
     assert both[1].underflow_pct == pytest.approx(underflow, abs=1.0)
     alone = predict(recorded(tmp_path / "b", {1: {KEY: x}}), [RECIPES[recipe]])
     assert alone[1].underflow_pct > underflow - 1.0
-    assert alone[1].why.endswith("x.T was not recorded: at worst")
+    assert alone[1].why.endswith("worst case: the run has no cast of x.T")
     assert (alone[0].underflow_pct, alone[0].why) == (both[0].underflow_pct, both[0].why)
 
 
@@ -166,7 +166,7 @@ def test_unknown_is_said_not_guessed(tmp_path: Path) -> None:
     assert tensor.clears
     assert not blocks.clears
     assert blocks.steps == 0
-    assert blocks.why == 'the run did not record what E4M3[1x128, pow2] needs (detail="blocks" does)'
+    assert blocks.why == 'the run has no histograms for E4M3[1x128, pow2]; watch with detail="blocks"'
     assert json.loads(json.dumps(blocks.to_dict(), allow_nan=False))["underflow_pct"] is None
 
 

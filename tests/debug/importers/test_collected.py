@@ -64,7 +64,7 @@ def test_an_empty_folder_is_refused_with_what_was_looked_for(tmp_path: Path) -> 
     assert all(name in str(caught.value) for name in IMPORTERS)
     with pytest.raises(ImportRunError, match="did you mean 'te_log'"):
         import_run(tmp_path, tmp_path / "run", kind="te_logs")
-    with pytest.raises(ImportRunError, match="is not there"):
+    with pytest.raises(ImportRunError, match="does not exist"):
         import_run(tmp_path / "no", tmp_path / "run")
 
 
@@ -73,5 +73,5 @@ def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     RunWriter(tmp_path / "run").close()
     log = tmp_path / "a_globalrank-0.log"
     log.write_text("x_weight_std iteration=000001 value=1.0\n", encoding="utf-8")
-    with pytest.raises(RunError, match="holds a watched run already"):
+    with pytest.raises(RunError, match="already has a watched run"):
         import_run(log, tmp_path / "run")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ottava.debug.importers import import_run
+from ottava.debug.importers import IMPORTERS, import_run
 from ottava.debug.importers.collected import Cast, ImportRunError
-from ottava.debug.importers.te_log import RECIPES_OF_TE, TENSORS, find, parse_name
+from ottava.debug.importers.te_log import RECIPES_OF_TE, TENSORS, parse_name
 from ottava.debug.run.reader import Run
 
 
@@ -157,7 +157,7 @@ def test_what_is_not_understood_is_counted_and_said(tmp_path: Path) -> None:
 def test_a_log_without_statistics_is_refused(tmp_path: Path) -> None:
     """Saying what was in it."""
     a_log(tmp_path / "logs", ["2025-11-03 - INFO - Assigned layer name: model.fc1\n", line("foo", 1, 2.0)])
-    with pytest.raises(ImportRunError, match=r"nothing in it was understood.*foo \(1x\)"):
+    with pytest.raises(ImportRunError, match=r"understood no value.*foo \(1x\)"):
         import_run(tmp_path / "logs", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -166,6 +166,7 @@ def test_logs_are_found_by_their_name(tmp_path: Path) -> None:
     """A single file may have any."""
     path = a_log(tmp_path, [line(f"{FC2}_activation_std", 1, 3.0)])
     (tmp_path / "train.log").write_text("loss 3", encoding="utf-8")
+    find = IMPORTERS["te_log"].find
     assert find(tmp_path) == [path]
     renamed = path.rename(tmp_path / "stats.txt")
     assert find(renamed) == [renamed]

@@ -89,7 +89,7 @@ def test_says_that_an_error_is_spread() -> None:
     assert result.spread
     assert result.suspect is not None
     assert result.suspect.share_of_gemm < 0.5
-    assert result.verdict.startswith("spread over many layers")
+    assert result.verdict.startswith("the error is spread over many layers")
 
 
 def test_recipe_asked_about_need_not_be_the_models() -> None:

@@ -150,7 +150,7 @@ def test_what_was_not_recorded_clears_nothing(looks: Looks, monkeypatch: pytest.
     fallback = Fallback(model, patience=1)
     assert feed(fallback, looks, model, 1) == [["down -> bf16"]]
     (proposal,) = fallback.proposals
-    assert ("could not be predicted: watch with detail" in proposal.why) == (detail == "numbers")
+    assert ("no histograms to predict finer casts: watch with detail" in proposal.why) == (detail == "numbers")
 
 
 def test_way_back_and_cooldown(looks: Looks) -> None:

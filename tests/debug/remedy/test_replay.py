@@ -175,7 +175,7 @@ def test_models_that_cannot_be_replayed() -> None:
     twice = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
     for part in twice:
         ottava.convert(part)
-    with pytest.raises(ValueError, match="two layers are called '0'"):
+    with pytest.raises(ValueError, match="two layers have the name '0'"):
         ottava_layers(twice)
 
 

@@ -11,7 +11,7 @@ from ottava.debug.watch.schedule import Trigger
 def test_every_trigger_is_told_with_its_place_and_numbers() -> None:
     """As the schedule makes them; a loss has no place."""
     for trigger, text in (
-        (Trigger("clipping", 0.281, 1e-3, "fc2", "input"), "28.1 % of X of fc2 were clipped; the limit is 0.100 %"),
+        (Trigger("clipping", 0.281, 1e-3, "fc2", "input"), "the cast clipped 28.1 % of X of fc2; the limit is 0.100 %"),
         (
             Trigger("row_sqnr", 5.45, 12.0, "fc2", "grad_output"),
             "the median row of dY of fc2 has 5.45 dB; the limit is 12.0 dB",
@@ -20,8 +20,8 @@ def test_every_trigger_is_told_with_its_place_and_numbers() -> None:
             Trigger("loss_z", 9.5, 6.0),
             "the loss lies 9.50 deviations above the median of the last 64; the limit is 6.00",
         ),
-        (Trigger("nonfinite", float("inf"), 0.0, "fc1", "weight"), "W of fc1 holds an infinity or NaN"),
-        (Trigger("nonfinite", float("nan"), 0.0), "the loss is no finite number"),
+        (Trigger("nonfinite", float("inf"), 0.0, "fc1", "weight"), "W of fc1 has an infinity or NaN"),
+        (Trigger("nonfinite", float("nan"), 0.0), "the loss is not finite"),
     ):
         assert event_text({"step": 3, "rank": 0, "kind": "trigger", **trigger.facts()}) == text
 

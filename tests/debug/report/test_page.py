@@ -96,12 +96,12 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "Confidence 92 %",
         "max_logit",
         "Does a BF16 run spike as often?",
-        "12 of 13 linear layers seen",
+        "The watch saw 12 of 13 linear layers",
         "2.13 % of the run's time",
         "'small model.yaml'",
         "torch 2.13.0",
         "reason clipping, value 1.30e−4",
-        "That is 14 steps before the losses part",
+        "That is 14 steps before the losses diverge",
         "rowwise",
         "not converted",
     ):
@@ -173,10 +173,10 @@ KINDS = (
 def test_degenerate_runs_make_a_page(tmp_path: Path, kind: str) -> None:
     html = render_report(degenerate(tmp_path / "run", kind), diagnosis=NOTHING)
     text = Checker(html).text
-    assert "No rule fired: that is no proof of health." in text
-    assert ("No statistics of any tensor" in text) == (kind in ("nothing", "loss only", "loss turns nan"))
-    assert ("noted no loss" in text) == (kind not in ("loss only", "one step", "loss turns nan"))
-    unknown = 'How elements are spread was not recorded: this run was watched with detail="numbers"'
+    assert "No rule fired, which does not prove that the run is healthy." in text
+    assert ("folder has no statistics of tensors" in text) == (kind in ("nothing", "loss only", "loss turns nan"))
+    assert ("This run has no loss" in text) == (kind not in ("loss only", "one step", "loss turns nan"))
+    unknown = 'The run has no histograms to compare recipes with: this run was watched with detail="numbers"'
     if kind in ("numbers", "reported only", "light rows only", "nothing"):
         assert (unknown in text) == (kind == "numbers")
     if kind == "reported only":
@@ -255,9 +255,9 @@ def test_heat_is_told_by_lightness_alone(scheme: str, ramp: str) -> None:
 
 def test_page_says_how_much_was_asked(small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """All, or how many of how many."""
-    assert "All recorded steps were asked." in make_report(small_run).html
+    assert "The predictions use all recorded steps." in make_report(small_run).html
     monkeypatch.setattr(page, "_MOST_PREDICTED_ROWS", 100)
     count = len(small_run.table())
-    said = re.search(rf"Asked: (\d+) of {count:,} recorded casts", make_report(small_run).html)
+    said = re.search(rf"The predictions use (\d+) of {count:,} recorded casts", make_report(small_run).html)
     assert said is not None
     assert len(small_run.table().slots()) * 4 <= int(said[1]) < count

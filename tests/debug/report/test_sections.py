@@ -65,23 +65,23 @@ def test_difference_says_where_it_begins() -> None:
     shown = sections.difference(comparison_of(LAYER, 20))
     assert shown["first"] == (
         f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. That is 14 "
-        "steps before the losses part. It spreads through the forward."
+        "steps before the losses diverge. It spreads through the forward."
     )
     assert [(row["metric"], row["good"], row["bad"], row["bar"]) for row in shown["ranked"]] == [
         ("underflow_pct", "0.0200 %", "61.7 %", 100.0),
         ("sqnr_db", "31.4 dB", "35.0 dB", 25.0),
     ]
-    assert shown["loss"] == "losses part at step 24, good 0.310, bad 2.40, gap 674 %"
+    assert shown["loss"] == "losses diverge at step 24, good 0.310, bad 2.40, gap 674 %"
     assert sections.difference({})["ranked"] == []
 
 
 def test_coverage_and_cost_are_told(grid: Grid) -> None:
     told = sections.coverage(manifest(3, "delayed"), grid)
-    assert told["sentence"] == "12 of 13 linear layers seen"
+    assert told["sentence"] == "The watch saw 12 of 13 linear layers"
     assert told["cost"] == "Watching took 2.13 % of the run's time, 1.25 s of 58.7 s, in 30 looks"
     assert told["skipped"] == [("lm_head", "not converted")]
     bare = sections.coverage({}, grid)
-    assert (bare["sentence"], bare["cost"]) == ("12 layers with statistics", "")
+    assert (bare["sentence"], bare["cost"]) == ("The run has statistics of 12 layers", "")
 
 
 def test_command_can_be_pasted() -> None:

@@ -184,7 +184,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None, words: s
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     """Says so."""
-    with pytest.raises(RunError, match="is not there"):
+    with pytest.raises(RunError, match="does not exist"):
         Run.open(tmp_path / "nowhere")
 
 

@@ -119,7 +119,7 @@ def test_nothing_half_written_is_under_its_name(tmp_path: Path) -> None:
 def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
     """Unless it is gone on with."""
     RunWriter(tmp_path / "run").close()
-    with pytest.raises(RunError, match=r"holds a watched run already.*append=True"):
+    with pytest.raises(RunError, match=r"already has a watched run.*append=True"):
         RunWriter(tmp_path / "run")
     RunWriter(tmp_path / "run", append=True).close()
 

@@ -107,7 +107,7 @@ def test_a_file_names_itself(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"watch.yaml: {re.escape(said)}"):
             WatchConfig.load(file)
-    with pytest.raises(ConfigError, match="got int; needed: a mapping"):
+    with pytest.raises(ConfigError, match="got int; needs a mapping"):
         WatchConfig.load(5)  # type: ignore[arg-type]
     assert WatchConfig.load(WatchConfig(every=3, sample=2), every=4) == WatchConfig(every=4, sample=2)
 

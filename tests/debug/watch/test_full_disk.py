@@ -67,7 +67,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     for name, until, lost in (("for-a-while", 7, "3 dumps"), ("to-the-end", 99, "5 dumps, 15 rows, 6 lines")):
         run = Run.open(tmp_path / name)
         assert done.stderr.count(f"{run.path}: cannot be written") == 1
-        assert f"{run.path}: lost {lost}, which could not be written" in done.stderr
+        assert f"{run.path}: lost {lost}, because the disk refused them" in done.stderr
         written = [step for step in range(1, 9) if step < 4 or step >= until]
         known = list(range(1, 9)) if until < 99 else written
         assert run.steps["step"].tolist() == known

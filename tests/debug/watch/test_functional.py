@@ -177,7 +177,7 @@ def test_a_parameter_of_three_dimensions_that_no_gemm_takes_is_said() -> None:
         model["experts"](noise(2, K)).sum().backward()
     (entry,) = tap.coverage()
     assert (entry["name"], entry["seen"], entry["shape"]) == ("experts.w", False, [E, N, K])
-    assert "no GEMM with it was seen" in entry["why"]
+    assert "the watch saw no GEMM with it" in entry["why"]
 
 
 def test_gathered_matrices_are_said_not_to_be_seen() -> None:
@@ -185,7 +185,7 @@ def test_gathered_matrices_are_said_not_to_be_seen() -> None:
     with tapped() as (seen, tap):
         model(noise(3, K)).sum().backward()
     assert not seen.counts
-    assert "one for each token" in tap.coverage()[0]["why"]
+    assert "one matrix for each token" in tap.coverage()[0]["why"]
 
 
 def test_origins() -> None:
@@ -231,9 +231,9 @@ def test_a_gemm_outside_of_the_owner_is_named(tmp_path: Path) -> None:
     (skipped,) = Run.open(seen.folder).manifest["coverage"]["skipped"]
     assert skipped == {
         "name": "embed",
-        "why": "a GEMM takes it outside of the module that owns it, where nothing is seen",
+        "why": "a GEMM outside of its module uses it, where the watch sees no calls",
     }
-    assert "embed (Embedding): a GEMM takes it outside" in str(caught[-1].message)
+    assert "embed (Embedding): a GEMM outside of its module" in str(caught[-1].message)
 
 
 # --- the mode ------------------------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def test_what_does_not_fit_the_weight_is_not_taken_for_an_operand() -> None:
     with tapped() as (seen, tap):
         ColumnParallelLinear()(noise(2, 8))[0].sum().backward()
     assert {tensor for _, tensor in seen.counts} == {"input", "weight"}
-    assert tap.coverage()[0]["why"] == "dY: is 8 wide, the weight needs 4: gathered or split inside"
+    assert tap.coverage()[0]["why"] == "dY: is 8 wide, but the weight needs 4: the layer gathers or splits it"
 
 
 def test_double_precision_is_seen_as_single() -> None:

@@ -270,11 +270,11 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     """Loud, with the names there are; TransformerEngine's inspection logs nothing in silence."""
     model = build()
-    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; the layers are: 0, 3"):
         watch(model, tmp_path / "run", layers=("0", "*.fc2"))
     assert not (tmp_path / "run").exists()
     seen = watch(None, tmp_path / "run", layers=("0", "*.fc2"))
-    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; there are: 0, 3"):
+    with pytest.raises(ConfigError, match=r"'\*\.fc2' matches no layer; the layers are: 0, 3"):
         train(model, 2)
     seen.close()
 

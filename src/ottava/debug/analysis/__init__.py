@@ -1,1 +1,1 @@
-"""What statistics of a run mean: compared, explained, and predicted for other recipes."""
+"""Compares runs, explains them, and predicts other recipes from their statistics."""

@@ -1,24 +1,23 @@
-"""A good run beside a bad one: which setting differs, which tensor suffers most, and which left the good band first.
+"""Compares a good run with a bad one: settings that differ, the most damaged tensors, and the first to leave the band.
 
-Looks are paired by optimizer step, or by tokens seen; casts by layer, tensor and direction, whatever their recipe.
+It pairs looks by optimizer step or by tokens, and casts by layer, tensor and direction, in any recipe.
 
-Effects of different units are ranked by the bits that an element of the tensor lost, the one unit they share:
+It ranks effects of different units by the bits that an element lost:
 
     dB             6.02 dB of SQNR are one bit
-    % of elements  a flushed or clipped element keeps none of the bits of its format's significand: pp / 100 * (m + 1)
-    octaves        of growth (amax, rms, kurtosis; of MSE half as many) cost no bits while the scale follows, but a
-                   delayed scale clips after one octave and flushes after six: eight octaves count as one bit, so that
-                   size leads the table only where no cast got worse; what fell where only growth hurts (MSE,
-                   kurtosis) is no damage
+    % of elements  a flushed or clipped element loses all bits of its format's significand: pp / 100 * (m + 1)
+    octaves        growth (amax, rms, kurtosis; MSE counts half) costs no bits while the scale follows. But a delayed
+                   scale clips after one octave and underflows after six. Eight octaves therefore count as one bit, so
+                   that size leads the table only if no cast got worse. A lower MSE or kurtosis is no damage
 
-SQNR above what a healthy tensor has in that format (a few exact values give 40 dB and more) is not missed when it goes:
-it counts as that much, for the ranking and for the band.
+SQNR is capped at that of a healthy tensor in the format, for the ranking and for the band: a few exact values give
+40 dB and more, and nobody misses the excess.
 
-MSE has units, the square of its tensor's, and is compared with the same tensor's only.
+MSE has the squared unit of its tensor, so it is compared only within one tensor.
 
-The band of a tensor's statistic is what the good run (and control runs, such as other seeds) did in the looks around
-the same place, widened by a tolerance, for a few looks are a poor estimate of a spread. A tensor leaves it when two
-looks in a row lie outside, or the last one does.
+The band of a statistic spans the values of the good run (and of control runs, such as other seeds) in the looks nearby,
+widened by a tolerance, because a few looks estimate a spread poorly. A tensor leaves the band when two looks in a row
+lie outside, or the last look does.
 """
 
 from __future__ import annotations
@@ -45,31 +44,31 @@ _BITS_PER_DB, _OCTAVES_PER_BIT = 1 / limits.DECIBELS_A_BIT, 8.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
 _AROUND = 2  # looks on either side that make the band
 _FORWARD = ("input", "weight", "output")
-_LOSS_GAP = 0.01  # of the loss: acceptance gates ask for less, see facts 2.4
+_LOSS_GAP = 0.01  # of the loss
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One statistic that is compared."""
+    """A statistic to compare."""
 
     name: str
     unit: Literal["dB", "pp", "octaves"]
-    """Of the effect."""
+    """Unit of the effect."""
     tolerance: float
     """Widens the band on both sides."""
     worse: Literal["low", "high", "both"]
     growth: bool = False
-    """Size, not error."""
+    """True for a size, False for an error."""
 
     def effect(self, good: Any, bad: Any) -> Any:
-        """How much worse; negative where it is better. For growth, how much larger. NaN where it is not known."""
+        """How much worse the bad value is (negative: better); for growth, how much larger. NaN if unknown."""
         if self.unit == "octaves":
             with np.errstate(all="ignore"):
                 return np.where((good > 0) & (bad > 0), np.log2(bad) - np.log2(good), np.nan)
         return good - bad if self.worse == "low" else bad - good
 
     def bits(self, effect: Any, significand: int) -> Any:
-        """The effect in bits lost per element; what got better lost none."""
+        """The effect in bits lost per element; 0 or less if the value got better."""
         if self.unit == "dB":
             return effect * _BITS_PER_DB
         if self.unit == "pp":
@@ -93,21 +92,21 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between a good and a bad run."""
+    """The differences between a good and a bad run."""
 
     config: list[dict[str, Any]]
     """{key, good, bad}: settings, versions, recipes and coverage that differ."""
     loss: dict[str, Any]
-    """{diverged_at, good, bad, gap}: the step since which the bad loss stays above, None; the last losses; percent."""
+    """{diverged_at, good, bad, gap}: the step from which the bad loss stays above; the last losses; percent."""
     ranked: list[dict[str, Any]]
     """{layer, tensor, direction, metric, good, bad, effect, unit, bits, step}: worst first."""
     first: dict[str, Any] | None
-    """{step, layer, tensor, metric, good_band, value, direction, lead_steps, then}: what left the band first."""
+    """{step, layer, tensor, metric, good_band, value, direction, lead_steps, then}: the first exit from the band."""
     steps_compared: int
     unmatched: list[str]
-    """Layers that only one of the runs has."""
+    """Layers of only one of the runs."""
     verdict: str
-    """One sentence or two."""
+    """A few sentences."""
 
     @property
     def diverged(self) -> bool:
@@ -123,12 +122,12 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     """Compares two runs.
 
     Args:
-        good, bad: their folders.
-        align: "step", or "tokens" where batch sizes differ.
+        good, bad: the runs.
+        align: "step", or "tokens" if batch sizes differ.
         controls: other good runs (other seeds), which widen the band.
     Raises:
-        ValueError: another alignment.  RunError: tokens were not logged, or no cast is in both runs.
-    Edge cases: runs of different length are compared where both are; runs without a loss have no divergence of it.
+        ValueError: align is something else.  RunError: a run logged no tokens, or the runs share no cast.
+    Edge cases: of runs of different length it compares the common part; a run without losses has no divergence.
     """
     if align not in ("step", "tokens"):
         raise ValueError(f"compare: {unknown_name('alignment', align, ('step', 'tokens'))}")
@@ -137,26 +136,26 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     places = [place for place in sides[1].series if place in sides[0].series]
     if not places:
         raise RunError(
-            f"{good.path} and {bad.path}: no cast is in both of them; needs two runs whose layers have the same names "
+            f"{good.path} and {bad.path}: the runs share no cast; needs two runs whose layers have the same names "
             f"(good: {_some(sides[0])}; bad: {_some(sides[1])})"
         )
     loss = _compare_loss(good, bad, controls)
     ranked, exits = _walk(sides, places)
     first = _first(exits, places, loss["diverged_at"])
-    own, other = ({place[0] for place in side.series} for side in sides[:2])
+    layers = [{place[0] for place in side.series} for side in sides[:2]]
     config = _config(good.manifest, bad.manifest)
     compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
     verdict = _verdict(config, loss, first, ranked, compared)
-    return Comparison(config, loss, ranked, first, compared, sorted(own ^ other), verdict)
+    return Comparison(config, loss, ranked, first, compared, sorted(layers[0] ^ layers[1]), verdict)
 
 
 @dataclass(frozen=True)
 class _Series:
-    """One cast of one run over its looks."""
+    """The looks at one cast of one run."""
 
     step: Any
     at: Any
-    """Where on the common axis: steps, or tokens."""
+    """Places on the common axis: steps or tokens."""
     values: Mapping[str, Any]
     significand: int
     floor_db: float
@@ -164,79 +163,79 @@ class _Series:
 
 
 class _Side:
-    """One run: its casts by place, with every compared statistic."""
+    """One run: the compared statistics of its casts, by place."""
 
     def __init__(self, run: Run, align: str) -> None:
         self.run = run
         self.series = _series(context_of(run).table, run, align)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Gives layers their common names."""
+        """Renames layers to their common names."""
         self.series = {(names.get(place[0], place[0]), *place[1:]): s for place, s in self.series.items()}
 
     @property
     def layers(self) -> list[str]:
-        """In the order of the forward."""
+        """Layers in the order of the forward."""
         return list(dict.fromkeys(layer for layer, _, _ in self.series))
 
     def paired(self, other: _Side, place: Place) -> list[int]:
-        """Steps of this run for which the other one has a look near by."""
+        """Steps of this run with a look of the other run nearby."""
         mine = self.series[place]
         return [int(step) for step in mine.step[_nearest(other.series[place].at, mine.at) >= 0]]
 
 
 def _series(table: Table, run: Run, align: str) -> dict[Place, _Series]:
     position = _tokens(run) if align == "tokens" else None
-    found: dict[Place, _Series] = {}
+    series: dict[Place, _Series] = {}
     for slot, rows in table.groups():
         place = (slot.layer, slot.tensor, slot.direction)
-        if place in found:  # the same tensor under a second recipe
+        if place in series:  # the same tensor under a second recipe
             continue
         order = np.argsort(rows["step"], kind="stable")
         steps = rows["step"][order]
         at = steps.astype(np.float64) if position is None else np.interp(steps, *position)
         values = {metric.name: np.asarray(rows.metric(metric.name), dtype=np.float64)[order] for metric in METRICS}
         fmt = FORMATS.get(slot.format, E4M3)
-        found[place] = _Series(steps, at, values, fmt.mantissa_bits + 1, limits.healthy_db(fmt))
-    return found
+        series[place] = _Series(steps, at, values, fmt.mantissa_bits + 1, limits.healthy_db(fmt))
+    return series
 
 
 def _tokens(run: Run) -> tuple[Any, Any]:
     tokens = run.steps.get("tokens")
     if tokens is None or not np.isfinite(tokens).any():
-        raise RunError(f"{run.path}: no tokens in steps.jsonl; log them (watch.log(tokens=...)), or align by step")
-    known = np.nan_to_num(tokens)
-    # a count of the step, or of all steps so far
-    return run.steps["step"], known if len(known) > 1 and bool((np.diff(known) > 0).all()) else known.cumsum()
+        raise RunError(f"{run.path}: no tokens in steps.jsonl; log them with watch.log(tokens=...), or align by step")
+    tokens = np.nan_to_num(tokens)
+    # if they rise at every step, they count all steps so far; otherwise only their own
+    return run.steps["step"], tokens if len(tokens) > 1 and bool((np.diff(tokens) > 0).all()) else tokens.cumsum()
 
 
 def _closest(axis: Any, at: Any) -> Any:
-    """Index of the nearest place on an ascending axis, for each of many."""
-    right = np.clip(np.searchsorted(axis, at), 1, max(len(axis) - 1, 1))
-    left = right - 1
-    right = np.minimum(right, len(axis) - 1)
-    return np.where(np.abs(axis[left] - at) <= np.abs(axis[right] - at), left, right)
+    """For each place, the index of the nearest one on an ascending axis."""
+    upper = np.clip(np.searchsorted(axis, at), 1, max(len(axis) - 1, 1))
+    lower = upper - 1
+    upper = np.minimum(upper, len(axis) - 1)
+    return np.where(np.abs(axis[lower] - at) <= np.abs(axis[upper] - at), lower, upper)
 
 
 def _nearest(axis: Any, at: Any) -> Any:
-    """Index of the nearest look of each place; -1 where it is further away than half of what lies between looks."""
+    """For each place, the index of the nearest look; -1 if it is further away than half the distance of looks."""
     if not len(axis):
         return np.full(len(at), -1)
-    found = _closest(axis, at)
+    index = _closest(axis, at)
     spacing = float(np.median(np.diff(axis))) if len(axis) > 1 else 0.0
-    return np.where(np.abs(axis[found] - at) <= spacing / 2 + 1e-9 * np.abs(at), found, -1)
+    return np.where(np.abs(axis[index] - at) <= spacing / 2 + 1e-9 * np.abs(at), index, -1)
 
 
 def _match_layers(sides: Sequence[_Side]) -> None:
-    """Gives equal layers equal names: as they are, without wrappers' prefixes, or else by their order."""
-    wanted = sides[0].layers
-    bare = {_bare(name): name for name in wanted}
+    """Gives equal layers equal names: by their names, by their names without wrappers, or by their order."""
+    reference = sides[0].layers
+    bare = {_bare(name): name for name in reference}
     for side in sides[1:]:
-        names = {name: bare[_bare(name)] for name in side.layers if name not in wanted and _bare(name) in bare}
-        left = [name for name in side.layers if name not in wanted and name not in names]
-        free = [name for name in wanted if name not in side.layers and name not in names.values()]
-        if not names and len(left) == len(free) == len(wanted):
-            names = dict(zip(left, free, strict=True))
+        names = {name: bare[_bare(name)] for name in side.layers if name not in reference and _bare(name) in bare}
+        unnamed = [name for name in side.layers if name not in reference and name not in names]
+        free = [name for name in reference if name not in side.layers and name not in names.values()]
+        if not names and len(unnamed) == len(free) == len(reference):
+            names = dict(zip(unnamed, free, strict=True))
         side.rename(names)
 
 
@@ -251,7 +250,7 @@ def _some(side: _Side) -> str:
 
 
 def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The worst effect of every cast and statistic, and where each left its band."""
+    """The worst effect of every cast and statistic, and the look at which each left its band."""
     ranked, exits = [], []
     for place in places:
         mine = sides[1].series[place]
@@ -261,11 +260,11 @@ def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[st
         pairs = looks, theirs[looks]
         around = [(series, _closest(series.at, mine.at[looks])) for series in references]
         for metric in METRICS:
-            worst, left = _judge(place, metric, mine, references[0], pairs, around)
+            worst, exit_ = _judge(place, metric, mine, references[0], pairs, around)
             if worst is not None:
                 ranked.append(worst)
-            if left is not None:
-                exits.append(left)
+            if exit_ is not None:
+                exits.append(exit_)
     ranked.sort(key=lambda entry: -entry["bits"])
     return ranked, exits
 
@@ -273,16 +272,14 @@ def _walk(sides: Sequence[_Side], places: Sequence[Place]) -> tuple[list[dict[st
 def _judge(
     place: Place, metric: Metric, mine: _Series, good: _Series, pairs: tuple[Any, Any], around: Sequence[Any]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The pair of looks with the worst effect, if there is one; and the first of two outside the band, or the last."""
+    """The look with the worst effect, and the look at which the cast left the band; None if there is none."""
     layer, tensor, direction = place
     a, b = good.values[metric.name][pairs[1]], mine.values[metric.name][pairs[0]]
     effect = metric.effect(a, b)
-    capped = (
-        metric.effect(np.minimum(a, mine.floor_db), np.minimum(b, mine.floor_db)) if metric.unit == "dB" else effect
-    )
+    capped = metric.effect(*(np.minimum(side, mine.floor_db) for side in (a, b))) if metric.unit == "dB" else effect
     bits = metric.bits(capped, mine.significand)
-    known = np.flatnonzero(np.isfinite(effect))
-    if not len(known):
+    indices = np.flatnonzero(np.isfinite(effect))
+    if not len(indices):
         return None, None
 
     def entry(i: int) -> dict[str, Any]:
@@ -290,22 +287,22 @@ def _judge(
         numbers = {"good": _tidy(a[i]), "bad": _tidy(b[i]), "effect": _tidy(effect[i]), "unit": metric.unit}
         return {**where, **numbers, "bits": _tidy(bits[i]), "step": int(mine.step[pairs[0][i]])}
 
-    worst = known[int(np.argmax(bits[known]))]
+    worst = indices[int(np.argmax(bits[indices]))]
     low, high = _band(metric, around)
     if metric.unit == "dB":
         low = np.minimum(low, mine.floor_db)
     under, over = b < low, b > high
-    outside = (over if metric.worse == "high" else under if metric.worse == "low" else over | under)[known]
+    outside = (over if metric.worse == "high" else under if metric.worse == "low" else over | under)[indices]
     stays = np.flatnonzero(outside & np.append(outside[1:], True))
-    left = None
+    exit_ = None
     if len(stays):
-        i = known[stays[0]]
-        left = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])]}
-    return (entry(worst) if bits[worst] > 0.01 else None), left
+        i = indices[stays[0]]
+        exit_ = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])]}
+    return (entry(worst) if bits[worst] > 0.01 else None), exit_
 
 
 def _band(metric: Metric, around: Sequence[tuple[_Series, Any]]) -> tuple[Any, Any]:
-    """What the references did in the looks around each place, and the tolerance; no bounds where nothing is known."""
+    """The band at each place: the references' values in the looks nearby, and the tolerance; infinite if unknown."""
     low: Any = math.inf
     high: Any = -math.inf
     for series, nearest in around:
@@ -318,15 +315,13 @@ def _band(metric: Metric, around: Sequence[tuple[_Series, Any]]) -> tuple[Any, A
     low, high = np.where(low == math.inf, -math.inf, low), np.where(high == -math.inf, math.inf, high)
     if metric.unit == "octaves":
         return low * 2.0**-metric.tolerance, high * 2.0**metric.tolerance
-    share = np.where(np.isfinite(high), 0.1 * high, 0.0) if metric.unit == "pp" else 0.0  # half flushed is 50 or 55 %
+    share = np.where(np.isfinite(high), 0.1 * high, 0.0) if metric.unit == "pp" else 0.0  # 50 and 55 % are alike
     return low - metric.tolerance - share, high + metric.tolerance + share
 
 
 def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at: int | None) -> dict[str, Any] | None:
-    """The earliest exit; of several at one step, the first in the order of the forward, else of the backward.
-
-    Size comes after error: where a cast got worse at the same look, that is what is named.
-    """
+    """The earliest exit. Of several at one step it takes the first in the forward, then the first in the backward; and
+    of one cast an error before a size."""
     if not exits:
         return None
     order = {place[0]: number for number, place in reversed(list(enumerate(places)))}
@@ -335,7 +330,7 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at
     def key(entry: dict[str, Any]) -> tuple[Any, ...]:
         forward = entry["tensor"] in _FORWARD
         place = order[entry["layer"]]
-        # the backward comes later, and goes through the layers the other way
+        # the backward comes later and runs through the layers in reverse
         return entry["step"], not forward, place if forward else -place, growth[entry["metric"]], -entry["bits"]
 
     ordered = sorted(exits, key=key)
@@ -359,13 +354,13 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at
 
 
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:
-    """Since when the bad loss stays above the good one's band."""
+    """The step from which the bad loss stays above the good run's band, and the last losses."""
     curves = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
     a, b = curves[:2]
     common, mine, theirs = np.intersect1d(a.steps, b.steps, return_indices=True)
     result: dict[str, Any] = {"diverged_at": None, "good": None, "bad": None, "gap": None}
-    known = [i for i in range(len(common)) if math.isfinite(a.loss[mine[i]])]
-    if not known:
+    finite = [i for i in range(len(common)) if math.isfinite(a.loss[mine[i]])]
+    if not finite:
         return result
     band = np.array([_loss_limit(curves[0], curves[2:], float(common[i])) for i in range(len(common))])
     smooth = np.where(np.isnan(b.smooth[theirs]), np.inf, b.smooth[theirs])
@@ -374,7 +369,7 @@ def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any
         inside = np.flatnonzero(~outside)
         start = int(inside[-1]) + 1 if len(inside) else 0
         result["diverged_at"] = int(common[start])
-    last = known[-1]
+    last = finite[-1]
     for name, value in (("good", a.loss[mine[last]]), ("bad", b.loss[theirs[last]])):
         result[name] = _tidy(float(value)) if math.isfinite(value) else None
     gap = a.gap(b)[0]
@@ -383,7 +378,7 @@ def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any
 
 
 def _loss_limit(good: LossCurve, controls: Sequence[LossCurve], step: float) -> float:
-    """A hundredth, or four times the noise, above the largest of the good curves around a step."""
+    """The upper limit of good losses at a step: a hundredth, or four times the noise, above the good curves nearby."""
     values = []
     for curve in (good, *controls):
         near = int(np.abs(curve.steps - step).argmin())
@@ -393,18 +388,18 @@ def _loss_limit(good: LossCurve, controls: Sequence[LossCurve], step: float) -> 
 
 
 def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Settings that differ, the training's own first."""
-    found = []
+    """The settings that differ; those of the training come first."""
+    differences = []
     for section in ("config", "versions", "host", "settings"):
         a, b = _flat(good.get(section) or {}), _flat(bad.get(section) or {})
         for key in dict.fromkeys((*a, *b)):
             if a.get(key) != b.get(key):
                 name = key if section == "config" else f"{section}.{key}"
-                found.append({"key": name, "good": a.get(key), "bad": b.get(key)})
+                differences.append({"key": name, "good": a.get(key), "bad": b.get(key)})
     recipes = [sorted({layer.get("recipe") or "" for layer in run.get("layers") or ()}) for run in (good, bad)]
     if recipes[0] != recipes[1]:
-        found.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})
-    return found
+        differences.append({"key": "layers.recipe", "good": ", ".join(recipes[0]), "bad": ", ".join(recipes[1])})
+    return differences
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -421,8 +416,8 @@ def _verdict(
     ranked: Sequence[Mapping[str, Any]],
     compared: int,
 ) -> str:
-    own = [f"{d['key']} ({d['good']} and {d['bad']})" for d in config if "." not in d["key"]][:3]
-    parts = [f"The runs differ in {', '.join(own)}." if own else "No setting of the training differs."]
+    settings = [f"{d['key']} ({d['good']} and {d['bad']})" for d in config if "." not in d["key"]][:3]
+    parts = [f"The runs differ in {', '.join(settings)}." if settings else "No setting of the training differs."]
     if first is None:
         parts.append(f"In {compared} looks no cast leaves the good run's band.")
     else:
@@ -434,11 +429,11 @@ def _verdict(
             + (f", {first['lead_steps']} steps before the loss." if (first["lead_steps"] or 0) > 0 else ".")
         )
     if loss["diverged_at"] is not None:
-        parts.append(f"The loss stays above from step {loss['diverged_at']} on.")
+        parts.append(f"The loss stays above it from step {loss['diverged_at']} on.")
     elif loss["good"] is None:
         parts.append("No loss to compare.")
     else:
-        parts.append("The loss does not leave the good run's.")
+        parts.append("The loss stays in the good run's band.")
     worst = next((entry for entry in ranked if entry["unit"] != "octaves"), None)
     if first is not None and worst is not None:
         symbol = SYMBOLS.get(worst["tensor"], worst["tensor"])
@@ -450,5 +445,5 @@ def _verdict(
 
 
 def _tidy(value: float) -> float:
-    """Six digits are more than anything here is known by."""
+    """Six digits, more than any of these numbers deserves."""
     return float(f"{value:.6g}")

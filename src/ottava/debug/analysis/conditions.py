@@ -1,16 +1,15 @@
-"""The language in which rules ask: expressions over rows, in Python's grammar, of which a few words are allowed.
+"""The language of rules: conditions over rows, in a small part of Python's grammar.
 
     underflow_pct > 1 and (kind == "fc2" or row_sqnr_p50_db < warn_db) and not format in ("E5M2")
 
-    names       statistics and other facts of a row; "config.x", "answer.x" are those of the whole run
+    names       statistics and other facts of a row; "config.x" and "answer.x" are facts of the whole run
     literals    numbers, and words in quotes
     operators   or, and, not, in (...), == != < <= > >=, + - * / %, parentheses
-    functions   early(x), before(x), peers(x), baseline(x), ...: what the rows offer
+    functions   early(x), before(x), peers(x), baseline(x), ...: functions of the rows
 
-`ast` reads a condition, every part of it is checked, and nothing of it is ever run. A value is one per row. A number
-that is not known (NaN), or a word where a number is needed, makes its comparison false. A name for which the run has
-nothing at all makes it unknown: "unknown or true" is true, "unknown or false" is unknown, and the rule says what it
-needs.
+`ast` parses a condition and `_check` checks every part; Python never runs it. Every part has one value per row. An
+unknown number (NaN), or a word in place of a number, makes its comparison false. If the run has nothing for a name, the
+comparison is unknown: "unknown or true" is true, "unknown or false" is unknown, and the rule says what it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ottava.debug.run.reader import number_of
 from ottava.errors import unknown_name
 
 Values = npt.NDArray[Any]
-"""One per row: float64 numbers, or words as objects. Of a condition: 1 true, 0 false, NaN unknown."""
+"""One value per row: float64 numbers, or words as objects. A condition gives 1 (true), 0 (false) or NaN (unknown)."""
 Node = ast.expr
 """A part of a condition."""
 
@@ -48,44 +47,44 @@ _ARITHMETIC: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = MappingProxyTyp
     {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply, ast.Div: np.divide, ast.Mod: np.mod}
 )
 _LONGEST, _DEEPEST, _LARGEST = 4000, 100, 1e300
-"""Characters of a condition, parts within parts, a number: far above what anybody writes, below what Python bears."""
+"""Limits: characters of a condition, depth of its parts, size of a number. Python could parse more; nobody needs it."""
 _NEEDED = "needs a condition such as 'underflow_pct > 1'"
 
 
 class ConditionError(ValueError):
-    """A condition cannot be read; the message says where and what is expected."""
+    """A condition cannot be parsed; the message says where, and what is allowed."""
 
     exit_code = 2
 
 
 class Missing(Exception):
-    """The run has nothing under a name; the text says what would give it."""
+    """The run has no values for a name; the text says what would give them."""
 
 
 class Rows(Protocol):
-    """What conditions are asked of."""
+    """The rows to which a condition is applied."""
 
     @property
     def count(self) -> int:
-        """How many rows."""
+        """Number of rows."""
 
     def value(self, name: str) -> Values:
         """A fact of every row.
 
         Raises:
-            Missing: the run has none of it.
+            Missing: the run has no values for it.
         """
 
     def call(self, name: str, argument: Node) -> Values:
-        """A function of every row.
+        """The value of a function for every row.
 
         Raises:
-            Missing: the run has nothing to compute it from.
+            Missing: the run lacks values to compute it.
         """
 
 
 def evaluate(node: Node, rows: Rows, missing: set[str]) -> Values | None:
-    """A part of a condition for every row, shape (rows,); None where a name in it is missing, which is then noted.
+    """The value of a part of a condition for every row, shape (rows,); None if a name is missing, which `missing` gets.
 
     Example: see `Condition.ask`.
     """
@@ -119,7 +118,7 @@ def evaluate(node: Node, rows: Rows, missing: set[str]) -> Values | None:
 
 
 def numbers(values: Values | Sequence[Any]) -> Values:
-    """Values as numbers; NaN for what is none.
+    """Values as numbers; NaN for anything else.
 
     Example:
         >>> numbers(["8", "fc2", None, 1]).tolist()
@@ -136,7 +135,7 @@ def _answer(node: Node, rows: Rows, missing: set[str]) -> Values:
 
 
 def _joined(absorbing: float, answers: Sequence[Values]) -> Values:
-    """and (absorbing 0), or (absorbing 1), with "unknown" as a third answer."""
+    """and (absorbing 0) or or (absorbing 1) of several answers, with "unknown" as a third answer."""
     result = answers[0]
     for answer in answers[1:]:
         either = (result == absorbing) | (answer == absorbing)
@@ -150,24 +149,24 @@ def _compared(sign: type[ast.AST], left: Values | None, right: Values | None, ro
     if sign in _ORDER:
         left, right = numbers(left), numbers(right)
     with np.errstate(invalid="ignore"):
-        found = np.asarray(_COMPARE[sign][1](left, right), dtype=np.float64)
+        result = np.asarray(_COMPARE[sign][1](left, right), dtype=np.float64)
     if left.dtype != object and right.dtype != object:
-        found[np.isnan(left) | np.isnan(right)] = 0.0  # also !=
-    return found
+        result[np.isnan(left) | np.isnan(right)] = 0.0  # also !=
+    return result
 
 
 def _among(left: Values | None, choices: Node, rows: Rows, missing: set[str]) -> Values:
     if left is None:
         return np.full(rows.count, np.nan)
-    found = np.zeros(rows.count)
+    result = np.zeros(rows.count)
     for choice in choices.elts if isinstance(choices, ast.Tuple) else [choices]:
-        found = np.maximum(found, np.asarray(left == evaluate(choice, rows, missing), dtype=np.float64))
-    return found
+        result = np.maximum(result, np.asarray(left == evaluate(choice, rows, missing), dtype=np.float64))
+    return result
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """left < right, and the like; what a finding shows as evidence."""
+    """A comparison such as left < right. Findings show it as evidence."""
 
     sign: str
     left: Node
@@ -193,20 +192,20 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Reads a condition.
+        """Parses a condition.
 
         Raises:
-            ConditionError: it is no condition.
+            ConditionError: the text is no condition.
         """
         line = " ".join(text.strip().splitlines())
         if len(line) > _LONGEST:
-            raise ConditionError(f"{line[:40]!r}...: has {len(line)} characters; a condition has at most {_LONGEST}")
+            raise ConditionError(f"{line[:40]!r}...: has {len(line)} characters; needs at most {_LONGEST}")
         try:
             root = ast.parse(line, mode="eval").body
         except SyntaxError as error:
             where = f"character {error.offset}" if 0 < (error.offset or 0) <= len(line) else "the end"
             raise ConditionError(f"{text!r}: {error.msg} at {where}; {_NEEDED}") from error
-        except (ValueError, RecursionError, MemoryError) as error:  # a null byte; parentheses without end
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too many parentheses
             raise ConditionError(f"{line[:40]!r}: cannot be read ({error})") from error
         _check(root, line)
         if not any(isinstance(part, ast.Compare) for part in _walk(root)):
@@ -215,25 +214,25 @@ class Condition:
 
     @property
     def names(self) -> frozenset[str]:
-        """Facts it asks for."""
+        """The facts in it."""
         return frozenset(ast.unparse(node) for node in _walk(self.root) if isinstance(node, (ast.Name, ast.Attribute)))
 
     @property
     def functions(self) -> frozenset[str]:
-        """Functions it calls."""
+        """The functions in it."""
         return frozenset(ast.unparse(node.func) for node in _walk(self.root) if isinstance(node, ast.Call))
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Those it is made of, from left to right."""
-        found = [node for node in _walk(self.root) if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARE]
-        return [Comparison(_COMPARE[type(n.ops[0])][0], n.left, n.comparators[0], n) for n in found]
+        """The comparisons in it, from left to right."""
+        nodes = [node for node in _walk(self.root) if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARE]
+        return [Comparison(_COMPARE[type(n.ops[0])][0], n.left, n.comparators[0], n) for n in nodes]
 
     def check(self, names: Sequence[str], functions: Sequence[str]) -> None:
-        """Refuses what no row will ever have.
+        """Refuses unknown names and functions.
 
         Raises:
-            ConditionError: an unknown name or function, with the nearest known one.
+            ConditionError: a name or function is unknown; the message has the nearest known one.
         """
         for name in sorted(self.names - set(names)):
             raise ConditionError(f"{self.text!r}: {unknown_name('name', name, names)}")
@@ -241,13 +240,13 @@ class Condition:
             raise ConditionError(f"{self.text!r}: {unknown_name('function', name, functions)}")
 
     def ask(self, rows: Rows) -> tuple[Values, set[str]]:
-        """The answer of every row (1, 0, NaN for unknown), and what was missing."""
+        """The answer of every row (1, 0, NaN for unknown), and the missing values."""
         missing: set[str] = set()
         return _answer(self.root, rows, missing), missing
 
 
 def _parts(node: Node) -> list[Node]:
-    """What a part is made of, from left to right; a dotted name is one part."""
+    """The parts of a part, from left to right; a dotted name has none."""
     if isinstance(node, ast.Attribute):
         return []
     if isinstance(node, ast.Call):
@@ -262,28 +261,28 @@ def _walk(node: Node) -> Iterator[Node]:
 
 
 def _check(node: Node, text: str, depth: int = 0, of_in: bool = False) -> None:
-    """Refuses all of Python that is not in the table above."""
+    """Refuses everything in Python that is not in the list above."""
     if depth > _DEEPEST:
         raise ConditionError(f"{text[:40]!r}...: is nested more than {_DEEPEST} deep")
     match node:
         case ast.Name() | ast.UnaryOp(op=ast.Not() | ast.USub()) | ast.BoolOp():
-            known = True
+            allowed = True
         case ast.Constant(value=value):
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-            known = isinstance(value, str) or number
+            allowed = isinstance(value, str) or number
         case ast.Attribute():
-            known = ast.unparse(node).replace(".", "").isidentifier()
+            allowed = ast.unparse(node).replace(".", "").isidentifier()
         case ast.BinOp(op=op):
-            known = type(op) in _ARITHMETIC
+            allowed = type(op) in _ARITHMETIC
         case ast.Compare(ops=ops):
-            known = len(ops) == 1 and (type(ops[0]) in _COMPARE or isinstance(ops[0], ast.In))
+            allowed = len(ops) == 1 and (type(ops[0]) in _COMPARE or isinstance(ops[0], ast.In))
         case ast.Call(func=function, args=arguments, keywords=keywords):
-            known = isinstance(function, ast.Name) and len(arguments) == 1 and not keywords
+            allowed = isinstance(function, ast.Name) and len(arguments) == 1 and not keywords
         case _:
-            known = of_in and isinstance(node, ast.Tuple)
-    if not known:
+            allowed = of_in and isinstance(node, ast.Tuple)
+    if not allowed:
         raise ConditionError(
-            f"{text[:200]!r}: found {ast.unparse(node)[:60]!r} at character {node.col_offset + 1}; a condition "
+            f"{text[:200]!r}: got {ast.unparse(node)[:60]!r} at character {node.col_offset + 1}; a condition "
             "is made of names, numbers, words in quotes, one comparison at a time, in (...), and, or, not, "
             "+ - * / % and f(x)"
         )

@@ -1,8 +1,8 @@
-"""Explains a run: asks every rule of the rule book, ranks what fires, and says what could not be asked.
+"""Explains a run: tests every rule of the rule book, ranks the findings, and lists the rules that it could not test.
 
-Order: software bugs, then configuration, then numerics; within each, severity times confidence. A finding whose rows
-another finding explains is shown under that one ("also"). Where nothing fires, the answer is "no FP8 evidence found"
-with the share of layers that was seen; it is never "healthy".
+Order: software bugs, then configuration, then numerics; within each, severity times confidence. If one finding explains
+another, it shows it under "also". Without findings the answer is "no FP8 evidence found" with the share of layers that
+the watch saw, never "healthy".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEVERITY = (("critical", 1.0), ("warning", 0.4))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
 _MOST_EVIDENCE = 8
 _BOOKKEEPING = frozenset({"looks", "age", "step", "kind", "check", "format", "granularity", "scale_format", "scaling"})
-"""What conditions ask to know whether they apply: no evidence of anything."""
+"""Names that only decide whether a rule applies; they are no evidence."""
 _Rows = CastRows | StepRows | EventRows | RunRows
 
 
@@ -58,43 +58,43 @@ class Finding:
     layers: list[str]
     tensors: list[str]
     steps: list[int]
-    """First and last."""
+    """First and last step."""
     evidence: list[Evidence]
-    """The worst first, one a tensor."""
+    """Worst first, one per tensor."""
     cause: str
     confidence: float
     refute_by: str
     remedies: list[dict[str, Any]]
     source: list[str]
     also: list[str]
-    """Other symptoms that it explains."""
+    """Other symptoms that this finding explains."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known about a run."""
+    """The diagnosis of a run."""
 
     verdict: str
     """critical, warning or none."""
     sentence: str
     coverage_pct: float
-    """Share of the linear layers that were seen; NaN where the run does not say."""
+    """Share of the linear layers that the watch saw; NaN if unknown."""
     findings: list[Finding]
     questions: list[dict[str, Any]]
     """The triage tree: {id, question, answer, say, needs}."""
     untested: list[dict[str, str]]
-    """Rules that could not be asked: {id, title, needs}."""
+    """Rules that lack data: {id, title, needs}."""
     tested: int
-    """Rules that could."""
+    """Number of rules that had the data they need."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         values = asdict(self)
         values["coverage_pct"] = None if math.isnan(self.coverage_pct) else self.coverage_pct
-        return values  # evidence holds finite numbers only
+        return values  # evidence has finite numbers only
 
     def fails(self, on: str) -> bool:
-        """Whether the worst finding is at least that severe.
+        """Whether the worst finding is at least as severe as `on`.
 
         Example:
             >>> Diagnosis("warning", "", 100.0, [], [], [], 0).fails("critical")
@@ -106,7 +106,7 @@ class Diagnosis:
 
 @dataclass
 class _Fired:
-    """A rule, and the rows for which it holds."""
+    """A rule and the rows for which it holds."""
 
     rule: Rule
     rows: _Rows
@@ -115,7 +115,7 @@ class _Fired:
     also: list[str] = field(default_factory=list)
 
     def places(self) -> list[tuple[str, str]]:
-        """(layer, tensor) of every row, "" where it has none."""
+        """(layer, tensor) of every row; "" if it has none."""
         if isinstance(self.rows, CastRows):
             return [(self.rows.slots[i].layer, self.rows.slots[i].tensor) for i in self.index]
         if isinstance(self.rows, EventRows):
@@ -124,7 +124,7 @@ class _Fired:
         return [("", "")] * len(self.index)
 
     def steps(self) -> list[int]:
-        """Of every row."""
+        """The step of every row."""
         if isinstance(self.rows, RunRows):
             return []
         return [int(s) for s in self.rows.value("step")[self.index]]
@@ -137,15 +137,15 @@ def diagnose(
     rules: Path | str | Rulebook | None = None,
     answers: Mapping[str, str] | None = None,
 ) -> Diagnosis:
-    """Asks every rule of a run.
+    """Tests every rule on a run.
 
     Args:
         run: the run folder.
         baseline: the same training in BF16, or a good run; some rules need it.
-        rules: a file of your own rules, or a loaded rule book.
-        answers: what the run cannot know, by name of the question in rules.yaml.
+        rules: a file with rules of your own, or a loaded rule book.
+        answers: question in rules.yaml -> answer, for facts that the run folder does not have.
     Raises:
-        RulesError: the file is wrong, or nobody asked for that answer.
+        RulesError: the file is wrong, or an answer has no question.
 
     Example:
         >>> import tempfile, torch, ottava
@@ -167,12 +167,12 @@ def diagnose(
     book.check_answers(answers)
     context = context_of(run, baseline, answers, book.config)
     fired, untested = _ask_all(context, [rule for rule in book.rules.values() if not _asks_for_findings(rule)])
-    numeric = sum(1 for found in fired if found.rule.stage == "numeric")
+    numeric = sum(1 for hit in fired if hit.rule.stage == "numeric")
     later, more = _ask_all(
         replace(context, findings=numeric), [r for r in book.rules.values() if _asks_for_findings(r)]
     )
     fired = _explained(fired + later)
-    findings = sorted((_finding(found, book, context) for found in fired), key=_rank)
+    findings = sorted((_finding(hit, book, context) for hit in fired), key=_rank)
     coverage = _coverage(context)
     return Diagnosis(
         max((f.severity for f in findings), key=lambda s: dict(_SEVERITY)[s], default="none"),
@@ -215,40 +215,40 @@ def _ask_all(context: Context, rules: Iterable[Rule]) -> tuple[list[_Fired], lis
 
 
 def _was_checked(rule: Rule, context: Context) -> bool:
-    """Whether somebody could have written such an event: checks run at our own doors."""
+    """Whether the run could have such an event: checks run only at the doors of ottava layers."""
     if "check" not in rule.where or any(event.get("kind") == "check" for event in context.run.events):
         return True
     return "door" in set(context.table["source"])
 
 
 def _repeated(rows: _Rows, index: Values, least: int) -> Values:
-    """Rows of series of which enough hold; a series that is shorter must hold throughout."""
+    """The rows of series in which at least `least` rows hold; in a shorter series all rows must hold."""
     if least <= 1 or isinstance(rows, (RunRows, EventRows)) or not len(index):
         return index
-    kept = [own for s in rows.series() if len(own := np.intersect1d(s, index)) >= min(least, len(s)) > 0]
-    return np.sort(np.concatenate(kept)) if kept else np.array([], dtype=int)
+    series = [hits for s in rows.series() if len(hits := np.intersect1d(s, index)) >= min(least, len(s)) > 0]
+    return np.sort(np.concatenate(series)) if series else np.array([], dtype=int)
 
 
 def _explained(fired: list[_Fired]) -> list[_Fired]:
-    """Without the rows that are consequences of other findings."""
-    by_id = {found.rule.id: found for found in fired}
+    """Removes rows that other findings explain."""
+    by_id = {hit.rule.id: hit for hit in fired}
     order = sorted(fired, key=lambda f: (_STAGES.index(f.rule.stage), -len(f.rule.explains)))
-    for found in order:
-        if not len(found.index):
+    for hit in order:
+        if not len(hit.index):
             continue
-        for name in found.rule.explains:
+        for name in hit.rule.explains:
             other = by_id.get(name)
-            if other is None or not len(other.index) or other is found:
+            if other is None or not len(other.index) or other is hit:
                 continue
-            kept = [i for i, under in zip(other.index, _under(found, other), strict=True) if not under]
-            if len(kept) < len(other.index):
-                other.index = np.array(kept, dtype=int)
-                found.also.append(f"{other.rule.id} {other.rule.title}")
-    return [found for found in fired if len(found.index)]
+            unexplained = [i for i, under in zip(other.index, _under(hit, other), strict=True) if not under]
+            if len(unexplained) < len(other.index):
+                other.index = np.array(unexplained, dtype=int)
+                hit.also.append(f"{other.rule.id} {other.rule.title}")
+    return [hit for hit in fired if len(hit.index)]
 
 
 def _under(cause: _Fired, effect: _Fired) -> list[bool]:
-    """For each row of the effect, whether the cause reaches it."""
+    """Whether the cause reaches each row of the effect."""
     places, steps = effect.places(), effect.steps()
     if cause.rule.reach == "everywhere" or isinstance(effect.rows, (RunRows, StepRows)):
         return [True] * len(places)
@@ -262,44 +262,44 @@ def _under(cause: _Fired, effect: _Fired) -> list[bool]:
     return [key in since and step >= since[key] for key, step in zip(keys, steps, strict=True)]
 
 
-def _keys(found: _Fired, reach: str) -> list[Any]:
-    if reach == "slot" and isinstance(found.rows, CastRows):
-        # both directions of a tensor: the same values, cast along another dimension
-        return [(found.rows.slots[i].layer, found.rows.slots[i].tensor) for i in found.index]
-    return [layer if reach == "layer" else (layer, tensor) for layer, tensor in found.places()]
+def _keys(hit: _Fired, reach: str) -> list[Any]:
+    if reach == "slot" and isinstance(hit.rows, CastRows):
+        # both directions of a tensor have the same values, cast along another dimension
+        return [(hit.rows.slots[i].layer, hit.rows.slots[i].tensor) for i in hit.index]
+    return [layer if reach == "layer" else (layer, tensor) for layer, tensor in hit.places()]
 
 
-def _holds(condition: Condition | None, found: _Fired) -> bool | None:
-    """Whether a condition holds for any row of a finding; None where it is unknown."""
+def _holds(condition: Condition | None, hit: _Fired) -> bool | None:
+    """Whether a condition holds for any row of a finding; None if unknown."""
     if condition is None:
         return None
-    answer, _ = condition.ask(found.rows)
-    mine = answer[found.index]
-    return True if (mine == 1).any() else None if np.isnan(mine).all() else False
+    answer, _ = condition.ask(hit.rows)
+    answers = answer[hit.index]
+    return True if (answers == 1).any() else None if np.isnan(answers).all() else False
 
 
-def _finding(found: _Fired, book: Rulebook, context: Context) -> Finding:
-    rule, places, steps = found.rule, found.places(), found.steps()
+def _finding(hit: _Fired, book: Rulebook, context: Context) -> Finding:
+    rule, places, steps = hit.rule, hit.places(), hit.steps()
     confidence = rule.confidence
     for condition in rule.support:
-        holds = _holds(condition, found)
+        holds = _holds(condition, hit)
         confidence += 0.0 if holds is None else _SUPPORTED if holds else _UNSUPPORTED
-    if _holds(rule.refuted_when, found):
+    if _holds(rule.refuted_when, hit):
         confidence += _REFUTED
     layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
     tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
-    recipe = found.rows.slots[found.index[0]].recipe if isinstance(found.rows, CastRows) else _main_recipe(context)
+    recipe = hit.rows.slots[hit.index[0]].recipe if isinstance(hit.rows, CastRows) else _main_recipe(context)
     remedies = sorted((book.remedies[name] for name in rule.remedies), key=lambda r: r.rung)
     remedies = [r for r in remedies if r.name != "current_scaling" or _some_predicted(context)]
     return Finding(
         rule.id,
         rule.title,
         rule.stage,
-        "critical" if rule.severity == "critical" or _holds(rule.critical, found) else "warning",
+        "critical" if rule.severity == "critical" or _holds(rule.critical, hit) else "warning",
         layers,
         tensors,
         [min(steps), max(steps)] if steps else [],
-        _evidence(found),
+        _evidence(hit),
         rule.cause,
         round(min(max(confidence, 0.05), 0.95), 2),
         rule.refute_by,
@@ -308,12 +308,12 @@ def _finding(found: _Fired, book: Rulebook, context: Context) -> Finding:
             for r in remedies
         ],
         list(rule.source),
-        found.also,
+        hit.also,
     )
 
 
 def _some_predicted(context: Context) -> bool:
-    """Current scaling is no remedy for a run that has it; without statistics, who knows."""
+    """Whether current scaling could be a remedy: some cast has another scaling, or the run has no statistics."""
     scaling = set(context.table["scaling"])
     return not scaling or bool(scaling - {"current"})
 
@@ -323,23 +323,23 @@ def _main_recipe(context: Context) -> str:
     return max(set(recipes), key=recipes.count) if recipes else ""
 
 
-def _evidence(found: _Fired) -> list[Evidence]:
-    """The worst row of every place, the worst place first, with each comparison that held there."""
-    comparisons = [c for c in found.rule.when.comparisons if isinstance(c.left, (ast.Name, ast.Attribute, ast.Call))]
+def _evidence(hit: _Fired) -> list[Evidence]:
+    """The worst row of every (layer, tensor), worst first, with each comparison that holds there."""
+    comparisons = [c for c in hit.rule.when.comparisons if isinstance(c.left, (ast.Name, ast.Attribute, ast.Call))]
     comparisons = [c for c in comparisons if ast.unparse(c.left) not in _BOOKKEEPING] or comparisons
-    answers = {c: _numbers(c, found) for c in comparisons}
-    excess = np.full(found.rows.count, -math.inf)
+    answers = {c: _numbers(c, hit) for c in comparisons}
+    excess = np.full(hit.rows.count, -math.inf)
     for comparison, (holds, left, right) in answers.items():
         if holds is not None and comparison.sign in "<=>=":
             excess = np.fmax(excess, np.where(holds == 1, _excess(comparison.sign, left, right), -math.inf))
-    places, steps = found.places(), found.steps() or [None] * len(found.index)  # type: ignore[list-item]
+    places, steps = hit.places(), hit.steps() or [None] * len(hit.index)  # type: ignore[list-item]
     worst: dict[tuple[str, str], int] = {}
     for at, place in enumerate(places):
-        if place not in worst or excess[found.index[at]] > excess[found.index[worst[place]]]:
+        if place not in worst or excess[hit.index[at]] > excess[hit.index[worst[place]]]:
             worst[place] = at
     evidence: list[Evidence] = []
-    for place, at in sorted(worst.items(), key=lambda item: -excess[found.index[item[1]]]):
-        row, named = found.index[at], set()
+    for place, at in sorted(worst.items(), key=lambda item: -excess[hit.index[item[1]]]):
+        row, named = hit.index[at], set()
         for comparison, (holds, left, right) in answers.items():
             if holds is not None and holds[row] == 1:
                 metric = ast.unparse(comparison.left)
@@ -347,21 +347,21 @@ def _evidence(found: _Fired) -> list[Evidence]:
                     continue
                 named.add(metric)
                 value, threshold = _plain(left[row]), _plain(right[row])
-                if isinstance(value, float) or not isinstance(found.rows, CastRows):
+                if isinstance(value, float) or not isinstance(hit.rows, CastRows):
                     evidence.append(Evidence(*place, metric, value, threshold, _unit(metric), steps[at]))
     return evidence[:_MOST_EVIDENCE]
 
 
-def _numbers(comparison: Comparison, found: _Fired) -> tuple[Values | None, Values, Values]:
+def _numbers(comparison: Comparison, hit: _Fired) -> tuple[Values | None, Values, Values]:
     missing: set[str] = set()
-    left, right = evaluate(comparison.left, found.rows, missing), evaluate(comparison.right, found.rows, missing)
+    left, right = evaluate(comparison.left, hit.rows, missing), evaluate(comparison.right, hit.rows, missing)
     if left is None or right is None:
         return None, np.array([]), np.array([])
-    return evaluate(comparison.node, found.rows, missing), left, right
+    return evaluate(comparison.node, hit.rows, missing), left, right
 
 
 def _excess(sign: str, left: Values, right: Values) -> Values:
-    """How far beyond the threshold, in octaves where both are positive."""
+    """The distance beyond the threshold, in octaves if both are positive."""
     with np.errstate(all="ignore"):
         high = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
         more, less = high if sign.startswith(">") else high[::-1]
@@ -395,12 +395,12 @@ def _coverage(context: Context) -> float:
 
 
 def _sentence(findings: Sequence[Finding], coverage: float, context: Context, tested: int, rules: int) -> str:
-    """What matters most, in a line; the share of layers that was seen is said where it is all that there is to say."""
+    """The most important finding in one line; without findings, the share of layers that the watch saw."""
     if not findings:
-        seen = "coverage is not known" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
+        seen = "coverage unknown" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
         diverged = context.loss.diverged == "yes"
-        ill = f" The loss diverges from step {context.loss.diverged_at:.0f} on all the same." if diverged else ""
-        return f"no FP8 evidence found; {seen}, {tested} of {rules} rules could be asked.{ill}"
+        ill = f" But the loss diverges from step {context.loss.diverged_at:.0f} on." if diverged else ""
+        return f"no FP8 evidence found; {seen}, {tested} of {rules} rules tested.{ill}"
     first = findings[0]
     place = ""
     if first.evidence:
@@ -416,7 +416,7 @@ def _sentence(findings: Sequence[Finding], coverage: float, context: Context, te
 
 
 def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:
-    """The questions of the triage tree that are reached; an unknown answer goes on as no."""
+    """The path through the triage tree; an unknown answer goes on as "no"."""
     rows = RunRows(context)
     path: list[dict[str, Any]] = []
     at = next(iter(tree), None)

@@ -1,15 +1,16 @@
-"""What a cast would do to a tensor of which only histograms are left: expected flushes, clips and errors.
+"""Predicts from histograms what a cast would do to a tensor: underflow, overflow and errors.
 
-The error of rounding y is a function of y, so its mean over a histogram's bin is a number that can be worked out: the
-true `round_to_format` is averaged over numbers spread evenly in every quarter octave. What a bin's numbers are
-multiplied with follows from where the histogram was taken:
+The error of rounding y depends only on y. Its mean over a bin of a histogram can therefore be computed: `_bin_table`
+averages the real `round_to_format` over numbers spread evenly in every quarter octave. The scale of a bin's numbers
+depends on the recipe:
 
-    one scale for the tensor    `Tally.exponents`, and the amax, which gives the scale exactly
-    one per row or block        `Tally.below_*`: how far elements lie below the amax of their block. That amax goes to
-                                the top of the format; for powers of two to within the last octave, spread evenly there
-    a block not recorded        1x16, 16x16: quantiles read off the plane through those of 1x32, 1x128 and 128x128
+    one scale per tensor        from `Tally.exponents` and the amax, which gives the scale exactly
+    one scale per row or block  from `Tally.below_*`, the distances of elements below the amax of their block. The scale
+                                maps that amax to the top of the format; a power of two maps it into the last octave,
+                                where the prediction spreads it evenly
+    blocks without histogram    1x16, 16x16: quantiles from the plane through those of 1x32, 1x128 and 128x128
 
-The largest element of all is followed exactly: where outliers rule, it is most of the energy.
+The largest element is rounded exactly, because it is most of the energy in a tensor with outliers.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from ottava.scaling import PER_TENSOR, Granularity
 Array = npt.NDArray[np.float64]
 
 _QUARTER_OCTAVE_BITS, _TOP_BIN = 21, 508
-_SAMPLES = 16  # of a quarter octave, in which E4M3 has two steps
+_SAMPLES = 16  # numbers in a quarter octave, in which E4M3 has two steps
 _RANDOM_SAMPLES = 64
-_TOPS = 16  # of the octave in which the top of a block may land
-_STEPS = 128  # of an octave, between which the scale of a tensor is rounded
+_TOPS = 16  # possible values of a block's scaled amax within an octave
+_STEPS = 128  # steps of an octave to which the scale of a tensor is rounded
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +49,11 @@ class Expected:
     """
 
     elements: Array
-    """That are not zero."""
+    """Non-zero elements."""
     flushed: Array
-    """Cast to 0."""
+    """Elements that the cast turns into 0."""
     clipped: Array
-    """Beyond the largest number."""
+    """Elements beyond the largest number."""
     relative: Array
     """Sum of |e| / |x|."""
     relative_squared: Array
@@ -64,14 +65,14 @@ class Expected:
 
 
 def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) -> Expected | None:
-    """What casting to `spec` would have done to each row of a table of tallies.
+    """Predicts the cast by `spec` for each row of a table of tallies.
 
     Args:
         tally: fields (rows,), histograms (rows, bins), as in `Table.tallies`.
-        spec: of the cast.
-        scale: (rows,): the scale of each row where it is predicted; None takes the current one.
+        spec: the cast.
+        scale: (rows,): predicted scale of each row; None: the current scale.
     Returns:
-        None where the tallies do not say enough: no histograms, or of other blocks.
+        The sums; None if the tallies lack the histograms for it.
 
     Example:
         >>> import ottava
@@ -80,9 +81,9 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
         >>> x = torch.randn(256, 256) * torch.tensor([1.0, 3e-6]).repeat(128)
         >>> measured = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E5M2)))
         >>> rows = Tally(**{f.name: np.array([getattr(measured, f.name)]) for f in tally_fields()})
-        >>> said = expect(rows, ottava.QuantizationSpec(ottava.E4M3))     # of another format than was run
+        >>> expected = expect(rows, ottava.QuantizationSpec(ottava.E4M3))     # the run cast to E5M2
         >>> really = measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)))
-        >>> bool(abs(said.flushed[0] - really.n_underflow) / really.n_nonzero < 0.005)
+        >>> bool(abs(expected.flushed[0] - really.n_underflow) / really.n_nonzero < 0.005)
         True
     """
     if spec.granularity == PER_TENSOR:
@@ -91,7 +92,7 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
 
 
 def current_scale(amax: Array, spec: QuantizationSpec) -> Array:
-    """(rows,): what current scaling multiplies with."""
+    """(rows,): the scales of current scaling."""
     amaxes = torch.from_numpy(np.asarray(amax, dtype=np.float32))
     return np.asarray(spec.scale_of(amaxes).scale.numpy(), dtype=np.float64)
 
@@ -105,7 +106,7 @@ def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Ex
     amax = np.asarray(tally.amax, dtype=np.float64)
     scale = current_scale(amax, spec) if scale is None else scale
     low, high = (_exponent_edges()[columns + side] for side in (0, 1))
-    # the largest element is known exactly, and is most of the energy where outliers rule; its bin ends with it
+    # the largest element is known exactly and may be most of the energy; its bin ends at it
     top: Any = (low[None] <= amax[:, None]) & (amax[:, None] < high[None]) & (counts > 0)
     alone = top.any(axis=1)
     beside = (counts * top).sum(axis=1) - alone
@@ -114,7 +115,7 @@ def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Ex
     sums = _round(x, scale[:, None], spec) * beside[:, None]
     sums += _round(amax[:, None], scale[:, None], spec) * alone[:, None]
     below = np.where(top, 0.0, counts)
-    # scale = 2**k * f: a shift by whole bins, and one of the table's rows
+    # scale = 2**k * f: shift by whole bins, then take a row of the table
     octaves = np.rint(_STEPS * np.log2(scale)).astype(np.int64)
     index = np.clip(columns + 4 * (octaves[:, None] // _STEPS), 0, EXPONENT_BINS - 1)
     means = _bin_table(spec.format, spec.rounding)[octaves[:, None] % _STEPS, index]  # (rows, columns, 5)
@@ -127,8 +128,8 @@ def _per_tensor(tally: Tally, spec: QuantizationSpec, scale: Array | None) -> Ex
 
 @functools.lru_cache(maxsize=16)
 def _bin_table(fmt: Format, rounding: Any) -> Array:
-    """(_STEPS, EXPONENT_BINS, 5): means over a bin that is multiplied with 2**(step / _STEPS): flushed, clipped,
-    relative, relative squared, e**2 over x**2."""
+    """(_STEPS, EXPONENT_BINS, 5): means over the numbers of a bin times 2**(step / _STEPS): flushed, clipped, relative,
+    relative squared, e**2 over x**2."""
     spec = QuantizationSpec(fmt, rounding=rounding)
     edges = _exponent_edges().clip(max=1e37)
     x = edges[:-1, None] + np.diff(edges)[:, None] * _midpoints(_samples(spec))
@@ -147,19 +148,19 @@ def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
     table = _block_table(spec.format, spec.scale_format, spec.margin, spec.rounding)  # (octaves, bins, 5)
     share = _spread(tally, counts) if len(table) > 1 else np.ones((len(counts), 1))
     flushed, clipped, relative, squared = np.einsum("rb,ro,obk->rk", counts, share, table[..., :4], optimize=True).T
-    share = share * 4.0 ** -np.arange(len(table))  # the energy is in the blocks near the top
+    share = share * 4.0 ** -np.arange(len(table))  # by energy, most of which is in blocks near the top
     lost = (share / share.sum(axis=1, keepdims=True)) @ table[..., 4]
     noise = (energy * lost).sum(axis=1)
-    # its block's scale is known, and so is its error
+    # the scale of the largest element's block is known, and so is its error
     amax = np.asarray(tally.amax, dtype=np.float64)
-    own = np.minimum(amax**2, energy[:, 0])
-    noise += own * (_round(np.ones((len(amax), 1)), _top_of_largest(amax, spec)[:, None], spec)[:, 3])
-    noise -= own * lost[:, 0]
+    top_energy = np.minimum(amax**2, energy[:, 0])
+    noise += top_energy * (_round(np.ones((len(amax), 1)), _top_of_largest(amax, spec)[:, None], spec)[:, 3])
+    noise -= top_energy * lost[:, 0]
     return Expected(counts.sum(axis=1), flushed, clipped, relative, squared, energy.sum(axis=1), noise)
 
 
 def _top_of_largest(amax: Array, spec: QuantizationSpec) -> Array:
-    """(rows,): what the largest element of a tensor becomes before it is rounded."""
+    """(rows,): the largest element of a tensor times its scale."""
     if spec.scale_format == "e4m3":
         exact = torch.tensor([math.ldexp(E4M3.max, -spec.margin)])
         rounded = round_to_format(exact, E4M3)
@@ -168,8 +169,8 @@ def _top_of_largest(amax: Array, spec: QuantizationSpec) -> Array:
 
 
 def _spread(tally: Tally, counts: Array) -> Array:
-    """(rows, SPREAD_BINS): share of blocks by how far their amax lies below the tensor's. It is recorded for 1x128;
-    that of other blocks lies as much higher or lower as elements lie further below it or less far."""
+    """(rows, SPREAD_BINS): share of blocks by the distance of their amax below the tensor's amax. The run records it
+    for 1x128; for other blocks it is shifted by the mean difference of the elements' distances."""
     spread = np.asarray(tally.block_spread, dtype=np.float64)
     octaves = np.arange(RELATIVE_BINS) / 4
     means = []
@@ -214,15 +215,15 @@ def _midpoints(count: int) -> Array:
 
 @functools.lru_cache(maxsize=1)
 def _exponent_edges() -> Array:
-    """(EXPONENT_BINS + 1,): the first one's lower edge, 0, to the last one's upper edge."""
+    """(EXPONENT_BINS + 1,): the edges of the bins, from 0 up."""
     bits = np.minimum(np.arange(EXPONENT_BINS + 1, dtype=np.int64) << _QUARTER_OCTAVE_BITS, 0x7F7FFFFF)
     return np.asarray(bits.astype(np.int32).view(np.float32), dtype=np.float64)
 
 
 @functools.lru_cache(maxsize=64)
 def _block_table(fmt: Format, scale_format: Any, margin: int, rounding: Any) -> Array:
-    """(octaves, RELATIVE_BINS, 5): flushed, clipped, relative, relative squared, e**2 over x**2, each the mean of a bin
-    of elements below the amax of their block; octaves: 1, or by how far that amax lies below the tensor's."""
+    """(octaves, RELATIVE_BINS, 5): means over a bin of elements below the amax of their block: flushed, clipped,
+    relative, relative squared, e**2 over x**2. octaves: 1, or the distances of that amax below the tensor's amax."""
     spec = QuantizationSpec(fmt, Granularity(1, 32), scale_format=scale_format, margin=margin, rounding=rounding)
     edges = _exponent_edges()
     low = edges[_TOP_BIN - np.arange(RELATIVE_BINS)]
@@ -237,7 +238,7 @@ def _block_table(fmt: Format, scale_format: Any, margin: int, rounding: Any) -> 
 
 
 def _tops(fmt: Format, scale_format: str, margin: int) -> Array:
-    """Where the amax of a block may land, each as likely as the others; (octaves, tops)."""
+    """(octaves, tops): equally likely values of a block's amax times its scale."""
     top, octave = math.ldexp(fmt.max, -margin), np.exp2(_midpoints(_TOPS))
     if scale_format == "fp32":
         return np.array([[top]])
@@ -245,7 +246,7 @@ def _tops(fmt: Format, scale_format: str, margin: int) -> Array:
         return (top / octave)[None]
     if scale_format == "e8m0_floor":
         return (math.ldexp(1.0, fmt.emax - margin) * octave)[None]
-    # e4m3: the scale of a block is itself rounded, more coarsely far below the tensor's amax
+    # e4m3: the scale of a block is rounded too, more coarsely the further its amax lies below the tensor's
     exact = math.ldexp(E4M3.max, -margin) / octave / np.exp2(np.arange(SPREAD_BINS))[:, None]
     rounded = round_to_format(torch.from_numpy(exact.astype(np.float32)), E4M3).double().numpy()
     return np.where(rounded > 0, fmt.max * exact / np.where(rounded > 0, rounded, 1), 0.0)
@@ -254,12 +255,12 @@ def _tops(fmt: Format, scale_format: str, margin: int) -> Array:
 def _below(tally: Tally, granularity: Granularity) -> tuple[Array, Array] | None:
     """Counts and energy of elements below the amax of their block, (rows, RELATIVE_BINS) each."""
     if str(granularity) in GRANULARITIES:
-        found = _recorded(tally, str(granularity))
+        histograms = _recorded(tally, str(granularity))
     elif granularity.rows is None or granularity.cols is None:
         return None
     else:
-        found = _between(tally, granularity)
-    return found if found[0].any() else None
+        histograms = _between(tally, granularity)
+    return histograms if histograms[0].any() else None
 
 
 def _recorded(tally: Tally, name: str) -> tuple[Array, Array]:
@@ -280,7 +281,7 @@ def _between(tally: Tally, granularity: Granularity) -> tuple[Array, Array]:
 
 
 def _mixed(histograms: Sequence[Array], weights: Sequence[float]) -> Array:
-    """The histogram whose quantiles are this combination of those of some histograms; (bins,)."""
+    """(bins,): the histogram whose quantiles are the weighted sum of the histograms' quantiles."""
     totals = [histogram.sum() for histogram in histograms]
     size = len(histograms[0])
     if min(totals) <= 0:

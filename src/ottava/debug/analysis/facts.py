@@ -1,7 +1,7 @@
-"""What rules can ask of a run: names and functions over its casts, its steps, its events, and the run as a whole.
+"""The facts of a run that rules can name: of its casts, its steps, its events, and the whole run.
 
-Each kind of rows has its vocabulary; `config.`, `answer.` and `run.` names are the same in every row. Adding a fact is
-adding an entry to a table.
+Each kind of rows has its own names and functions; `config.`, `answer.` and `run.` names have one value for all rows. A
+new fact is one entry of a table.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ottava.debug.analysis.loss import robust_distance
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
-from ottava.debug.statistics import STATISTICS
+from ottava.debug.statistics import STATISTICS, ratio
 
-_EARLY = 3  # looks at either end of a series that early() and late() take the median of
-_QUARTERS_TO_ZERO = 4 * 18.8074  # quarter octaves from a block's largest element, cast to 448, to what E4M3 flushes
+_EARLY = 3  # looks at either end of a series whose median early() and late() take
+_QUARTERS_TO_ZERO = 4 * 18.8074  # quarter octaves from a block's amax, cast to 448, down to underflow in E4M3
 
 
 def _median_of(values: Any, part: slice) -> float:
-    known = values[np.isfinite(values)][part]
-    return float(np.median(known)) if len(known) else math.nan
+    finite = values[np.isfinite(values)][part]
+    return float(np.median(finite)) if len(finite) else math.nan
 
 
 def _previous(values: Any) -> Any:
@@ -37,20 +37,15 @@ def _previous(values: Any) -> Any:
 
 def _rises(values: Any) -> float:
     """Kendall's tau against time: 1 if every later value is larger, 0 without a trend."""
-    known = values[np.isfinite(values)]
-    if len(known) < 4:
+    finite = values[np.isfinite(values)]
+    if len(finite) < 4:
         return math.nan
-    later = np.sign(known[None, :] - known[:, None])[np.triu_indices(len(known), 1)]
+    later = np.sign(finite[None, :] - finite[:, None])[np.triu_indices(len(finite), 1)]
     return float(later.mean())
 
 
 def _over(compute: Callable[[Any], Any]) -> Callable[[tuple[AnyRows, Node]], Values]:
     return lambda call: call[0].over_series(call[1], compute)
-
-
-def _ratio(part: Any, whole: Any) -> Any:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), np.nan)
 
 
 def _column(name: str) -> Callable[[CastRows], Values]:
@@ -63,18 +58,18 @@ def _metric(name: str) -> Callable[[CastRows], Values]:
 
 def _below(rows: CastRows, name: str) -> Any:
     if rows.count and not rows.table.has_histograms(name).any():
-        raise Missing('how far elements lie below the amax of their block (watch with detail="blocks")')
+        raise Missing('histograms of elements below the amax of their block (watch with detail="blocks")')
     return np.asarray(getattr(rows.table.tallies, name))
 
 
 def _flushed_in_blocks(rows: CastRows) -> Values:
     bins = _below(rows, "below_1x128")
-    return np.asarray(100 * _ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
+    return np.asarray(100 * ratio(bins[:, math.ceil(_QUARTERS_TO_ZERO) :].sum(1), bins.sum(1)))
 
 
 def _at_block_amax(rows: CastRows) -> Values:
     bins = _below(rows, "below_1x32")
-    return np.asarray(100 * _ratio(bins[:, :2].sum(1), bins.sum(1)))
+    return np.asarray(100 * ratio(bins[:, :2].sum(1), bins.sum(1)))
 
 
 _SERIES = MappingProxyType(
@@ -83,7 +78,7 @@ _SERIES = MappingProxyType(
         "late": Fact("median of the last three looks", _over(lambda v: _median_of(v, slice(-_EARLY, None)))),
         "usual": Fact("median of all looks", _over(lambda v: _median_of(v, slice(None)))),
         "before": Fact("the look before", _over(_previous)),
-        "rises": Fact("Kendall's tau over the looks: 1 if it only ever rises", _over(_rises)),
+        "rises": Fact("Kendall's tau over the looks: 1 if it rises at every look", _over(_rises)),
         "repeats": Fact("looks for which the condition holds", _over(lambda v: float(np.nansum(v)))),
         "abs": Fact("magnitude", lambda call: np.abs(call[0].argument(call[1]))),
     }
@@ -118,7 +113,7 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "scale_rank_octaves": Fact("log2(largest / smallest scale over ranks)", lambda r: r.over_ranks("scale_max")),
     }
 )
-"""Names in conditions over casts."""
+"""Names for conditions over casts."""
 
 
 _COLUMNS = MappingProxyType(
@@ -152,7 +147,7 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
         "since_resume": Fact("steps since the run was resumed", lambda r: r.since("resumed")),
     }
 )
-"""Names in conditions over steps."""
+"""Names for conditions over steps."""
 
 
 EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
@@ -166,14 +161,14 @@ EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
         },
     }
 )
-"""Names in conditions over events."""
+"""Names for conditions over events."""
 
 
 def _all_casts(column: str, wanted: str) -> Callable[[Context], str]:
     def ask(context: Context) -> str:
         table = context.table
-        own = table["source"] != "hook"  # beside real casts, those of layers in high precision are simulated
-        values = set(table[column][own] if own.any() else table[column])
+        real = table["source"] != "hook"  # ignore simulated casts of high-precision layers beside real ones
+        values = set(table[column][real] if real.any() else table[column])
         return "yes" if values == {wanted} else "no" if wanted not in values else "partly"
 
     return ask
@@ -196,24 +191,24 @@ def _coverage(context: Context) -> float:
 RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
-        "looks": Fact("steps looked at", lambda c: float(len(set(c.table["step"])))),
+        "looks": Fact("steps with a full look", lambda c: float(len(set(c.table["step"])))),
         "coverage_pct": Fact("linear layers that were seen", _coverage),
         "findings": Fact("numeric findings so far", lambda c: float(c.findings)),
-        "diverged": Fact("whether the loss rose for good, or is not finite", lambda c: c.loss.diverged),
-        "diverged_at": Fact("since which step", lambda c: c.loss.diverged_at),
+        "diverged": Fact("whether the loss rose and stayed high, or is not finite", lambda c: c.loss.diverged),
+        "diverged_at": Fact("first step of the divergence", lambda c: c.loss.diverged_at),
         "spikes": Fact("loss spikes per 1000 steps", lambda c: c.loss.spike_rate),
         "recovery": Fact("median steps until a spike is over", lambda c: c.loss.recovery),
         "baseline_spikes": Fact("spikes of the twin per 1000 steps", lambda c: c.baseline_loss.spike_rate),
-        "baseline_recovery": Fact("median steps of the twin's", lambda c: c.baseline_loss.recovery),
+        "baseline_recovery": Fact("median steps until a spike of the twin is over", lambda c: c.baseline_loss.recovery),
         "gap_pct": Fact("loss above the twin's in the last quarter [%]", lambda c: c.loss.gap(c.baseline_loss)[0]),
         "gap_drift_pct": Fact("change of the gap from the quarter before", lambda c: c.loss.gap(c.baseline_loss)[1]),
-        "gap_noise_pct": Fact("what that gap is uncertain by", lambda c: c.loss.gap(c.baseline_loss)[2]),
+        "gap_noise_pct": Fact("standard error of the gap", lambda c: c.loss.gap(c.baseline_loss)[2]),
         "odd_layers": Fact("layers with a dimension that is no multiple of 16", lambda c: float(_odd_layers(c))),
-        "per_tensor": Fact("whether casts have one scale a tensor", _all_casts("granularity", "tensor")),
+        "per_tensor": Fact("whether casts have one scale per tensor", _all_casts("granularity", "tensor")),
         "delayed": Fact("whether scales are delayed", _all_casts("scaling", "delayed")),
     }
 )
-"""Names after "run."."""
+"""Names that follow "run."."""
 
 VOCABULARY: Vocabulary = MappingProxyType(
     {
@@ -223,7 +218,7 @@ VOCABULARY: Vocabulary = MappingProxyType(
         "run": (RUN_FACTS, MappingProxyType({})),
     }
 )
-"""What a rule may be `over`, and what it may ask there; the names of "run" are written with "run." before them."""
+"""Kind of rows that a rule may be `over` -> its names and functions. Names of "run" are written with "run." first."""
 
 
 def context_of(
@@ -232,5 +227,5 @@ def context_of(
     answers: Mapping[str, str] | None = None,
     config: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Context:
-    """What is known of a run."""
+    """The context of a run, with the vocabulary of this module."""
     return Context(run, baseline, answers or {}, config or {}, VOCABULARY)

@@ -1,7 +1,7 @@
-"""What a loss curve says: whether it diverged and since when, its spikes, and its gap to another one.
+"""Reads a loss curve: when it diverged, its spikes, and its gap to another curve.
 
-Everything is relative to the curve's own noise, from the distances of losses to their running median, so that no unit
-and no batch size enters.
+All limits are relative to the curve's noise, the distances of losses to their running median, so units and batch sizes
+do not matter.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from ottava.debug.analysis.conditions import Values
 
 _GAUSSIAN = 1.4826  # standard deviation over median absolute deviation
-WINDOW, LEAST = 64, 16  # losses that a new one is compared with, and how many it takes to begin
+WINDOW, LEAST = 64, 16  # losses to compare a new one with, and the fewest that are enough
 _SPIKE = 6.0  # standard deviations
-_BEFORE = 5  # losses that a jump is measured from
-_RISE = 0.02  # of the lowest loss: a smaller one is never called divergence
+_BEFORE = 5  # losses before a jump
+_RISE = 0.02  # of the lowest loss: a smaller rise is no divergence
 _RISE_NOISE = 4.0
 
 
 def robust_z(value: float, earlier: Iterable[float]) -> float:
-    """How many standard deviations `value` lies above the median of earlier values.
+    """The distance of `value` above the median of earlier values, in standard deviations.
 
-    The deviation is taken from their median distance to it, so that one earlier spike does not hide the next.
+    The deviation comes from the median distance to the median, so one earlier spike does not hide the next.
 
     Example:
         >>> round(robust_z(5.0, [1.0, 2.0, 3.0]), 2)
@@ -35,12 +35,12 @@ def robust_z(value: float, earlier: Iterable[float]) -> float:
     window = np.asarray([*earlier])
     median = float(np.median(window))
     spread = _GAUSSIAN * float(np.median(np.abs(window - median)))
-    # a loss cannot be known better than to a thousandth of itself: a flat start would make anything a spike
+    # a spread below a thousandth of the loss is ignored: after a flat start any loss would be a spike
     return float((value - median) / max(spread, 1e-3 * abs(median), 1e-12))
 
 
 def robust_distance(values: Values) -> Values:
-    """Robust standard deviations of each value above the median of the 64 before it; NaN for the first 16.
+    """`robust_z` of each value over the 64 values before it; NaN for the first 16.
 
     Example:
         >>> curve = np.array([2.0 + 0.01 * (i % 3) for i in range(40)] + [3.0])
@@ -48,13 +48,13 @@ def robust_distance(values: Values) -> Values:
         (True, 16)
     """
     values = np.asarray(values, dtype=np.float64)
-    found = np.full(len(values), np.nan)
+    distances = np.full(len(values), np.nan)
     for i in range(LEAST, len(values)):
         window = values[max(0, i - WINDOW) : i]
         window = window[np.isfinite(window)]
         if len(window) >= LEAST:
-            found[i] = robust_z(values[i], window)
-    return found
+            distances[i] = robust_z(values[i], window)
+    return distances
 
 
 class LossCurve:
@@ -62,7 +62,7 @@ class LossCurve:
 
     Args:
         steps: ascending.
-        loss: of the same length; NaN where it is not known.
+        loss: same length; NaN if unknown.
 
     Example:
         >>> steps = np.arange(200)
@@ -76,7 +76,7 @@ class LossCurve:
 
     @cached_property
     def smooth(self) -> Values:
-        """The running median, over a twentieth of the run and at least 5 steps; infinite losses stay so."""
+        """The running median over a twentieth of the run, at least 5 steps; infinite losses stay infinite."""
         width = max(5, len(self.loss) // 20) | 1
         filled = np.where(np.isfinite(self.loss), self.loss, np.inf)
         return np.array([_median(filled[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(filled))])
@@ -94,12 +94,12 @@ class LossCurve:
 
     @cached_property
     def diverged_at(self) -> float:
-        """The step since which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
+        """The step from which the loss stays above its lowest, or is not finite; inf if it did not diverge."""
         if not self._known:
             return math.inf
         first = int(np.flatnonzero(np.isfinite(self.loss))[0])
         broken = np.flatnonzero(~np.isfinite(self.loss[first:]))
-        # missing lines are NaN too: only an end without any finite loss counts
+        # missing lines are NaN too, so the run must end without a finite loss
         if len(broken) and not np.isfinite(self.loss[-min(3, len(self.loss)) :]).any():
             last = int(np.flatnonzero(np.isfinite(self.loss))[-1])
             return float(self.steps[min(last + 1, len(self.steps) - 1)])
@@ -107,7 +107,7 @@ class LossCurve:
             return math.inf
         lowest = int(np.argmin(self.smooth))
         low = abs(self.smooth[lowest])
-        # a diverging run is noisy itself: twice the lowest loss is divergence whatever the noise
+        # divergence adds noise: twice the lowest loss is divergence at any noise
         limit = self.smooth[lowest] + max(min(_RISE_NOISE * self.noise, low), _RISE * low)
         above = self.smooth > limit
         if not above[-1]:
@@ -118,13 +118,13 @@ class LossCurve:
 
     @property
     def diverged(self) -> str:
-        """yes or no."""
+        """ "yes" or "no"."""
         return "yes" if math.isfinite(self.diverged_at) else "no"
 
     @cached_property
     def spikes(self) -> list[tuple[float, float]]:
-        """Each spike's first step, and how many steps until the loss was back."""
-        found: list[tuple[float, float]] = []
+        """(first step, number of steps until the loss was back) of each spike."""
+        spikes: list[tuple[float, float]] = []
         at = 0
         while at < len(self.loss):
             before = _median(self.loss[max(0, at - _BEFORE) : at])
@@ -133,18 +133,18 @@ class LossCurve:
                 continue
             limit = before + 3 * max(self.noise, 1e-3 * abs(before))
             back = next((j for j in range(at + 1, len(self.loss)) if self.loss[j] <= limit), len(self.loss))
-            found.append((float(self.steps[at]), float(back - at)))
+            spikes.append((float(self.steps[at]), float(back - at)))
             at = back + 1
-        return found
+        return spikes
 
     @cached_property
     def jumps(self) -> Values:
-        """Each loss above the median of the 5 before it, in standard deviations of the curve's noise; NaN at first."""
-        found = np.full(len(self.loss), np.nan)
+        """Each loss above the median of the 5 before it, in standard deviations of the noise; NaN at first."""
+        jumps = np.full(len(self.loss), np.nan)
         for i in range(1, len(self.loss)):
             before = _median(self.loss[max(0, i - _BEFORE) : i])
-            found[i] = (self.loss[i] - before) / max(self.noise, 1e-3 * abs(before), 1e-12)
-        return found
+            jumps[i] = (self.loss[i] - before) / max(self.noise, 1e-3 * abs(before), 1e-12)
+        return jumps
 
     @property
     def spike_rate(self) -> float:
@@ -153,15 +153,15 @@ class LossCurve:
 
     @property
     def recovery(self) -> float:
-        """Median number of steps until a spike was over; 0 without any."""
+        """Median number of steps until a spike is over; 0 without spikes."""
         return float(np.median([length for _, length in self.spikes])) if self.spikes else 0.0
 
     def gap(self, other: LossCurve) -> tuple[float, float, float]:
-        """How far this curve lies above another one at the same steps.
+        """The gap of this curve above another one at the same steps.
 
         Returns:
-            Percent of the other's loss in the last quarter; how much that changed from the quarter before; and the
-            standard error of the first number. NaN without common steps.
+            The gap in the last quarter, in percent of the other loss; its change from the quarter before; and its
+            standard error. NaN without common steps.
         """
         common, mine, theirs = np.intersect1d(self.steps, other.steps, return_indices=True)
         if len(common) < 8:
@@ -179,5 +179,5 @@ class LossCurve:
 
 
 def _median(values: Any) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.median(known)) if len(known) else math.nan
+    numbers = values[~np.isnan(values)]
+    return float(np.median(numbers)) if len(numbers) else math.nan

@@ -1,9 +1,8 @@
-"""Paste-ready patches: the templates of remedies, filled with the layers of a finding.
+"""Fills the templates of remedies with the layers of a finding, to paste into a training script.
 
-A template's ${name} is replaced; a line with ${pattern} is repeated for each pattern of layer names. Where more layers
-than a person wants to read share their last words, one pattern stands for all of them, if it matches no other layer.
-A remedy for the first and the last block takes their layers, whichever the finding has; where the run names no blocks,
-templates that list layers are left out.
+${name} is replaced; a line with ${pattern} is repeated for each pattern of layer names. One pattern replaces a long
+list of layers if it matches no other layer. A remedy for the first and the last block takes their layers instead of the
+finding's; if the run names no blocks, templates that list layers are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ottava.debug.run.schema import SYMBOLS
 from ottava.recipe import CELL_OF, GEMMS, RECIPES, TENSORS
 
 _LISTS_LAYERS = re.compile(r"\$\{(pattern|quoted|regex|names)\}")
-_SPELLED_OUT = 3  # layers; above it, patterns are looked for
+_SPELLED_OUT = 3  # more layers than this become patterns
 
 
 def patterns(layers: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Shell patterns that match these layers and none of the others.
+    """Shell patterns that match these layers and no other layers.
 
     Example:
         >>> patterns([f"layers.{i}.mlp.down" for i in range(9)], ["layers.0.mlp.up"])
@@ -39,25 +38,25 @@ def patterns(layers: Sequence[str], others: Iterable[str]) -> list[str]:
         return [_escaped(layer) for layer in layers]
     if not rest:
         return ["*"]
-    found: list[str] = []
+    result: list[str] = []
     for suffix in dict.fromkeys(_without_number(layer) for layer in layers):
         pattern = f"*{suffix}"
-        own = [layer for layer in layers if fnmatch.fnmatchcase(layer, pattern)]
+        matched = [layer for layer in layers if fnmatch.fnmatchcase(layer, pattern)]
         clear = suffix and not any(fnmatch.fnmatchcase(layer, pattern) for layer in rest)
         mine = [layer for layer in layers if _without_number(layer) == suffix]
-        found += [pattern] if clear and len(own) > 1 else [_escaped(layer) for layer in mine]
-    return found
+        result += [pattern] if clear and len(matched) > 1 else [_escaped(layer) for layer in mine]
+    return result
 
 
 def _blocks(layers: Iterable[str]) -> list[str]:
-    """Patterns of the blocks that these layers are in."""
+    """Patterns for the blocks of these layers."""
     heads = [re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer) for layer in layers]
-    found = [(head[0], layer) for head, layer in zip(heads, layers, strict=True) if head]
-    return list(dict.fromkeys(_escaped(head) + ("" if head == layer else ".*") for head, layer in found))
+    pairs = [(head[0], layer) for head, layer in zip(heads, layers, strict=True) if head]
+    return list(dict.fromkeys(_escaped(head) + ("" if head == layer else ".*") for head, layer in pairs))
 
 
 def _without_number(layer: str) -> str:
-    """What follows the last whole number of a dotted name, with its dot."""
+    """The part of a dotted name after its last whole number, with the dot."""
     parts = layer.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
     rest = ".".join(parts[last + 1 :])
@@ -74,15 +73,15 @@ def render(
     """A remedy as plain values: {text, cost, rung, patch: {framework: text}, notes}.
 
     Args:
-        id, layers, tensor, recipe: of the finding; without layers the patch is for all of them, or those of the remedy.
+        id, layers, tensor, recipe: those of the finding. No layers: the patch is for all layers, or the remedy's own.
     """
-    known = list(dict.fromkeys(context.table["layer"]))
+    all_layers = list(dict.fromkeys(context.table["layer"]))
     if remedy.layers == "ends":
-        ends = end_blocks(known) or ()
-        layers = [layer for layer in known if layer_index(layer) in ends]
-        found = _blocks(layers)
+        ends = end_blocks(all_layers) or ()
+        layers = [layer for layer in all_layers if layer_index(layer) in ends]
+        globs = _blocks(layers)
     else:
-        found = patterns(layers, known) if layers else ["*"]
+        globs = patterns(layers, all_layers) if layers else ["*"]
     gemms = [CELL_OF[tensor, d][0] for d in ("row", "col")] if tensor in TENSORS else GEMMS
     names = list(layers) or ["every layer"]
     predicted = recipe if recipe in RECIPES and RECIPES[recipe].predicted else "delayed"
@@ -95,43 +94,43 @@ def render(
         "gemms": ", ".join(gemms),
         "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
         "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
-        "quoted": ", ".join(f'"{name}"' for name in layers or known),
-        # in YAML's double quotes a backslash is written twice
+        "quoted": ", ".join(f'"{name}"' for name in layers or all_layers),
+        # YAML's double quotes need two backslashes for one
         "regex": "|".join(
-            "^" + fnmatch.translate(p).removeprefix("(?s:").removesuffix(")\\Z") + "$" for p in found
+            "^" + fnmatch.translate(p).removeprefix("(?s:").removesuffix(")\\Z") + "$" for p in globs
         ).replace("\\", "\\\\"),
     }
     text = Template(remedy.text).safe_substitute(values)
-    patch = {framework: _fill(template, values, found) for framework, template in remedy.patch.items()}
-    if not found:
+    patch = {framework: _fill(template, values, globs) for framework, template in remedy.patch.items()}
+    if not globs:
         patch = {
             framework: text for framework, text in patch.items() if not _LISTS_LAYERS.search(remedy.patch[framework])
         }
     return {"text": text, "cost": remedy.cost, "rung": remedy.rung, "patch": patch, "notes": _notes(remedy, context)}
 
 
-def _fill(template: str, values: dict[str, str], found: Sequence[str]) -> str:
+def _fill(template: str, values: dict[str, str], globs: Sequence[str]) -> str:
     lines: list[str] = []
     for line in template.rstrip().splitlines():
-        each: Iterable[dict[str, str]] = [{"pattern": p} for p in found] if "${pattern}" in line else [{}]
-        lines += [Template(line).safe_substitute(values | one) for one in each]
+        each: Iterable[dict[str, str]] = [{"pattern": p} for p in globs] if "${pattern}" in line else [{}]
+        lines += [Template(line).safe_substitute(values | extra) for extra in each]
     return "\n".join(lines)
 
 
 def _notes(remedy: Remedy, context: Context) -> list[str]:
-    said = []
+    notes = []
     for note in remedy.notes:
         try:
             answer, _ = note.when.ask(RunRows(context))
         except Missing:
             continue
         if (answer == 1).any():
-            said.append(note.say)
-    return said
+            notes.append(note.say)
+    return notes
 
 
 def _registered(recipe: str) -> str:
-    """The name of a recipe that `get_recipe` knows: the run's own, or what it is nearest to."""
+    """A recipe that `get_recipe` knows: the run's own, or the nearest one."""
     if recipe in RECIPES:
         return recipe
     return next((name for name in ("delayed", "blockwise", "mxfp8", "rowwise") if name in recipe), "tensorwise")

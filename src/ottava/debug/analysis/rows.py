@@ -1,6 +1,6 @@
-"""The rows that conditions are asked of: casts, steps, events, and the run as one row.
+"""The rows for conditions: casts, steps, events, and the run as one row.
 
-What may be asked of them is in `facts`; here is how their values are found.
+`facts` lists the names that conditions may use; this module computes their values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ottava.formats import FORMATS, Format
 
 @dataclass(frozen=True)
 class Fact:
-    """One name that rules may use."""
+    """A name that rules may use."""
 
     meaning: str
     of: Callable[[Any], Any]
@@ -38,22 +38,22 @@ Vocabulary = Mapping[str, tuple[Mapping[str, Fact], Mapping[str, Fact]]]
 
 @dataclass(frozen=True)
 class Context:
-    """What is known besides rows."""
+    """A run with everything that conditions need besides rows."""
 
     run: Run
     baseline: Run | None
     answers: Mapping[str, str]
     config: Mapping[str, tuple[str, ...]]
-    """config name -> keys under which frameworks keep it."""
+    """Name of a setting -> its keys in the frameworks."""
     vocabulary: Vocabulary
-    """What may be asked of each kind of rows."""
+    """Names and functions of each kind of rows."""
     findings: int = 0
     """Numeric findings so far."""
 
     @cached_property
     def table(self) -> Table:
-        """Casts looked at in full: real ones, and of simulated recipes the first; the others are what-ifs. Routers are
-        left out where nothing casts them."""
+        """Full looks at real casts, and at the casts of the first simulated recipe; other recipes are what-ifs.
+        Routers that are only simulated are left out."""
         table = self.run.table()
         names = zip(table["layer"], table["source"], strict=True)
         table = table.take(np.flatnonzero([not only_simulated(*name) for name in names]))
@@ -64,15 +64,15 @@ class Context:
 
     @cached_property
     def loss(self) -> LossCurve:
-        """Of the run."""
+        """The run's loss."""
         return LossCurve(self.run.steps["step"], self.run.steps["loss"])
 
     @cached_property
     def baseline_loss(self) -> LossCurve:
-        """Of the baseline.
+        """The baseline's loss.
 
         Raises:
-            Missing: there is none.
+            Missing: there is no baseline.
         """
         if self.baseline is None:
             raise Missing("a BF16 twin (--baseline RUN)")
@@ -82,7 +82,7 @@ class Context:
         """A fact of the whole run, by its dotted name.
 
         Raises:
-            Missing: not known.
+            Missing: the fact is unknown.
         """
         prefix, _, rest = name.partition(".")
         if prefix == "run":
@@ -102,7 +102,7 @@ class Context:
 
 
 class AnyRows(ABC):
-    """What all kinds share: facts that are computed once, and names of the whole run."""
+    """Base of all rows: computes each fact once, and knows the facts of the whole run."""
 
     kind = ""
 
@@ -114,7 +114,7 @@ class AnyRows(ABC):
     @property
     @abstractmethod
     def count(self) -> int:
-        """How many rows."""
+        """Number of rows."""
 
     def value(self, name: str) -> Values:
         """See `conditions.Rows`."""
@@ -133,7 +133,7 @@ class AnyRows(ABC):
         return self._known[key]
 
     def argument(self, node: Node) -> Values:
-        """Its values; NaN where a condition is unknown."""
+        """The values of a function's argument; NaN for an unknown condition."""
         missing: set[str] = set()
         values = evaluate(node, self, missing)
         if values is None:
@@ -141,11 +141,11 @@ class AnyRows(ABC):
         return values
 
     def series(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Row numbers that belong together, in the order of steps."""
+        """Row numbers of each series, in the order of steps."""
         yield np.arange(self.count)
 
     def over_series(self, node: Node, compute: Callable[[Any], Any]) -> Values:
-        """compute(values of one series) -> one number, or one per row of it."""
+        """Applies compute(values of one series), which gives one number or one per row."""
         values = numbers(self.argument(node))
         result = np.full(self.count, np.nan)
         for index in self.series():
@@ -154,7 +154,7 @@ class AnyRows(ABC):
 
 
 class CastRows(AnyRows):
-    """One row per cast and step that was looked at."""
+    """One row per cast and full look."""
 
     kind = "casts"
 
@@ -168,7 +168,7 @@ class CastRows(AnyRows):
 
     @cached_property
     def slots(self) -> list[SlotKey]:
-        """Of every row."""
+        """The cast of every row."""
         return self.table.keys()
 
     @cached_property
@@ -178,14 +178,14 @@ class CastRows(AnyRows):
         for i, slot in enumerate(self.slots):
             rows.setdefault(slot, []).append(i)
         steps = self.table["step"]
-        return {slot: np.array(sorted(found, key=lambda i: steps[i])) for slot, found in rows.items()}
+        return {slot: np.array(sorted(members, key=lambda i: steps[i])) for slot, members in rows.items()}
 
     def series(self) -> Iterator[np.ndarray[Any, Any]]:
-        """One slot each."""
+        """One series per cast."""
         yield from self.index.values()
 
     def positions(self) -> Values:
-        """first, inner or last, by block number; the LM head is last."""
+        """ "first", "inner" or "last" by block number; the LM head is "last"."""
         layers = self.table["layer"]
         blocks = {layer: layer_index(layer) for layer in dict.fromkeys(layers)}
         low, high = end_blocks(blocks) or (math.nan, math.nan)
@@ -198,25 +198,25 @@ class CastRows(AnyRows):
         return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
 
     def by_format(self, of: Callable[[Format], float]) -> Values:
-        """A number that depends on the row's format."""
-        known = {name: of(fmt) for name, fmt in FORMATS.items()}
-        return np.array([known.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
+        """A number for the format of every row."""
+        by_name = {name: of(fmt) for name, fmt in FORMATS.items()}
+        return np.array([by_name.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
 
     def peers(self, node: Node) -> Values:
-        """The median over the inner layers, for the same tensor and step; NaN where there are fewer than two."""
+        """The median over the inner layers for the same tensor and step; NaN if there are fewer than two."""
         values, inner = numbers(self.argument(node)), self.value("position") == "inner"
         groups: dict[tuple[Any, ...], list[int]] = {}
         keys = list(zip(self.table["step"], *(self.table[n] for n in ("tensor", "direction", "recipe")), strict=True))
         for i, key in enumerate(keys):
             if inner[i] and math.isfinite(values[i]):
                 groups.setdefault(key, []).append(i)
-        medians = {key: float(np.median(values[found])) for key, found in groups.items() if len(found) > 1}
+        medians = {key: float(np.median(values[rows])) for key, rows in groups.items() if len(rows) > 1}
         return np.array([medians.get(key, math.nan) for key in keys], dtype=np.float64)
 
     def baseline(self, node: Node) -> Values:
         """The same expression for the same tensor of the baseline, at its nearest step."""
         if self.context.baseline is None:
-            raise Missing("a twin to compare with (--baseline RUN)")
+            raise Missing("a BF16 twin (--baseline RUN)")
         other = CastRows(replace(self.context, run=self.context.baseline, baseline=None))
         values = numbers(other.argument(node))
         places: dict[tuple[str, str, str], list[int]] = {}
@@ -224,12 +224,12 @@ class CastRows(AnyRows):
             places.setdefault(slot[:3], []).append(i)
         steps, result = other.table["step"], np.full(self.count, np.nan)
         for i, slot in enumerate(self.slots):
-            if found := places.get(slot[:3]):
-                result[i] = values[min(found, key=lambda j: abs(int(steps[j]) - int(self.table["step"][i])))]
+            if rows := places.get(slot[:3]):
+                result[i] = values[min(rows, key=lambda j: abs(int(steps[j]) - int(self.table["step"][i])))]
         return result
 
     def over_ranks(self, name: str) -> Values:
-        """Octaves between the largest and the smallest of a statistic over the ranks."""
+        """Octaves between the smallest and the largest value of a statistic over ranks."""
         if len(self.context.run.ranks) < 2:
             raise Missing("statistics of more than one rank")
         spread = {(s.step, s.key): s.octaves for s in rank_spread(self.context.run, name)}
@@ -254,7 +254,7 @@ class StepRows(AnyRows):
         """A column of steps.jsonl.
 
         Raises:
-            Missing: it was never logged.
+            Missing: the run never logged it.
         """
         values = self.columns.get(name)
         if values is None or not np.isfinite(np.asarray(values, dtype=np.float64)).any():
@@ -262,7 +262,7 @@ class StepRows(AnyRows):
         return np.asarray(values, dtype=np.float64)
 
     def since(self, kind: str) -> Values:
-        """Steps since the last event of that kind; NaN before the first."""
+        """Steps since the last event of this kind; NaN before the first."""
         marks = sorted(int(e["step"]) for e in self.context.run.events if e.get("kind") == kind)
         steps = self.columns["step"]
         last = [max((m for m in marks if m < step), default=None) for step in steps]
@@ -294,11 +294,11 @@ class EventRows(AnyRows):
         return len(self.events)
 
     def words(self, name: str) -> Values:
-        """A field as words, "" where it is missing."""
+        """A field as words; "" if missing."""
         return np.array([str(event.get(name, "")) for event in self.events], dtype=object)
 
     def numbers(self, name: str) -> Values:
-        """A field as numbers, NaN where it is missing."""
+        """A field as numbers; NaN if missing."""
         return numbers([event.get(name) for event in self.events])
 
 

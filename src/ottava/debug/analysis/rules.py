@@ -1,117 +1,125 @@
-"""The rule book of `diagnose`: symptoms, causes and remedies as data, read from YAML and checked before it is used.
+"""The rule book of `diagnose`: symptoms, causes and remedies as data, read from YAML and checked before use.
 
-Every name in a condition, every remedy, question and explained rule must exist; a mistake is refused with the file, the
-rule and the nearest known name. Your own file (`--rules FILE`) has the same sections and is added to the shipped one; a
-rule of the same id replaces that one.
+Every name in a condition, every remedy, question and explained rule must exist; the error names the file, the rule and
+the nearest known name. A file of your own (`--rules FILE`) has the same sections and adds to the shipped one; its rule
+replaces a shipped rule with the same id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from ottava.debug.analysis.conditions import Condition, ConditionError
 from ottava.debug.analysis.facts import RUN_FACTS, VOCABULARY
 from ottava.errors import unknown_name
-from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, misfit, parse_yaml, read_text
+from ottava.settings import ConfigError, Section
+from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
-Stage = Literal["bug", "config", "numeric"]
-Severity = Literal["critical", "warning"]
-Reach = Literal["slot", "tensor", "layer", "run", "everywhere"]
 FRAMEWORKS = ("ottava", "megatron", "te", "torchao")
 _SECTIONS = ("version", "config", "questions", "remedies", "triage", "rules")
 _VERSION = 1
-_BRANCH = MappingProxyType({"say": str, "next": str})
-_BOOK_SHAPE: Mapping[str, Any] = MappingProxyType(
-    {
-        "config": {"*": [str]},
-        "questions": {"*": {"ask": str, "choices": list}},
-        "remedies": {
-            "*": {"rung": int, "cost": str, "text": str, "patch": {"*": str}, "notes": [{"when": str, "say": str}]}
-        },
-        "triage": [
-            {"id": str, "question": str, "known": str, "answer": str}
-            | dict.fromkeys(("yes", "no", True, False), _BRANCH)
-        ],
-        "rules": list,
-    }
-)
-_RULE_SHAPE: Mapping[str, Any] = MappingProxyType(
-    dict.fromkeys(("id", "title", "stage", "when", "cause", "refute_by", "over", "severity", "critical"), str)
-    | {"refuted_when": str, "reach": str, "where": dict, "least": int, "confidence": float}
-    | {name: [str] for name in ("support", "explains", "remedies", "source")}
-)
-"""What the file may hold, see `untrusted.misfit`."""
+
+
+def _word(value: Any) -> Any:
+    """A choice as a word: YAML reads yes and no as booleans."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+
+
+def _words(values: Any) -> Any:
+    return [_word(value) for value in (values if isinstance(values, (list, tuple)) else [values])]
+
+
+def _condition(text: Any) -> Condition:
+    return text if isinstance(text, Condition) else Condition.parse(str(text))
+
+
+def _one_of(*names: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(unknown_name("value", value, names))
+        return value
+
+    return AfterValidator(check)
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+When = Annotated[Any, BeforeValidator(_condition)]
+"""A `Condition`, or its text."""
 
 
 class RulesError(ValueError):
-    """A rule book is wrong; the message names the file and the place."""
+    """A rule book has a mistake; the message names the file and the place."""
 
     exit_code = 2
 
 
-@dataclass(frozen=True)
-class Question:
-    """Something a run folder cannot know, that its owner may."""
+class Question(Section):
+    """A fact that the run folder does not have, but its owner may know."""
 
     name: str
     ask: str
-    choices: tuple[str, ...] = ("yes", "no")
+    choices: Words = ("yes", "no")
 
 
-@dataclass(frozen=True)
-class Note:
-    """A constraint that a remedy brings along."""
+class _Setting(Section):
+    """The keys of a setting in the frameworks."""
 
-    when: Condition
+    keys: Words
+
+
+class Note(Section):
+    """A constraint of a remedy."""
+
+    when: When
     say: str
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """One thing to try. Patches are templates, see `patches`."""
+class Remedy(Section):
+    """A thing to try. Patches are templates, see `patches`."""
 
     name: str
     rung: int
-    """On the ladder, 1 is cheapest."""
+    """Place on the ladder; 1 is cheapest."""
     cost: str
     text: str
-    patch: Mapping[str, str]
+    patch: Mapping[Annotated[str, _one_of(*FRAMEWORKS)], str]
     notes: tuple[Note, ...] = ()
-    layers: Literal["finding", "ends"] = "finding"
-    """Whose: the finding's, or those of the first and the last block."""
+    layers: Annotated[str, _one_of("finding", "ends")] = "finding"
+    """The layers to change: the finding's, or those of the first and the last block."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One symptom, and what is known about it."""
+class Rule(Section):
+    """One symptom with its cause and remedies."""
 
     id: str
     title: str
-    stage: Stage
-    when: Condition
+    stage: Annotated[str, _one_of("bug", "config", "numeric")]
+    when: When
     cause: str
     refute_by: str
-    over: str = "casts"
-    where: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """Column -> words; only such rows are asked."""
+    over: Annotated[str, _one_of(*VOCABULARY)] = "casts"
+    where: Mapping[str, Words] = Field(default_factory=dict)
+    """Column -> words; the rule tests only rows with one of these words."""
     least: int = 1
-    """Rows of one series that must answer yes: a cast that is noisy in one look is no finding."""
-    severity: Severity = "warning"
-    critical: Condition | None = None
-    support: tuple[Condition, ...] = ()
-    """Each that holds raises confidence, each that does not lowers it a little."""
-    refuted_when: Condition | None = None
-    """Lowers it a lot."""
+    """Rows of one series for which the condition must hold: a cast that is noisy in one look is no finding."""
+    severity: Annotated[str, _one_of("critical", "warning")] = "warning"
+    critical: When = None
+    support: tuple[When, ...] = ()
+    """A condition that holds raises the confidence; one that does not lowers it a little."""
+    refuted_when: When = None
+    """If this holds, it lowers the confidence a lot."""
     confidence: float = 0.6
     explains: tuple[str, ...] = ()
-    """Rules whose findings are consequences of this one's."""
-    reach: Reach = "slot"
-    """Where: the same tensor, layer, or the whole run, from the first step of this one on; or everywhere, always."""
+    """Rules whose findings are consequences of this one."""
+    reach: Annotated[str, _one_of("slot", "tensor", "layer", "run", "everywhere")] = "slot"
+    """Reach of these consequences: the same tensor, layer or run, from this finding's first step on; or everywhere."""
     remedies: tuple[str, ...] = ()
     source: tuple[str, ...] = ()
 
@@ -121,31 +129,29 @@ class Rule:
         return [c for c in (self.when, self.critical, self.refuted_when, *self.support) if c is not None]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """What an answer in the triage tree means."""
+class Branch(Section):
+    """The meaning of an answer in the triage tree."""
 
     say: str
     next: str | None = None
 
 
-@dataclass(frozen=True)
-class TriageNode:
-    """A question of the triage tree, answered from the run where it can be."""
+class TriageNode(Section):
+    """A question of the triage tree. The run answers it if it can."""
 
     id: str
     question: str
-    known: Condition
-    """Yes where it holds."""
+    known: When
+    """The answer is yes if it holds."""
     yes: Branch
     no: Branch
     answer: str | None = None
-    """The question to ask where nothing is known."""
+    """The question to ask if the run cannot answer."""
 
 
 @dataclass(frozen=True)
 class Rulebook:
-    """All of it.
+    """A rule book.
 
     Example:
         >>> book = load_rules()
@@ -154,17 +160,17 @@ class Rulebook:
     """
 
     config: Mapping[str, tuple[str, ...]]
-    """Name in conditions -> keys under which frameworks keep it."""
+    """Name in conditions -> keys of the setting in the frameworks."""
     questions: Mapping[str, Question]
     remedies: Mapping[str, Remedy]
     triage: Mapping[str, TriageNode]
     rules: Mapping[str, Rule]
 
     def check_answers(self, answers: Mapping[str, str]) -> None:
-        """Refuses an answer that nobody asked for.
+        """Refuses answers without a question.
 
         Raises:
-            RulesError: unknown question or choice.
+            RulesError: the question or the choice is unknown.
         """
         for name, choice in answers.items():
             if name not in self.questions:
@@ -175,10 +181,10 @@ class Rulebook:
 
 
 def load_rules(extra: Path | str | None = None) -> Rulebook:
-    """The shipped rule book, with a file of your own.
+    """Loads the shipped rule book, and adds a file of your own.
 
     Raises:
-        RulesError: the file cannot be read, or something in it is wrong.
+        RulesError: the file cannot be read, or has a mistake.
     """
     shipped = resources.files("ottava.debug.analysis").joinpath("rules.yaml")
     sections = _Sections()
@@ -193,11 +199,11 @@ def load_rules(extra: Path | str | None = None) -> Rulebook:
     return sections.book()
 
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Section)
 
 
 class _Sections:
-    """Collects files, then checks what they say about each other."""
+    """Collects the sections of files, then checks their references to each other."""
 
     def __init__(self) -> None:
         self.config: dict[str, tuple[str, ...]] = {}
@@ -213,27 +219,24 @@ class _Sections:
         except UntrustedError as error:
             raise RulesError(f"{file}: {error}") from error
         if not isinstance(content, Mapping):
-            raise RulesError(f"{file}: holds {type(content).__name__}; needs sections such as 'rules'")
+            raise RulesError(f"{file}: got {type(content).__name__}; needs sections such as 'rules'")
         for section in content:
             if section not in _SECTIONS:
                 raise RulesError(f"{file}: {unknown_name('section', section, _SECTIONS)}")
-        _refuse_misfit(file, content, _BOOK_SHAPE)
         if content.get("version", _VERSION) != _VERSION:
-            raise RulesError(f"{file}: version {content['version']}; this ottava reads {_VERSION}")
-        for name, keys in (content.get("config") or {}).items():
-            self.config[str(name)] = tuple(keys)
-        for name, entry in (content.get("questions") or {}).items():
-            values = dict(entry) | {"choices": tuple(_word(c) for c in entry.get("choices", ("yes", "no")))}
-            self.questions[str(name)] = _make(Question, f"{file}: question {name}", {"name": str(name), **values})
-        for name, entry in (content.get("remedies") or {}).items():
-            self.remedies[str(name)] = _remedy(f"{file}: remedy {name}", str(name), entry)
-        for entry in content.get("triage") or ():
-            node = _triage(f"{file}: triage {entry.get('id')}", entry)
+            raise RulesError(f"{file}: has version {content['version']}; this ottava reads {_VERSION}")
+        for name, keys in _section(file, content, "config", dict):
+            self.config[str(name)] = _made(_Setting, f"{file}: config {name}", keys=keys).keys
+        for name, entry in _section(file, content, "questions", dict):
+            self.questions[str(name)] = _made(Question, f"{file}: question {name}", entry, name=str(name))
+        for name, entry in _section(file, content, "remedies", dict):
+            self.remedies[str(name)] = _made(Remedy, f"{file}: remedy {name}", entry, name=str(name))
+        for _, entry in _section(file, content, "triage", list):
+            node = _made(TriageNode, place := f"{file}: triage {_id(entry)}", entry)
             self.triage[node.id] = node
-            self.places[f"triage {node.id}"] = f"{file}: triage {node.id}"
-        for entry in content.get("rules") or ():
-            place = f"{file}: rule {entry.get('id', '?') if isinstance(entry, Mapping) else entry}"
-            rule = _rule(place, entry)
+            self.places[f"triage {node.id}"] = place
+        for _, entry in _section(file, content, "rules", list):
+            rule = _made(Rule, place := f"{file}: rule {_id(entry)}", entry)
             self.rules[rule.id] = rule
             self.places[rule.id] = place
 
@@ -266,9 +269,27 @@ class _Sections:
         return Rulebook(*(MappingProxyType(table) for table in tables))  # type: ignore[arg-type]  # one type each
 
 
-def _refuse_misfit(place: str, value: Any, shape: Any) -> None:
-    if wrong := misfit(value, shape, "it"):
-        raise RulesError(f"{place}: {wrong.removeprefix('it.')}")
+def _section(file: str, content: Mapping[Any, Any], name: str, kind: type) -> Iterable[tuple[Any, Any]]:
+    """(key, entry) of a section."""
+    entries: Any = content.get(name) or kind()
+    if kind is dict and isinstance(entries, dict):
+        return entries.items()
+    if kind is list and isinstance(entries, list):
+        return enumerate(entries)
+    raise RulesError(f"{file}: {name}: got {type(entries).__name__}; needs a {kind.__name__}")
+
+
+def _id(entry: Any) -> Any:
+    return entry.get("id", "?") if isinstance(entry, Mapping) else entry
+
+
+def _made(kind: type[_T], place: str, entry: Any = MappingProxyType({}), **fields: Any) -> _T:
+    if not isinstance(entry, Mapping):
+        raise RulesError(f"{place}: got {type(entry).__name__}; needs fields: {', '.join(kind.model_fields)}")
+    try:
+        return kind(**{str(_word(key)): value for key, value in entry.items()}, **fields)
+    except (ConfigError, TypeError) as error:
+        raise RulesError(f"{place}: {error}") from error
 
 
 def _known(place: str, kind: str, name: str, known: Iterable[str]) -> None:
@@ -281,80 +302,3 @@ def _check(place: str, condition: Condition, names: Sequence[str], functions: Se
         condition.check(names, functions)
     except ConditionError as error:
         raise RulesError(f"{place}: {error}") from error
-
-
-def _word(value: Any) -> str:
-    """YAML reads yes and no as booleans."""
-    return "yes" if value is True else "no" if value is False else str(value)
-
-
-def _make(kind: type[_T], place: str, values: Mapping[str, Any]) -> _T:
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]  # every caller gives a dataclass
-    for name in values:
-        if name not in known:
-            raise RulesError(f"{place}: {unknown_name('field', name, known)}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        wanted = str(error).partition("argument")[2].lstrip("s:").strip() or str(error)
-        raise RulesError(f"{place}: misses {wanted}") from error
-
-
-def _condition(place: str, text: Any) -> Condition:
-    try:
-        return Condition.parse(str(text))
-    except ConditionError as error:
-        raise RulesError(f"{place}: {error}") from error
-
-
-def _rule(place: str, entry: Any) -> Rule:
-    if not isinstance(entry, Mapping):
-        raise RulesError(f"{place}: needs fields such as id, title, when")
-    _refuse_misfit(place, entry, _RULE_SHAPE)
-    values: dict[str, Any] = dict(entry)
-    for name in ("when", "critical", "refuted_when"):
-        if name in values:
-            values[name] = _condition(place, values[name])
-    values["support"] = tuple(_condition(place, text) for text in values.get("support", ()))
-    for name in ("explains", "remedies", "source"):
-        values[name] = tuple(values.get(name, ()))
-    where = values.get("where") or {}
-    values["where"] = MappingProxyType(
-        {column: tuple(map(_word, w if isinstance(w, list) else [w])) for column, w in where.items()}
-    )
-    choices = {
-        "stage": get_args(Stage),
-        "severity": get_args(Severity),
-        "reach": get_args(Reach),
-        "over": VOCABULARY,
-    }
-    for name, allowed in choices.items():
-        if name in values:
-            _known(place, f"value of {name}", values[name], allowed)
-    return _make(Rule, place, values)
-
-
-def _remedy(place: str, name: str, entry: Mapping[str, Any]) -> Remedy:
-    patch = entry.get("patch") or {}
-    for framework in patch:
-        _known(place, "framework", framework, FRAMEWORKS)
-    notes = tuple(
-        _make(Note, place, {**note, "when": _condition(place, note.get("when", ""))})
-        for note in entry.get("notes") or ()
-    )
-    if (layers := entry.get("layers", "finding")) not in ("finding", "ends"):
-        raise RulesError(f"{place}: {unknown_name('layers', layers, ('finding', 'ends'))}")
-    return _make(Remedy, place, {**entry, "name": name, "patch": MappingProxyType(dict(patch)), "notes": notes})
-
-
-def _triage(place: str, entry: Mapping[str, Any]) -> TriageNode:
-    values: dict[Any, Any] = dict(entry)
-    for raw, name in ((True, "yes"), (False, "no")):  # YAML 1.1 reads the keys yes and no as booleans
-        if raw in values:
-            values[name] = values.pop(raw)
-    for name in ("yes", "no"):
-        if name in values:
-            values[name] = _make(Branch, place, values[name])
-    if "known" in values:
-        values["known"] = _condition(place, values["known"])
-    return _make(TriageNode, place, values)

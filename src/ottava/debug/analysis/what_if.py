@@ -1,13 +1,13 @@
-"""Every recipe's underflow and error, tensor by tensor, from the histograms of one recorded run: nothing is run again.
+"""Predicts underflow and error of every recipe, tensor by tensor, from the histograms of one run, without training.
 
-How good it is, against measured casts of Gaussian, log-normal, outlier and SwiGLU tensors (tests): for every FP8 recipe
-underflow within 1 point, mean relative error within 0.006, element SQNR within 0.5 dB, SQNR within 1.5 dB. The SQNR
-of a tensor whose energy is in a handful of elements is their luck, and may be 5 dB off. Blocks of 1x16 and 16x16
-(NVFP4) are not recorded and are estimates, underflow within 15 points. What another recipe would have done to the
-training itself, and so to later tensors, no prediction can tell. Micro-batches merged into one row share its largest
-amax.
+Tests compare predictions with measured casts of Gaussian, log-normal, outlier and SwiGLU tensors. For every FP8 recipe
+underflow is within 1 point, mean relative error within 0.006, element SQNR within 0.5 dB, SQNR within 1.5 dB. If a few
+elements have most of a tensor's energy, its SQNR depends on their luck and may be off by 5 dB. Blocks of 1x16 and 16x16
+(NVFP4) have no histograms; their numbers are estimates, with underflow within 15 points. A prediction cannot tell how
+another recipe would change the training itself, and thereby later tensors. Micro-batches merged into one row share its
+largest amax.
 
-A cell clears if in every recorded step underflow, SQNR and element SQNR clear the floors of `FLOORS`.
+A cell clears if underflow, SQNR and element SQNR clear the floors of `FLOORS` in every recorded step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ottava.debug.layer_names import only_simulated
 from ottava.debug.recording import RecordedTensor, Recording
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import SYMBOLS, SlotKey
+from ottava.debug.statistics import decibels
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import CELL_OF, RECIPES, TENSORS, Recipe
 from ottava.scaling import BLOCK_128X128, PER_TENSOR
@@ -37,16 +38,16 @@ HIGH_PRECISION = "high precision"
 _COST_OF_HIGH_PRECISION = 12.0
 _COSTS = MappingProxyType({"delayed": 1.0, "guarded": 1.5, "tensor": 2.0, "row": 3.0})
 _COST_OF_BLOCKS = 4.0
-"""Of a cell, in the order in which remedies are tried: predicted scales, one pass; a current one, two; rows and blocks,
-which cast x and x.T apart and bring scales into the GEMM; a GEMM in BF16."""
+"""Cost of a cell, in the order of remedies: predicted scales need one pass; current scales two; rows and blocks cast x
+and x.T separately and bring scales into the GEMM; a GEMM in BF16 costs most."""
 
 
 @dataclass(frozen=True)
 class Floor(limits.Limit):
-    """A number that a healthy cast clears."""
+    """A limit that a healthy cast clears."""
 
     of: Callable[[Expected], Array]
-    """The number of each row."""
+    """Computes the number for each row."""
 
 
 def _share(part: Array, whole: Array) -> Array:
@@ -54,21 +55,16 @@ def _share(part: Array, whole: Array) -> Array:
         return np.where(whole > 0, part / np.where(whole > 0, whole, 1.0), 0.0)
 
 
-def _decibels(ratio: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(-10 * np.log10(ratio))
-
-
 def _underflow(e: Expected) -> Array:
     return 100 * _share(e.flushed, e.elements)
 
 
 def _sqnr(e: Expected) -> Array:
-    return _decibels(_share(e.noise, e.signal))
+    return np.asarray(decibels(_share(e.noise, e.signal)))
 
 
 def _element_sqnr(e: Expected) -> Array:
-    return _decibels(_share(e.relative_squared, e.elements))
+    return np.asarray(decibels(_share(e.relative_squared, e.elements)))
 
 
 FLOORS = (
@@ -80,7 +76,7 @@ FLOORS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one recipe would have done to one tensor of one layer, over all recorded steps."""
+    """The prediction for one recipe and one tensor of one layer, over all recorded steps."""
 
     layer: str
     tensor: str
@@ -90,30 +86,30 @@ class Prediction:
     spec: str
     """The cell as text, or "high precision"."""
     underflow_pct: float
-    """Non-zero elements cast to 0."""
+    """Non-zero elements that the cast turns into 0."""
     overflow_pct: float
-    """Non-zero elements clipped."""
+    """Non-zero elements that the cast clips."""
     sqnr_db: float
     """Energy-weighted; inf without error."""
     element_sqnr_db: float
-    """-10 log10 of the mean of (e / x)**2: every element counts the same. Sees what outliers hide from sqnr_db."""
+    """-10 log10 of the mean of (e / x)**2: all elements weigh the same, so outliers hide nothing from it."""
     mean_relative_error: float
     steps: int
-    """Recorded steps that the numbers are from; 0: not known, and all of them are NaN."""
+    """Recorded steps behind the numbers; 0: all numbers are unknown (NaN)."""
     clears: bool
-    """Whether every one of them clears every floor."""
+    """Whether every step clears every floor."""
     why: str
-    """Which floor is not cleared, and where; or why nothing is known; and what was assumed."""
+    """The floors that fail, with their steps; or the reason why the numbers are unknown; and the assumptions."""
     cost: float
-    """Of the cell, on the ladder of remedies."""
+    """Cost of the cell on the ladder of remedies."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; None for what is not known, and for an SQNR without error."""
+        """Plain JSON values; None for unknown numbers and for an SQNR without error."""
         return dict(finite(vars(self)))
 
 
 def default_recipes() -> tuple[Recipe, ...]:
-    """The registered FP8 recipes: not bf16, which always clears, nor those of narrower formats, which are guesses."""
+    """The registered FP8 recipes: without bf16, which always clears, and narrower formats, which are guesses."""
     cells = {r: [spec for tensor in TENSORS for spec in r.cells(tensor) if spec is not None] for r in RECIPES.values()}
     return tuple(r for r, specs in cells.items() if r.quantized and all(spec.format.bits == 8 for spec in specs))
 
@@ -125,18 +121,18 @@ def predict(
     recording: Recording | None = None,
     amaxes: Table | None = None,
 ) -> list[Prediction]:
-    """What each recipe would have done to each tensor of a run.
+    """Predicts each recipe for each tensor of a run.
 
     Args:
-        table: rows with histograms; rows without ("light" ones) only tell amaxes, for predicted scales.
-        recipes: None takes `default_recipes`.
-        recording: the amaxes of every step (`recording.read_series`), for predicted scales. None takes those of the
-            rows of `amaxes`, as if the steps between were not there; `why` says so.
-        amaxes: rows that know more amaxes than those of `table`, of which they are `thinned`, for one.
+        table: rows with histograms; "light" rows only give amaxes for predicted scales.
+        recipes: None: `default_recipes`.
+        recording: the amaxes of every step (`recording.read_series`), for predicted scales. None: the amaxes of the
+            recorded steps only; `why` says so.
+        amaxes: rows with more amaxes than `table`, for example if `table` is `thinned`.
     Returns:
-        In the order of the table; for each tensor, in that of the recipes. A tensor whose transpose was not cast on its
-        own is predicted for both directions. Rows and blocks of x.T are then not on record: they are predicted at
-        worst, as if each had the amax of the 128x128 block (for rows: of the tensor) that it lies in.
+        Predictions in the order of the table, then of the recipes. If the transpose of a tensor has no cast of its own,
+        both directions get a prediction from the rows of x. Rows and blocks of x.T then get a worst case: each takes
+        the amax of its 128x128 block, or for rows that of the tensor.
 
     Example:
         >>> import tempfile, torch, ottava
@@ -150,43 +146,43 @@ def predict(
         ...     with RunWriter(folder) as writer:
         ...         writer.tally(1, key, measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3))))
         ...     names = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-        ...     found = predict(Run.open(folder).table(), [RECIPES[name] for name in names])
-        >>> [(p.recipe, p.direction, p.underflow_pct > 10, p.clears) for p in found[:2]]
+        ...     predictions = predict(Run.open(folder).table(), [RECIPES[name] for name in names])
+        >>> [(p.recipe, p.direction, p.underflow_pct > 10, p.clears) for p in predictions[:2]]
         [('tensorwise', 'row', True, False), ('rowwise', 'row', False, True)]
-        >>> cheapest(found)            # a row of x.T, a channel, has every massive token in it: wgrad needs BF16
+        >>> cheapest(predictions)      # every row of x.T (a channel) has all massive tokens in it: wgrad needs BF16
         {'fc2': 'rowwise_with_gw_hp'}
     """
-    wanted = default_recipes() if recipes is None else tuple(recipes)
+    recipes = default_recipes() if recipes is None else tuple(recipes)
     scales = _Scales(table if amaxes is None else amaxes, recording)
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     for key, rows, assumed in _tensors(table):
         gemm, side = CELL_OF[key.tensor, key.direction]
         numbers: dict[str, Expected | None] = {}
         in_blocks = rows.take(np.flatnonzero(rows.has_histograms("below_row")))
-        for recipe in wanted:
+        for recipe in recipes:
             spec: QuantizationSpec | None = getattr(getattr(recipe.for_layer(key.layer), gemm), side)
             if spec is None:
-                found.append(_untouched(key, recipe.name, len(rows)))
+                predictions.append(_untouched(key, recipe.name, len(rows)))
                 continue
-            asked = _at_worst(spec) if assumed else spec
-            told = rows if asked.granularity == PER_TENSOR else in_blocks
-            if str(spec.to_dict()) not in numbers:
+            worst = _at_worst(spec) if assumed else spec
+            recorded = rows if worst.granularity == PER_TENSOR else in_blocks
+            if (name := str(spec.to_dict())) not in numbers:
                 scale = scales.of(key, rows, spec) if spec.predicted else None
-                known = not spec.predicted or scale is not None
-                numbers[str(spec.to_dict())] = expect(told.tallies, asked, scale=scale) if known and len(told) else None
+                enough = len(recorded) and (scale is not None or not spec.predicted)
+                numbers[name] = expect(recorded.tallies, worst, scale=scale) if enough else None
             notes = [scales.note] if spec.predicted and scales.note else []
-            notes += ["x.T was not recorded: at worst"] if assumed and not spec.granularity.transposes else []
-            found.append(_prediction(key, recipe.name, spec, told, numbers[str(spec.to_dict())], notes))
-    return found
+            notes += ["worst case: the run has no cast of x.T"] if assumed and not spec.granularity.transposes else []
+            predictions.append(_prediction(key, recipe.name, spec, recorded, numbers[name], notes))
+    return predictions
 
 
 def thinned(table: Table, most: int) -> Table:
-    """Some of very many rows with histograms: of each tensor `most` that are spread evenly over the run, and those with
-    most underflow, most clipping and the lowest SQNR.
+    """Selects rows with histograms: for each tensor `most` rows spread evenly over the run, and the rows with the
+    most underflow, the most overflow and the lowest SQNR.
 
     Args:
-        table: rows of any kind; those without histograms are left out.
-        most: rows of a tensor to begin with, at least 2.
+        table: rows of any kind; rows without histograms are left out.
+        most: rows of each tensor that are spread evenly, at least 2.
     """
     full = table.take(np.flatnonzero(table.has_histograms()))
     bad = [full.metric("underflow_pct"), full.metric("overflow_pct"), -full.metric("sqnr_db")]
@@ -202,13 +198,13 @@ def thinned(table: Table, most: int) -> Table:
 
 
 def cheapest(predictions: Iterable[Prediction]) -> dict[str, str | None]:
-    """For each layer the cheapest recipe of those predicted that clears every floor in all tensors; None if none does.
+    """For each layer the cheapest predicted recipe that clears every floor in all tensors; None if none does.
 
-    Of two that cost the same, the one predicted first.
+    Of two equally cheap recipes it takes the first.
     """
     layers: dict[str, dict[str, list[Prediction]]] = {}
-    for one in predictions:
-        layers.setdefault(one.layer, {}).setdefault(one.recipe, []).append(one)
+    for cell in predictions:
+        layers.setdefault(cell.layer, {}).setdefault(cell.recipe, []).append(cell)
     return {
         layer: min(
             (name for name, cells in recipes.items() if all(cell.clears for cell in cells)),
@@ -220,7 +216,7 @@ def cheapest(predictions: Iterable[Prediction]) -> dict[str, str | None]:
 
 
 def cell_cost(spec: QuantizationSpec | None) -> float:
-    """The place of a cell on the ladder of remedies, low first.
+    """The cost of a cell on the ladder of remedies.
 
     Example:
         >>> cell_cost(RECIPES["delayed"].fprop.lhs) < cell_cost(RECIPES["blockwise"].fprop.lhs) < cell_cost(None)
@@ -232,17 +228,17 @@ def cell_cost(spec: QuantizationSpec | None) -> float:
 
 
 def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """One row per recipe, cheapest first: layers that it clears, its worst tensor and that one's numbers."""
+    """One row per recipe, cheapest first: the layers that it clears, and its worst tensor with its numbers."""
     recipes: dict[str, list[Prediction]] = {}
-    for one in predictions:
-        recipes.setdefault(one.recipe, []).append(one)
+    for cell in predictions:
+        recipes.setdefault(cell.recipe, []).append(cell)
     rows = []
     for name, cells in recipes.items():
         layers: dict[str, bool] = {}
         for cell in cells:
             layers[cell.layer] = layers.get(cell.layer, True) and cell.clears
-        known = [cell for cell in cells if cell.steps and cell.spec != HIGH_PRECISION]
-        worst = min(known, key=lambda cell: cell.element_sqnr_db, default=None)
+        quantized = [cell for cell in cells if cell.steps and cell.spec != HIGH_PRECISION]
+        worst = min(quantized, key=lambda cell: cell.element_sqnr_db, default=None)
         rows.append(
             {
                 "recipe": name,
@@ -260,7 +256,7 @@ def summary(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 
 def _at_worst(spec: QuantizationSpec) -> QuantizationSpec:
-    """For x.T where only x is on record: scales of larger blocks that hold those of x.T and are blocks of x too."""
+    """The spec for x.T if the run recorded only x: larger blocks that contain those of x.T and are blocks of x."""
     granularity = spec.granularity
     if granularity.transposes or granularity.rows != 1:
         return spec
@@ -269,7 +265,7 @@ def _at_worst(spec: QuantizationSpec) -> QuantizationSpec:
 
 
 def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
-    """Each tensor and direction that a recipe casts, once: its rows with histograms, and whether they are those of the
+    """Each tensor and direction that a recipe casts, with its rows with histograms, and whether these are rows of the
     other direction."""
     seen: dict[tuple[str, str], dict[str, tuple[SlotKey, Table]]] = {}
     for key, rows in table.take(np.flatnonzero(table.has_histograms())).groups():
@@ -283,7 +279,7 @@ def _tensors(table: Table) -> Iterator[tuple[SlotKey, Table, bool]]:
 
 
 class _Scales:
-    """Predicted scales of the steps of a table."""
+    """The predicted scales in the steps of a table."""
 
     def __init__(self, table: Table, recording: Recording | None) -> None:
         self._recording = recording if recording is not None else _recording(table)
@@ -293,14 +289,14 @@ class _Scales:
         self._known: dict[QuantizationSpec, Array] = {}
 
     def of(self, key: SlotKey, rows: Table, spec: QuantizationSpec) -> Array | None:
-        """(rows,); None where the recording does not have that tensor, or the window's algorithm is a function."""
+        """(rows,); None if the recording lacks the tensor, or the algorithm is a function."""
         column = self._columns.get((key.layer, key.tensor))
         if column is None or callable(spec.amax_compute_algo):
             return None
         if spec not in self._known:
             tensors = [RecordedTensor.of(t.layer, t.tensor, spec) for t in self._recording.tensors]
             setting = tensors[0].setting
-            assert setting is not None  # only a function has none
+            assert setting is not None  # only a function has no setting
             recording = Recording(tuple(tensors), self._recording.steps, self._recording.amax)
             self._known[spec] = predict_scales(recording, setting).numpy().astype(np.float64)
         amax = np.asarray(rows.tallies.amax, dtype=np.float64)
@@ -323,9 +319,9 @@ def _recording(table: Table) -> Recording:
         series[int(step)] = max(series.get(int(step), 0.0), float(amax))
     steps = sorted({step for series in tensors.values() for step in series})
     amaxes = [[series.get(step, 0.0) for series in tensors.values()] for step in steps]
-    nobody = RECIPES["delayed"].fprop.lhs
-    assert nobody is not None
-    named = tuple(RecordedTensor.of(layer, tensor, nobody) for layer, tensor in tensors)
+    spec = RECIPES["delayed"].fprop.lhs
+    assert spec is not None
+    named = tuple(RecordedTensor.of(layer, tensor, spec) for layer, tensor in tensors)
     return Recording(named, tuple(steps), torch.tensor(amaxes, dtype=torch.float32).reshape(len(steps), len(named)))
 
 
@@ -339,7 +335,7 @@ def _prediction(
 ) -> Prediction:
     place = (key.layer, key.tensor, key.direction, recipe, str(spec))
     if expected is None:
-        why = f'the run did not record what {spec} needs (detail="blocks" does)'
+        why = f'the run has no histograms for {spec}; watch with detail="blocks"'
         unknown = math.nan
         return Prediction(
             *place, unknown, unknown, unknown, unknown, unknown, 0, clears=False, why=why, cost=cell_cost(spec)

@@ -1,14 +1,15 @@
-"""Runs that other tools watched, as run folders of ours, so that compare, diagnose and report read them.
+"""Turns the records of other tools into run folders, so that compare, diagnose and report can read them.
 
-    te_log        statistics logs of TransformerEngine's debug features (nvdlfw_inspect), also as BioNeMo arranges them
-    te_dump       tensors that TransformerEngine's DumpTensors wrote
-    tensorboard   event files: TransformerEngine's, torchao's, Megatron's, and tags that you name
+    te_log        statistics logs of TransformerEngine's debug features (nvdlfw_inspect), also in BioNeMo's layout
+    te_dump       tensor files of TransformerEngine's DumpTensors
+    tensorboard   event files of TransformerEngine, torchao and Megatron, and tags that you name
 
-Adding one is a file with a `find` and a `read`, and an entry of `IMPORTERS`.
+A new importer is a file with `FILE` and `read`, and an entry of `IMPORTERS`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,21 +26,34 @@ class Importer(NamedTuple):
     """One kind of source."""
 
     looks_for: str
-    """What it needs to be there, in words."""
-    find: Callable[[Path], list[Path]]
-    """The files of this kind in a folder, or the file itself; empty if there are none."""
+    """The files that it needs, in words."""
+    pattern: str
+    """Shell pattern of these files in a folder."""
+    name: re.Pattern[str]
+    """The whole name of such a file."""
     read: Callable[[list[Path], Collected], None]
-    """Takes them in."""
+    """Reads the files."""
+    suffixes: tuple[str, ...] = ()
+    """A file with one of these suffixes may have any name if the user gives the file itself."""
+
+    def find(self, source: Path) -> list[Path]:
+        """The files of this kind in a folder, at any depth, or the file itself; empty if there are none."""
+        if source.is_file() and source.suffix in self.suffixes:
+            return [source]
+        paths = sorted(source.rglob(self.pattern)) if source.is_dir() else [source]
+        return [path for path in paths if self.name.fullmatch(path.name)]
 
 
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
-        "te_log": Importer("*globalrank-N.log with lines of statistics", te_log.find, te_log.read),
-        "te_dump": Importer("*_iter_N.pt of DumpTensors", te_dump.find, te_dump.read),
-        "tensorboard": Importer("events.out.tfevents.* files", tensorboard.find, tensorboard.read),
+        "te_log": Importer(
+            "*globalrank-N.log with lines of statistics", "*.log", te_log.FILE, te_log.read, (".log", ".txt")
+        ),
+        "te_dump": Importer("*_iter_N.pt of DumpTensors", "*.pt", te_dump.FILE, te_dump.read),
+        "tensorboard": Importer("events.out.tfevents.* files", "*", tensorboard.FILE, tensorboard.read),
     }
 )
-"""In the order of reading: layer names in logs tell how those of dumps were spelt."""
+"""In the order of reading: layer names in logs give the spelling of those in dumps."""
 
 
 def import_run(
@@ -50,20 +64,20 @@ def import_run(
     recipe: str | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Run:
-    """Reads what another tool recorded and writes it as a run folder.
+    """Reads the records of another tool and writes them as a run folder.
 
     Args:
-        source: a folder, searched to the bottom, or a file.
+        source: a folder, which is searched at any depth, or a file.
         target: the run folder to make.
-        kind: a key of IMPORTERS; None: all of which something is there.
-        recipe: name of the recipe that the run trained with, where the source does not say.
-        tags: names of scalars -> what they are: loss, grad_norm, lr, tokens.
+        kind: a key of IMPORTERS; None: every kind with files.
+        recipe: name of the run's recipe, if the source does not say.
+        tags: names of scalars -> loss, grad_norm, lr or tokens.
     Returns:
-        The run. Its manifest says under "imported" what was read, and what was not understood.
+        The run. Its manifest lists under "imported" the files, and the values that were not understood.
     Raises:
-        ImportRunError: nothing there that can be read; unknown kind.  RunError: the target holds a run already.
-    Edge cases: nothing in a file is executed. Numbers that are nan or inf are kept. Statistics that other tools
-        finished are stored as such: they are not sums, so ranks are merged by taking the worst.
+        ImportRunError: no file can be read, or the kind is unknown.  RunError: the target already has a run.
+    Edge cases: no code in a file runs. Numbers may be nan or inf. Statistics of other tools are stored as they are;
+        since they are no sums, ranks are merged by taking the worst.
 
     Example:
         >>> import tempfile
@@ -79,7 +93,7 @@ def import_run(
     if kind is not None and kind not in IMPORTERS:
         raise ImportRunError(f"import: {unknown_name('kind', kind, IMPORTERS)}")
     if not source.exists():
-        raise ImportRunError(f"{source} is not there; needs a folder or a file that another tool wrote")
+        raise ImportRunError(f"{source} does not exist; needs a folder or a file of another tool")
     collected = Collected(recipe=recipe, tags=tags or {})
     for name, importer in IMPORTERS.items():
         if kind in (None, name) and (files := _regular(importer.find(source), collected)):
@@ -87,24 +101,24 @@ def import_run(
             importer.read(files, collected)
     if not collected.kinds:
         if collected.notes:
-            raise ImportRunError(f"{source}: nothing in it can be read. {'; '.join(collected.notes[:4])}")
-        wanted = IMPORTERS if kind is None else {kind: IMPORTERS[kind]}
-        looked = "; ".join(f"{name}: {importer.looks_for}" for name, importer in wanted.items())
-        raise ImportRunError(f"{source}: nothing to import is in it; looked for {looked}")
+            raise ImportRunError(f"{source}: none of its files can be read. {'; '.join(collected.notes[:4])}")
+        importers = IMPORTERS if kind is None else {kind: IMPORTERS[kind]}
+        looked = "; ".join(f"{name}: {importer.looks_for}" for name, importer in importers.items())
+        raise ImportRunError(f"{source}: has nothing to import; looked for {looked}")
     collected.write(source, target)
     return Run.open(target)
 
 
 def _regular(files: list[Path], collected: Collected) -> list[Path]:
-    """Those that can be read to their end; of the others it is noted what they are."""
-    kept = []
+    """The files that can be read to their end; notes the others."""
+    regular = []
     for path in files:
         try:
             regular_size(path)
-            kept.append(path)
+            regular.append(path)
         except (OSError, UntrustedError) as error:
             collected.note(f"{path.name}: {error}")
-    return kept
+    return regular
 
 
 __all__ = ["IMPORTERS", "Collected", "ImportRunError", "Importer", "import_run"]

@@ -1,4 +1,4 @@
-"""What an importer hands over, and how it becomes a run folder."""
+"""Collects the values of importers and writes them as a run folder."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ottava.untrusted import MAX_STEP, MAX_YAML_BYTES, UntrustedError, parse_yam
 
 UNKNOWN = "unknown"
 _MAX_RANK = 999_999_999
-"""What the name of a part has room for."""
+"""Largest rank that fits into the name of a part."""
 NO_SQNR = "mse too coarse for sqnr_db"
-"""Key beside statistics: a ratio with this mean squared error would be mostly rounding."""
+"""Key beside statistics: this mean squared error has too few digits for a ratio."""
 
 
 class ImportRunError(ValueError):
-    """Nothing can be imported from there; the message says what was looked for."""
+    """The source has nothing to import; the message says what the importers looked for."""
 
     exit_code = 4
 
 
 def whole(digits: str) -> int:
-    """The whole number that a file writes; of one with more digits than any that is kept, the first of them.
+    """A whole number in a file, from its first 20 digits: a larger one is beyond every limit anyway.
 
     Example:
         >>> whole("000100"), whole("9" * 5000) > MAX_STEP
@@ -42,7 +42,7 @@ def whole(digits: str) -> int:
 
 
 class Place(NamedTuple):
-    """Whose statistics they are."""
+    """The place of statistics."""
 
     step: int
     rank: int
@@ -51,34 +51,34 @@ class Place(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """Which cast of a tensor; (None, "row") is the one that the run trained with."""
+    """A cast of a tensor; (None, "row") is the cast of the training itself."""
 
     recipe: str | None
     direction: str
 
 
 class Collected:
-    """Statistics by place and cast, numbers of steps, and what was not understood."""
+    """Statistics by place and cast, numbers of steps, and the values that were not understood."""
 
     def __init__(self, *, recipe: str | None = None, tags: Mapping[str, str] | None = None) -> None:
         self.recipe, self.tags = recipe, dict(tags or {})
         self.kinds: dict[str, int] = {}
-        """Files read, by kind."""
+        """Kind -> number of files."""
         self.unmapped: Counter[str] = Counter()
-        """Statistics that have no name here, and how many values of each."""
+        """Unknown statistics -> number of values."""
         self.notes: list[str] = []
-        """What whoever reads the run must know."""
+        """Notes for readers of the run."""
         self.steps: defaultdict[int, dict[str, float]] = defaultdict(dict)
         self.layers: dict[str, None] = {}
-        """Layers of which something is known."""
+        """Layers with values."""
         self.spellings: dict[str, None] = {}
-        """Full names of layers, also of those of which nothing is known."""
+        """Full names of layers, also of layers without values."""
         self._tensors: defaultdict[Place, dict[str, float]] = defaultdict(dict)
         self._casts: defaultdict[Place, dict[Cast, dict[str, float]]] = defaultdict(dict)
         self._sources: dict[Place, str] = {}
         self._tallies: list[tuple[int, int, SlotKey, Tally]] = []
         self.source = UNKNOWN
-        """Of the rows that come now: "import:..."."""
+        """Source of the next rows: "import:..."."""
 
     def note(self, text: str) -> None:
         """Adds a note, once."""
@@ -103,24 +103,24 @@ class Collected:
         return True
 
     def _counts(self, step: int, rank: int = 0) -> bool:
-        """Whether a step and a rank are numbers that a run folder has room for; notes it where they are not."""
+        """Whether step and rank fit into a run folder; notes it if they do not."""
         if abs(step) <= MAX_STEP and rank <= _MAX_RANK:
             return True
-        self.note(f"what stands at step {step} of rank {rank} is left out; needs a step up to {MAX_STEP:,}")
+        self.note(f"left out step {step} of rank {rank}; needs a step up to {MAX_STEP:,}")
         return False
 
     def tensors(self) -> Iterator[tuple[Place, dict[str, float]]]:
-        """What is known of each tensor, to be changed in place; also of one of which only casts are known."""
+        """The statistics of each tensor, also of a tensor with casts only; callers may change them in place."""
         for place in [*self._casts]:
             self._tensors.setdefault(place, {})
         yield from self._tensors.items()
 
     def casts(self, place: Place) -> Iterator[dict[str, float]]:
-        """What is known of each cast of a tensor."""
+        """The statistics of each cast of a tensor."""
         yield from self._casts.get(place, {}).values()
 
     def tally(self, step: int, rank: int, key: SlotKey, tally: Tally) -> None:
-        """Adds sums that were measured here, from the tensor itself."""
+        """Adds sums that we measured from the tensor itself."""
         if self._counts(step, rank):
             self.layers[key.layer] = None
             self._tallies.append((step, rank, key, tally))
@@ -134,21 +134,20 @@ class Collected:
         """Makes the run folder.
 
         Raises:
-            ImportRunError: nothing was understood.
+            ImportRunError: no value was understood.
         """
         places = sorted({*self._tensors, *self._casts}, key=lambda p: (p.rank, p.step))
         if not places and not self._tallies and not self.steps:
-            shown = "; ".join(
-                [*self.notes[:4], *(f"{name} ({count}x)" for name, count in self.unmapped.most_common(5))]
-            )
-            raise ImportRunError(f"{source}: nothing in it was understood. {shown or 'There were no values'}")
+            unmapped = [f"{name} ({count}x)" for name, count in self.unmapped.most_common(5)]
+            shown = "; ".join(self.notes[:4] + unmapped)
+            raise ImportRunError(f"{source}: understood no value. {shown or 'The files have none'}")
         ranks = sorted({0} | {place.rank for place in places} | {rank for _, rank, *_ in self._tallies})
         for rank in ranks:
             with RunWriter(target, rank=rank) as writer:
                 for place in (p for p in places if p.rank == rank):
                     self._write_place(writer, place)
-                for step, of, key, tally in self._tallies:
-                    if of == rank:
+                for step, owner, key, tally in self._tallies:
+                    if owner == rank:
                         writer.tally(step, key, tally)
                 for step in sorted(self.steps):
                     writer.step(step, **self.steps[step])
@@ -171,14 +170,14 @@ class Collected:
         return cast_key(place.layer, place.tensor, cast.direction, recipe or UNKNOWN, spec, source)
 
     def _config(self, source: Path) -> dict[str, Any]:
-        """Settings in YAML files beside the logs, flat: {"a.b": 1}. Damaged ones are noted and left out."""
+        """Settings in YAML files beside the logs, flat: {"a.b": 1}. Notes damaged files and leaves them out."""
         folder = source if source.is_dir() else source.parent
         flat: dict[str, Any] = {}
         for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])[:20]:
             try:
                 values = parse_yaml(read_text(path, most=MAX_YAML_BYTES))
             except (OSError, UntrustedError) as error:
-                self.note(f"{path.name}: is left out ({str(error).splitlines()[0]})")
+                self.note(f"left out {path.name} ({str(error).splitlines()[0]})")
                 continue
             if isinstance(values, Mapping):
                 flat |= flatten(values)
@@ -202,24 +201,24 @@ class Collected:
 
 
 def spec_of(recipe: str | None, tensor: str) -> QuantizationSpec | None:
-    """How a registered recipe casts a tensor; None for what it does not cast, and for recipes nobody knows."""
+    """The spec by which a registered recipe casts a tensor; None if it does not, or if the recipe is unknown."""
     if recipe is None or recipe not in RECIPES:
         return None
     return RECIPES[recipe].cells(tensor)[0] if tensor in TENSORS else None
 
 
 def _with_derived(values: dict[str, float]) -> dict[str, float]:
-    """What follows from what was reported: E[x**2] = var + mean**2."""
-    known = dict(values)
-    power = known.pop("power", math.nan)
-    if math.isnan(power) and {"std", "mean"} <= known.keys():
-        power = known["std"] ** 2 + known["mean"] ** 2
+    """Adds the statistics that follow from the reported ones: E[x**2] = var + mean**2."""
+    values = dict(values)
+    power = values.pop("power", math.nan)
+    if math.isnan(power) and {"std", "mean"} <= values.keys():
+        power = values["std"] ** 2 + values["mean"] ** 2
     if power > 0 and math.isfinite(power):
-        known.setdefault("rms", math.sqrt(power))
-        if known.get("mse", 0.0) > 0 and NO_SQNR not in known:
-            known.setdefault("sqnr_db", 10 * math.log10(power / known["mse"]))
-        if "amax" in known:
-            known.setdefault("outlier_ratio", known["amax"] / math.sqrt(power))
-    if "underflow_pct_numel" in known:
-        known.setdefault("underflow_pct", known["underflow_pct_numel"])
-    return {name: value for name, value in known.items() if name in STATISTICS}
+        values.setdefault("rms", math.sqrt(power))
+        if values.get("mse", 0.0) > 0 and NO_SQNR not in values:
+            values.setdefault("sqnr_db", 10 * math.log10(power / values["mse"]))
+        if "amax" in values:
+            values.setdefault("outlier_ratio", values["amax"] / math.sqrt(power))
+    if "underflow_pct_numel" in values:
+        values.setdefault("underflow_pct", values["underflow_pct_numel"])
+    return {name: value for name, value in values.items() if name in STATISTICS}

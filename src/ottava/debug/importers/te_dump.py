@@ -1,10 +1,10 @@
-"""Tensors that TransformerEngine's DumpTensors wrote: measured here, from the numbers themselves.
+"""Measures the tensor files of TransformerEngine's DumpTensors.
 
     tensor_dumps/rank_0/decoder_layers_0_mlp_fc1_activation_iter_000100.pt    {"high_precision": ..., "quantized": ...}
 
-Such a file is a pickle that builds TransformerEngine's tensor classes. Nothing of it is executed (`safe_pickle`); the
-codes and scales are taken from what those classes would have been given. Where only the high precision tensor is there,
-the cast of a recipe is simulated; where only the codes are there, their error cannot be known.
+Such a file is a pickle that builds TransformerEngine's tensor classes. `safe_pickle` runs no code of it; the importer
+takes codes and scales from the arguments of those classes. If a file has only the high-precision tensor, the importer
+simulates the cast of a recipe; if it has only codes, their error is unknown.
 Source: TransformerEngine debug/features/dump_tensors.py; __reduce_ex__ of its tensor classes; transformer_engine.h.
 """
 
@@ -32,55 +32,51 @@ from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, Granularity
 from ottava.untrusted import regular_size
 
-_FILE = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_iter_(?P<step>\d+)\.pt")
+FILE = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_iter_(?P<step>\d+)\.pt")
 _RANK = re.compile(r"rank_(\d+)")
 _FORMATS = MappingProxyType({7: E4M3, 8: E5M2})  # DType in transformer_engine.h
 SIMULATED = "tensorwise"
-"""Recipe under which a tensor is cast that was dumped in high precision only."""
+"""Recipe to simulate for a tensor that was dumped in high precision only."""
 _IMPLAUSIBLE_DB = 3.0
 
 
 class Decoded(NamedTuple):
-    """A quantized tensor of TransformerEngine, and the recipe that has such casts."""
+    """A quantized tensor of TransformerEngine, and the recipe with such casts."""
 
     recipe: str
     x_q: QuantizedTensor
 
 
 class UnreadableError(ValueError):
-    """A dump that holds nothing to measure; the message says why."""
-
-
-def find(source: Path) -> list[Path]:
-    """The dumps, at any depth."""
-    paths = [source] if not source.is_dir() else sorted(source.rglob("*.pt"))
-    return [path for path in paths if _FILE.fullmatch(path.name)]
+    """A dump has nothing to measure; the message says why."""
 
 
 def read(paths: list[Path], collected: Collected) -> None:
-    """Measures every dump that can be; notes why, where it cannot."""
-    known = {re.sub(r'[/\\:*?"<>| .]', "_", name): name for name in (*collected.spellings, *collected.layers)}
+    """Measures every dump; notes the reason for a dump that it cannot measure."""
+    spellings = {re.sub(r'[/\\:*?"<>| .]', "_", name): name for name in (*collected.spellings, *collected.layers)}
     for path in paths:
-        match = _FILE.fullmatch(path.name)
+        match = FILE.fullmatch(path.name)
         assert match is not None
-        layer = known.get(match["layer"]) or restored(match["layer"])
-        rank = whole(found[1]) if (found := _RANK.search(path.parent.name)) else 0
+        layer = spellings.get(match["layer"]) or restored(match["layer"])
+        rank = whole(folder[1]) if (folder := _RANK.search(path.parent.name)) else 0
         tensor = TENSORS[match["tensor"]]
         try:
             x, casts = _casts(path, tensor, collected.recipe)
             tallies = [measure(x, x_q) for *_, x_q in casts]
-        except Exception as error:  # what stands in for TransformerEngine's objects may hold anything
+        except Exception as error:  # stand-ins may have arguments of any kind
             collected.note(f"{path.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         for (direction, recipe, source, x_q), tally in zip(casts, tallies, strict=True):
             key = cast_key(layer, tensor, direction, recipe, x_q.spec, f"import:{source}")
             collected.tally(whole(match["step"]), rank, key, tally)
             if tally.see > tally.sxx * 10 ** (-_IMPLAUSIBLE_DB / 10) and tally.n_underflow < tally.n_nonzero / 2:
-                collected.note(f"{path.name}: codes and tensor have little in common; their scales may lie otherwise")
+                collected.note(
+                    f"{path.name}: the codes hardly resemble the tensor; their scales may have another layout"
+                )
 
 
 def restored(layer: str) -> str:
-    """A layer's name with dots where a dump has underscores, as far as can be told.
+    """A layer's name with dots in place of a dump's underscores, as far as its words are known.
 
     Example:
         >>> restored("decoder_layers_0_self_attention_layernorm_qkv")
@@ -100,11 +96,11 @@ def restored(layer: str) -> str:
 def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tuple[str, str, str, QuantizedTensor]]]:
     content = load_torch(path)
     if not isinstance(content, dict):
-        raise UnreadableError(f"holds {type(content).__name__}; needs the dict that DumpTensors writes")
+        raise UnreadableError(f"got {type(content).__name__}; needs the dict of DumpTensors")
     x, quantized = content.get("high_precision"), content.get("quantized")
     check_tensors([x, quantized], regular_size(path))
     if not isinstance(x, Tensor):
-        raise UnreadableError("has no high precision tensor: without it the error of the codes is not known")
+        raise UnreadableError("has no high-precision tensor, so the error of the codes is unknown")
     x = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
     if isinstance(quantized, StandIn):
         decoded = _decoded(quantized, x)
@@ -112,7 +108,7 @@ def _casts(path: Path, tensor: str, recipe: str | None) -> tuple[Tensor, list[tu
     name = recipe or SIMULATED
     spec = spec_of(name, tensor)
     if spec is None:
-        raise UnreadableError(f"no codes in it, and recipe {name!r} casts no {tensor}")
+        raise UnreadableError(f"has no codes, and recipe {name!r} casts no {tensor}")
     return x, [("row", name, "te_dump, simulated", quantize(x, spec))]
 
 
@@ -121,14 +117,16 @@ def _decoded(tensor: StandIn, x: Tensor) -> Decoded:
         if maker in tensor.qualified_name:
             return take(tensor.args, x)
     name = tensor.qualified_name.rpartition(".")[2]
-    raise UnreadableError(f"codes are a {name}, which is not known here")
+    raise UnreadableError(
+        f"its codes come from {name}, which is unknown; known: Float8, MXFP8 and Float8Blockwise tensors"
+    )
 
 
 def _format(value: Any) -> Format:
-    # an enum of Python since TransformerEngine 2.17; before, one of C++, whose number is its state
+    # a Python enum since TransformerEngine 2.17; before, a C++ enum whose state is its number
     number = value if not isinstance(value, StandIn) else value.args[0] if value.args else value.state
     if number not in _FORMATS:
-        raise UnreadableError(f"codes are of TransformerEngine's DType {number!r}; known: 7 (E4M3), 8 (E5M2)")
+        raise UnreadableError(f"its codes have TransformerEngine's DType {number!r}; known: 7 (E4M3), 8 (E5M2)")
     return _FORMATS[number]
 
 
@@ -136,7 +134,7 @@ def _made(
     data: Any, scale_inv: Tensor, fmt: Format, granularity: Granularity, x: Tensor, **how: Any
 ) -> QuantizedTensor:
     if not isinstance(data, Tensor):
-        raise UnreadableError("holds the codes of the transpose only")
+        raise UnreadableError("has only the codes of the transpose")
     codes = data.contiguous().view(torch.uint8).reshape(x.shape).view(fmt.storage_dtype)
     grid = granularity.grid_shape((x.shape[0], x.shape[1]))
     scale_inv = scale_inv[: grid[0], : grid[1]].to(torch.float32).contiguous()
@@ -153,7 +151,7 @@ def _float8(args: tuple[Any, ...], x: Tensor) -> Decoded:
 def _mxfp8(args: tuple[Any, ...], x: Tensor) -> Decoded:
     data, scale_inv, _, _, fp8_dtype, *_ = args
     if len(args) > 8 and args[8]:
-        raise UnreadableError("has its scales in the order of the GEMM, not of the tensor")
+        raise UnreadableError("has its scales in the order of the GEMM; needs the order of the tensor")
     exponents = decode(scale_inv.view(E8M0.storage_dtype), E8M0)
     return Decoded("mxfp8", _made(data, exponents, _format(fp8_dtype), BLOCK_1X32, x, scale_format="e8m0"))
 
@@ -176,4 +174,4 @@ _MAKERS: MappingProxyType[str, Callable[[tuple[Any, ...], Tensor], Decoded]] = M
         ".Float8BlockwiseQTensor._make": _blockwise,
     }
 )
-"""By what rebuilds such a tensor: a function since TransformerEngine 2.16, a class method in 2.15."""
+"""Function that rebuilds a tensor -> its reader. TransformerEngine 2.15 has class methods instead of functions."""

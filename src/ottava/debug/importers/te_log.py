@@ -1,11 +1,11 @@
-"""Statistics logs of TransformerEngine's debug features: text, one number a line, one file a rank.
+"""Reads statistics logs of TransformerEngine's debug features: text with one number per line, one file per rank.
 
     2025-11-03 10:15:01,123 - INFO - layers.0.mlp.fc1_activation_underflows%     iteration=000100     value=0.0312
 
-The name is LAYER_TENSOR_STATISTIC; a statistic may begin with the recipe that was tried beside the real one, and end
-with _columnwise. Numbers have four digits after the point: a mean squared error of 3e-6 is written as 0.0000, and such
-zeros are left out instead of being believed. TransformerEngine divides underflows by all elements, zeros included; as
-`underflow_pct` that is a lower bound. Its std over ranks or micro-batches may be nan (TE PR 3044).
+The name is LAYER_TENSOR_STATISTIC; a statistic may begin with a recipe that was tried beside the real one, and end with
+_columnwise. Numbers have four digits after the point: a mean squared error of 3e-6 becomes 0.0000, so the importer
+leaves out such zeros. TransformerEngine divides underflows by all elements, zeros too; as `underflow_pct` that is a
+lower bound. Its std over ranks or micro-batches may be nan (TE PR 3044).
 Source: nvdlfw_inspect/logging.py (log_scalar), TransformerEngine debug/features/utils/stats_computation.py.
 """
 
@@ -31,7 +31,7 @@ TENSORS = MappingProxyType(
         "wgrad": "grad_weight",
     }
 )
-"""TransformerEngine's words for ours."""
+"""TransformerEngine's names of tensors -> ours."""
 RECIPES_OF_TE = MappingProxyType(
     {
         "fp8_delayed_scaling": "delayed",
@@ -45,26 +45,26 @@ OF_TENSOR = MappingProxyType(
     {"cur_amax": "amax", "dynamic_range": "dynamic_range_bits"}
     | {name: name for name in ("max", "min", "mean", "std", "l2_norm", "numel")}
 )
-"""Statistics of the tensor before any cast, and what they are called here."""
+"""Statistics of the tensor before any cast -> our names."""
 OF_CAST = MappingProxyType({"underflows%": "underflow_pct_numel", "overflows%": "overflow_pct", "mse": "mse"})
-"""Statistics of a cast."""
+"""Statistics of a cast -> our names."""
 _RECIPROCAL = MappingProxyType({"scale_inv_min": "scale_max", "scale_inv_max": "scale_min"})
-"""Those whose reciprocal is kept; of 0 there is none."""
+"""Statistics whose reciprocal we store, unless they are 0 -> our names."""
 _ROUNDED_AWAY = frozenset({"mse", "std", "scale_inv_min", "scale_inv_max", "cur_amax", "l2_norm"})
-"""A zero of these in a log of four digits says nothing."""
+"""A zero of these may be any small number, because the log has four digits."""
 _RESOLUTION = 5e-5
 _COARSE = 20 * _RESOLUTION
-"""Under it four digits leave an error above 5%: too few for a ratio."""
+"""Below this, four digits leave an error above 5 %, too much for a ratio."""
 
 _NAME = re.compile(rf"(?P<layer>.+)_(?P<tensor>{'|'.join(TENSORS)})_(?P<statistic>.+)")
 _LONGEST_LINE = 4096
-"""Bytes; longer lines are text of something else."""
-_RANK = re.compile(r"globalrank-(\d+)")
+"""Bytes; a longer line is no statistic."""
+FILE = re.compile(r".*globalrank-(\d+).*")
 _LAYER = re.compile(r"Assigned layer name: (\S+)\s*$")
 
 
 class Named(NamedTuple):
-    """What a name of TransformerEngine stands for."""
+    """The parts of a name of TransformerEngine."""
 
     layer: str
     tensor: str
@@ -72,20 +72,14 @@ class Named(NamedTuple):
     statistic: str
 
 
-def find(source: Path) -> list[Path]:
-    """The logs: *globalrank-N.log, at any depth."""
-    paths = [source] if not source.is_dir() else sorted(source.rglob("*.log"))
-    return [path for path in paths if _RANK.search(path.name) or (source.is_file() and path.suffix in (".log", ".txt"))]
-
-
 def read(paths: list[Path], collected: Collected) -> None:
-    """Takes in every line that holds a statistic; the rest of a log is passed over."""
+    """Reads every line with a statistic and ignores the rest of a log."""
     collected.source = "import:te_log"
     collected.note(
-        "underflow_pct is TransformerEngine's, which divides by all elements, zeros too: a lower bound of ours"
+        "underflow_pct comes from TransformerEngine, which divides by all elements, zeros too: it is a lower bound"
     )
     for path in paths:
-        rank = whole(found[1]) if (found := _RANK.search(path.name)) else 0
+        rank = whole(match[1]) if (match := FILE.fullmatch(path.name)) else 0
         for raw in read_lines(path, longest=_LONGEST_LINE):
             words = (line := raw.decode(errors="replace")).split()[-3:]
             step, value = (words[1].removeprefix("iteration="), words[2]) if len(words) == 3 else ("", "")
@@ -98,7 +92,7 @@ def read(paths: list[Path], collected: Collected) -> None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def parse_name(name: str) -> Named | None:
-    """What a name stands for; None for one that is not TransformerEngine's.
+    """The parts of a name; None if it is no name of TransformerEngine.
 
     Example:
         >>> parse_name("l.0.fc1_gradient_mxfp8_mse_columnwise")
@@ -118,7 +112,7 @@ def parse_name(name: str) -> Named | None:
 
 
 def take(name: str, step: int, rank: int, value: float, collected: Collected) -> bool:
-    """Takes in one number under a name of TransformerEngine; False if the name is none."""
+    """Adds one number under a name of TransformerEngine; False if the name is none."""
     named = parse_name(name)
     if named is None or named.statistic not in {*OF_TENSOR, *OF_CAST, *_RECIPROCAL}:
         return False
@@ -142,14 +136,14 @@ def _take(name: str, step: int, rank: int, text: str, collected: Collected) -> N
         collected.unmapped[f"value {text}"] += 1
         return
     if named is not None and value == 0 and named.statistic in _ROUNDED_AWAY:
-        collected.note(f"{named.statistic}: values written as 0.0000 are left out, their digits are lost")
+        collected.note(f"{named.statistic}: left out values of 0.0000, whose digits are lost")
         return
     if not take(name, step, rank, value, collected):
         collected.unmapped[named.statistic if named else name] += 1
 
 
 def finish(collected: Collected, *, coarse: float = 0.0) -> None:
-    """Joins what belongs together: amax of min and max, power of norm and count. coarse: below it, a number has too few
+    """Computes the amax from min and max, and the power from norm and count. coarse: a number below it has too few
     digits for a ratio."""
     for place, values in collected.tensors():
         extremes = [abs(values.pop(name)) for name in ("max", "min") if name in values]
@@ -159,7 +153,7 @@ def finish(collected: Collected, *, coarse: float = 0.0) -> None:
         if count > 0 and norm > coarse:
             values["power"] = norm * norm / count
         elif values.get("std", 1.0) < coarse:
-            values["power"] = 0.0  # known, but not well enough
+            values["power"] = 0.0  # known, but with too few digits
         for cast in collected.casts(place):
             if cast.get("mse", 1.0) < coarse:
                 cast[NO_SQNR] = 1.0

@@ -1,8 +1,8 @@
-"""Scalars in TensorBoard event files: losses under their usual names, and statistics of tensors.
+"""Reads scalars of TensorBoard event files: losses under their usual names, and statistics of tensors.
 
-Statistics are understood under TransformerEngine's names (LAYER_TENSOR_STATISTIC), under those that our own sink
-writes (tensor/LAYER/X/underflow_pct), and in the form LAYER/TENSOR/STATISTIC or LAYER.TENSOR.STATISTIC, which hooks
-around torchao's layers usually take. Anything else that you want is named by `tags`.
+It knows TransformerEngine's names (LAYER_TENSOR_STATISTIC), the names of our own sink (tensor/LAYER/X/underflow_pct),
+and LAYER/TENSOR/STATISTIC or LAYER.TENSOR.STATISTIC, which hooks around torchao's layers often write. `tags` names any
+other scalar.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STATISTIC_WORDS = MappingProxyType(
         "scale": "scale_max",
     }
 )
-"""Words for statistics beside our own names; shares are taken as percentages."""
+"""Other names of statistics -> ours; shares must be percentages."""
 _OF_CAST = frozenset({"underflow_pct", "underflow_pct_numel", "overflow_pct", "sqnr_db", "mse", "scale_max", "cosine"})
 _TENSOR_WORDS = MappingProxyType(
     {**te_log.TENSORS, **{name: name for name in SYMBOLS}, **{symbol: name for name, symbol in SYMBOLS.items()}}
@@ -51,18 +51,13 @@ _TAG = re.compile(
 )
 
 
+FILE = re.compile(".*tfevents.*")
 _OVER_LAYERS = ("worst/", "median/")
-"""Beginnings of tags with which our own sink sums up all layers; they name none."""
-
-
-def find(source: Path) -> list[Path]:
-    """Event files, at any depth."""
-    paths = [source] if not source.is_dir() else sorted(source.rglob("*tfevents*"))
-    return [path for path in paths if "tfevents" in path.name]
+"""Beginnings of our own sink's tags for all layers together; they name no layer."""
 
 
 def read(paths: list[Path], collected: Collected) -> None:
-    """Takes in every scalar that is understood."""
+    """Reads every scalar with a known tag."""
     collected.source = "import:tensorboard"
     by_tag = {tag: name for name, tags in NUMBERS.items() for tag in tags}
     by_tag |= collected.tags

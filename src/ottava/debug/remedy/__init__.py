@@ -1,2 +1,2 @@
-"""From a symptom to a cure: one batch replayed with parts of the recipe off (`replay`, `probe`, `bisect`), layers put
-under another recipe (`fallback`), loss spikes undone (`guard`)."""
+"""Cures: replay one batch with parts of the recipe off (`replay`, `probe`, `bisect`), give layers another recipe
+(`fallback`), undo loss spikes (`guard`)."""

@@ -1,16 +1,16 @@
-"""Which GEMM, which layer, which operand, and whether quantization or accumulation: from one batch, in log2 steps.
+"""Finds the GEMM, layer and operand with the largest error, and its cause, from one batch in log2 steps.
 
-Everything is asked by turning the rest off: a probe runs the batch with only some cells of the recipe on, all others in
-high precision, and compares its gradient (or loss) with that of high precision everywhere. Errors of independent parts
-add as squares, so `share` is the part of the squared error that stays when only the suspect is on.
+A probe runs the batch with only some cells of the recipe on and all others in high precision. It compares the gradient
+(or loss) with that of high precision everywhere. Errors of independent parts add as squares, so `share` is the part of
+the squared error that remains when only the suspect is on.
 
     1  only fprop, only dgrad, only wgrad, in all layers          -> the GEMM
-    2  that GEMM in one half of the layers, then in the other      -> the worse half, and so on: the layer
+    2  that GEMM in either half of the layers, again and again     -> the layer
     3  that GEMM of that layer with one operand quantized          -> the operand
     4  with both, multiplied natively and in high precision        -> quantization or accumulation
 
-Where no half is much worse than the other the error is spread over many layers, and the verdict says so: then no layer
-is to blame, and the remedy is another recipe, not an exception.
+If no half is much worse than the other, the error is spread over many layers. Then the verdict blames no layer, and the
+remedy is another recipe.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ottava.text import finite
 
 Target = Literal["gradient", "loss"]
 _SPREAD = 0.5
-"""Less than this share of the error in one layer, and it is called spread."""
+"""If the worst layer has a smaller share, the error is spread."""
 _NOTHING = 1e-6
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One replay, and what was on in it."""
+    """One replay with some cells on."""
 
     what: str
-    """Which cells of the recipe were on."""
+    """The cells that were on."""
     deviation: Deviation
-    """From high precision everywhere."""
+    """Deviation from high precision everywhere."""
 
     @property
     def error(self) -> float:
@@ -53,51 +53,51 @@ class Probe:
 
 @dataclass(frozen=True)
 class Suspect:
-    """What the bisection ended at."""
+    """The result of the bisection."""
 
     layer: str
     gemm: str
     """fprop, dgrad or wgrad."""
     tensor: str
-    """Long name of the worse operand."""
+    """Long name of the operand with the larger error."""
     direction: str
-    """"row", or "col" where the GEMM takes its transpose."""
+    """"row", or "col" if the GEMM takes its transpose."""
     spec: str
     cause: str
     """"quantization" or "accumulation"."""
     share_of_gemm: float
-    """Of the squared error of that GEMM in all layers."""
+    """Share of the squared error of this GEMM in all layers."""
     share: float
-    """Of the squared error of the whole recipe."""
+    """Share of the squared error of the whole recipe."""
     evidence: Mapping[str, float] = field(default_factory=dict)
-    """Statistics of the cast of that operand in this batch."""
+    """Statistics of the operand's cast in this batch."""
 
     @property
     def symbol(self) -> str:
-        """As papers write the operand: X, W.T, dY."""
+        """Symbol of the operand: X, W.T, dY."""
         return symbol(self.tensor, self.direction)
 
 
 @dataclass(frozen=True)
 class BisectResult:
-    """What a bisection found, and every probe that led there."""
+    """The result of a bisection, with all probes."""
 
     target: str
     """gradient or loss."""
     recipe: str
     reference_loss: float
-    """In high precision."""
+    """Loss in high precision."""
     total: Deviation
-    """Of the whole recipe."""
+    """Deviation of the whole recipe."""
     probes: tuple[Probe, ...]
     suspect: Suspect | None
-    """None where the recipe changes nothing."""
+    """None if the recipe changes nothing."""
     spread: bool
-    """Whether the error is spread over many layers, so that the suspect is only the worst of them."""
+    """Whether the error is spread over many layers; the suspect is then only the worst of them."""
     gemms: tuple[GemmProbe, ...]
-    """The suspect's layer, taken apart."""
+    """The GEMMs of the suspect's layer."""
     notes: tuple[str, ...]
-    """What these numbers cannot say."""
+    """Limits of these numbers."""
 
     @property
     def verdict(self) -> str:
@@ -108,7 +108,8 @@ class BisectResult:
         where = f"{s.layer} {s.gemm}, {s.cause} of {s.symbol} ({s.spec})"
         share = f"{100 * s.share:.0f} % of the recipe's squared error"
         if self.spread:
-            return f"spread over many layers: the worst, {where}, has only {share}; change the recipe, not one layer"
+            worst = f"the worst, {where}, has only {share}"
+            return f"the error is spread over many layers: {worst}; change the recipe, not one layer"
         return f"{where}: {share}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class BisectResult:
             angle = f"{d.angle_deg:6.2f}°" if math.isfinite(d.angle_deg) else f"{'-':>7}"
             lines.append(f"{probe.what:{width}}  {d.error:8.4f}  {angle}  {d.loss:10.5f}")
         if self.gemms and self.suspect is not None:
-            lines += ["", f"{self.suspect.layer}, SQNR of each GEMM's result in dB"]
+            lines += ["", f"{self.suspect.layer}: SQNR of each GEMM's result in dB"]
             lines.append(f"{'gemm':6}  {'only lhs':>9}  {'only rhs':>9}  {'both':>9}  {'native':>9}  operands")
             for g in self.gemms:
                 cells = "  ".join(f"{v:9.2f}" for v in (g.only_lhs_db, g.only_rhs_db, g.both_db, g.native_db))
@@ -161,18 +162,18 @@ def bisect(
     """Finds the cast that changes the gradient (or the loss) of one batch most.
 
     Args:
-        model: with ottava layers. Nothing in it is changed: see `replay`.
+        model: a model with ottava layers. Nothing in it changes, see `replay`.
         batch, loss: loss(model, batch) -> scalar; it is called 10 to 25 times.
-        recipe: the one to take apart; None: every layer's own.
-        target: "gradient" (its error to the gradient in high precision, parameter by parameter) or "loss" (fprop only,
-            and coarser: two faults may cancel in a loss).
-        random: states of torch's generators that every probe starts from; None: those of now.
-        on_probe: told of every probe as it ends.
+        recipe: the recipe to take apart; None: every layer's own.
+        target: "gradient" (compares it with the gradient in high precision, parameter by parameter) or "loss" (finds
+            fprop only, and less precisely: two faults may cancel in a loss).
+        random: states of torch's generators at the start of every probe; None: the present states.
+        on_probe: called with every probe when it ends.
     Raises:
-        ValueError: the model has no ottava layers, nothing is quantized, or an unknown target.
-    Edge cases: a recipe that leaves fprop in high precision changes no loss: nothing to find. "High precision" is what
-        the model computes in under ottava.autocast(enabled=False): BF16 where it is a BF16 model. With delayed scaling
-        the scales are those that the doors hold now.
+        ValueError: the model has no ottava layers, nothing is quantized, or the target is unknown.
+    Edge cases: a recipe that leaves fprop in high precision does not change the loss. "High precision" is the precision
+        of the model under ottava.autocast(enabled=False), BF16 for a BF16 model. With delayed scaling the probes use
+        the present scales of the doors.
 
     Example:
         >>> import torch, ottava
@@ -199,7 +200,7 @@ class _Search:
         self.probes: list[Probe] = []
         self.notes: list[str] = []
         if not any(getattr(cells, gemm).quantized for cells in self.cells.values() for gemm in GEMMS):
-            raise ValueError("bisect: no GEMM of any layer is quantized under this recipe; give another with recipe=")
+            raise ValueError("bisect: this recipe quantizes no GEMM of any layer; give another one with recipe=")
 
     def run(self) -> BisectResult:
         self.reference: Outcome = self.replay.run(None)
@@ -213,29 +214,29 @@ class _Search:
         cause = self._cause(layer, gemm, error)
         spec = cells.lhs if side == "lhs" else cells.rhs
         assert spec is not None
-        seen = self._operands(layer)
-        gemms = tuple(probe_gemms(seen, self.cells[layer])) if seen is not None else ()
-        known = seen is not None and (gemm == "fprop" or seen.dy is not None)
-        evidence = cast_evidence(seen, gemm, side, spec) if seen is not None and known else {}
+        operands = self._operands(layer)
+        gemms = tuple(probe_gemms(operands, self.cells[layer])) if operands is not None else ()
+        complete = operands is not None and (gemm == "fprop" or operands.dy is not None)
+        evidence = cast_evidence(operands, gemm, side, spec) if complete else {}
         tensor, direction = TENSOR_OF[gemm, side]
         share, of_gemm = _share(error, total.error), _share(error, gemm_error)
         suspect = Suspect(layer, gemm, tensor, direction, str(spec), cause, of_gemm, share, evidence)
         if gemms and all(probe.emulated for probe in gemms):
             self.notes.append(
-                "GEMMs are emulated here, with fp32 sums: that quantization is to blame says nothing about the "
-                "accumulator of a tensor core"
+                "this machine emulates the GEMMs with fp32 sums, so the probes say nothing about the accumulator of a "
+                "tensor core"
             )
         return self._result(total, suspect, spread=of_gemm < _SPREAD and len(self.layers) > 1, gemms=gemms)
 
     def _worst_gemm(self) -> tuple[str, float]:
         present = [g for g in GEMMS if any(getattr(cells, g).quantized for cells in self.cells.values())]
         if self.replay.target == "loss":
-            present = ["fprop"]  # nothing else changes a loss
+            present = ["fprop"]  # only fprop changes a loss
         errors = {g: self._probe(f"{g} in all {len(self.layers)} layers", self.layers, [g]).error for g in present}
         return max(errors.items(), key=lambda item: item[1])
 
     def _worst_layer(self, gemm: str, error: float) -> tuple[str, float]:
-        """Halves until one is left; the error of only that one."""
+        """Halves the layers until one remains; returns it with its error."""
         names = [name for name, cells in self.cells.items() if getattr(cells, gemm).quantized]
         while len(names) > 1:
             halves = names[: len(names) // 2], names[len(names) // 2 :]
@@ -254,7 +255,7 @@ class _Search:
         return "rhs" if errors["rhs"] > errors["lhs"] else "lhs"
 
     def _cause(self, layer: str, gemm: str, error: float) -> str:
-        """Accumulation, if the same operands multiplied in high precision leave less than half the squared error."""
+        """ "accumulation" if the same operands, multiplied in high precision, give less than half the squared error."""
         with door_hooks(self.layers[layer], _one_operand(gemm, None)):
             decoded = self._probe(f"{gemm} of {layer}, multiplied in high precision", [layer], [gemm])
         return "accumulation" if decoded.error**2 < 0.5 * error**2 else "quantization"
@@ -272,22 +273,22 @@ class _Search:
         return probe
 
     def _recipe(self, layers: Iterable[str], gemms: Sequence[str]) -> Recipe:
-        """Only these GEMMs of these layers on."""
+        """A recipe with only these GEMMs of these layers on."""
         return spelled_out({name: self.cells[name] for name in layers}, gemms)
 
     def _result(
         self, total: Deviation, suspect: Suspect | None, *, spread: bool, gemms: tuple[GemmProbe, ...]
     ) -> BisectResult:
         name = self.recipe.name if self.recipe else "the layers' own recipes"
-        own = {layer.recipe.name for layer in self.layers.values()}
-        if self.recipe is None and len(own) == 1:
-            (name,) = own
+        names = {layer.recipe.name for layer in self.layers.values()}
+        if self.recipe is None and len(names) == 1:
+            (name,) = names
         loss, target = self.reference.loss, self.replay.target
         return BisectResult(target, name, loss, total, tuple(self.probes), suspect, spread, gemms, tuple(self.notes))
 
 
 def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any], Any]:
-    """A hook after which a GEMM gets only the operand of that tensor as quantized, decoded; None: both."""
+    """A hook that gives a GEMM the decoded cast of one operand, and the other in high precision; None: both decoded."""
     lhs, rhs = TENSOR_OF[gemm, "lhs"], TENSOR_OF[gemm, "rhs"]
 
     def hook(tensor: str, x: Tensor, output: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -1,12 +1,12 @@
-"""Automatic fallback: a layer whose casts are bad look after look gets finer scales or BF16, in the GEMMs that need it.
+"""Gives layers with bad casts finer scales or BF16 in the GEMMs that need it, and takes them back later.
 
-    bad for `patience` looks in a row  ->  for each GEMM concerned the cheapest candidate that is predicted (`what_if`)
-    to clear every floor from this very look, else BF16  ->  verified, if a `verify` is given  ->  a proposal with its
-    evidence, applied only in mode "apply"  ->  left alone for `cooldown` looks  ->  back to its own recipe once that is
-    predicted to have been well for `recovery` looks in a row
+    a layer is bad for `patience` looks in a row  ->  for each bad GEMM, `what_if` predicts from this look the cheapest
+    candidate that clears every floor; if none does, BF16  ->  `verify` tests it, if given  ->  a proposal with its
+    evidence, applied only in mode "apply"  ->  no change for `cooldown` looks  ->  back to the layer's own recipe once
+    it is predicted to clear for `recovery` looks in a row
 
-Only recipes of layers change, never a parameter or an optimizer's state, and `revert` undoes it. A larger fallback is
-not a better one (BioNeMo: the bad layer just moved), so at most `most` layers change in a look, worst first; verify.
+Only the recipes of layers change, never a parameter or an optimizer's state, and `revert` undoes it. More fallback is
+not better (BioNeMo: the bad layer just moved), so at most `most` layers change in a look, worst first. Use `verify`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
 
 Mode = Literal["propose", "apply"]
 CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-"""Tried in the order of their cost; BF16 is the last resort."""
+"""Tried in the order of cost; BF16 comes last."""
 
 
 LIMITS = (
@@ -44,7 +44,7 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """One number that is bad."""
+    """One bad number."""
 
     tensor: str
     direction: str
@@ -59,7 +59,7 @@ class Evidence:
 
     @property
     def severity(self) -> float:
-        """How many times over the limit; decibels count as ratios of amplitudes."""
+        """The value as a multiple of its limit; decibels count as ratios of amplitudes."""
         if self.unit == "dB":
             return float(10 ** ((self.threshold - self.value) / 20))
         return self.value / self.threshold
@@ -67,7 +67,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification said."""
+    """The result of a verification."""
 
     better: bool
     why: str
@@ -78,47 +78,47 @@ Verify = Callable[[nn.Module, "Proposal"], Verdict]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Other cells for some GEMMs of one layer, or the way back."""
+    """Other cells for some GEMMs of one layer, or its own cells again."""
 
     step: int
     layer: str
     before: str
-    """Recipe that it ran."""
+    """The layer's recipe before."""
     changes: Mapping[str, str]
-    """GEMM -> the recipe whose cells it gets."""
+    """GEMM -> recipe of its new cells."""
     recipe: Recipe
-    """The whole of the layer's new recipe, for `adopt`."""
+    """The layer's new recipe, for `adopt`."""
     evidence: tuple[Evidence, ...]
-    """Empty for the way back."""
+    """Empty if the layer gets its own recipe back."""
     predicted: tuple[Prediction, ...]
-    """What the new cells would have done in this look."""
+    """Predictions for the new cells in this look."""
     verdict: Verdict | None = None
     applied: bool = False
 
     @property
     def gemms(self) -> tuple[str, ...]:
-        """That change."""
+        """The GEMMs that change."""
         return tuple(self.changes)
 
     @property
     def to(self) -> str:
-        """The changes as text: one recipe, or one for each GEMM."""
+        """The new recipes as text: one name, or one for each GEMM."""
         names = list(dict.fromkeys(self.changes.values()))
         return names[0] if len(names) == 1 else ", ".join(f"{gemm} {name}" for gemm, name in self.changes.items())
 
     @property
     def patch(self) -> str:
-        """The line that makes it permanent."""
+        """The line of code that makes the change permanent."""
         cells = ", ".join(f'{gemm}=get_recipe("{name}").{gemm}' for gemm, name in self.changes.items())
         return f'recipe.override("{only_pattern(self.layer)}", {cells})'
 
     @property
     def why(self) -> str:
         """The evidence as a sentence."""
-        said = "; ".join(map(str, self.evidence)) or f"{self.to} is predicted to be well again"
+        text = "; ".join(map(str, self.evidence)) or f"{self.to} is predicted to be good again"
         if not self.predicted:
-            said += '; finer casts could not be predicted: watch with detail="blocks"'
-        return f"{said}; {self.verdict.why}" if self.verdict is not None else said
+            text += '; the run has no histograms to predict finer casts: watch with detail="blocks"'
+        return f"{text}; {self.verdict.why}" if self.verdict is not None else text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -129,8 +129,8 @@ class Proposal:
             "from": self.before,
             "to": self.to,
             "why": self.why,
-            "evidence": [vars(one) for one in self.evidence],
-            "predicted": [one.to_dict() for one in self.predicted],
+            "evidence": [vars(evidence) for evidence in self.evidence],
+            "predicted": [prediction.to_dict() for prediction in self.predicted],
             "verified": None if self.verdict is None else self.verdict.better,
             "applied": self.applied,
             "patch": self.patch,
@@ -144,37 +144,36 @@ class Proposal:
 
 @dataclass
 class _Watched:
-    """What is remembered of one layer."""
+    """The state of one layer."""
 
     bad: int = 0
     good: int = 0
     quiet_until: int = 0
-    """Number of the look up to which it is left alone."""
+    """Last look of the cooldown."""
     own: Recipe | None = None
-    """As before the fallback; None where there is none."""
+    """The layer's own recipe during a fallback; None without one."""
     proposed: tuple[tuple[str, str], ...] = ()
-    """What was proposed last, so that it is not said at every look."""
+    """The last proposal, which is not repeated at every look."""
 
 
 class Fallback:
-    """Reads the statistics of a watched run and proposes, or applies, other recipes for layers that are badly cast.
+    """Reads the statistics of a watched run and proposes, or applies, other recipes for layers with bad casts.
 
     Args:
-        model: with ottava layers.
-        mode: "propose" changes nothing; "apply" does.
-        candidates: recipes that may take over, any order; BF16 need not be named.
-        verify: (model, proposal) -> Verdict; a proposal that it does not find better is not applied. `by_gradient` and
+        model: a model with ottava layers.
+        mode: "propose" changes nothing; "apply" changes recipes.
+        candidates: recipes to choose from, in any order; BF16 is always one.
+        verify: (model, proposal) -> Verdict; only proposals that it finds better are applied. `by_gradient` and
             `by_fork` make one.
-        patience: looks in a row that must be bad.
-        recovery: looks in a row in which the layer's own recipe must be predicted to clear, for the way back.
-        cooldown: looks for which a layer is left alone after a change.
-        most: layers that change in one look.
-        log: where "fallback" events go; a `RunWriter` is one.
+        patience: bad looks in a row before a change.
+        recovery: looks in a row in which the layer's own recipe must be predicted to clear before it comes back.
+        cooldown: looks without a change of the layer after a change.
+        most: largest number of layers that change in one look.
+        log: gets "fallback" events; a `RunWriter` is one.
     Raises:
-        ValueError: unknown mode or recipe, or a model without ottava layers.
-    Edge cases: a layer that runs under an `ottava.autocast(recipe)` around the training takes that one, whatever its
-        own is. A tensor in BF16 is cast nowhere, so nothing is known about it and there is no way back from BF16 but
-        `revert`, unless the watch simulates recipes for it.
+        ValueError: the mode or a recipe is unknown, or the model has no ottava layers.
+    Edge cases: an `ottava.autocast(recipe)` around the training overrules the recipes of layers. A tensor in BF16 has
+        no casts to measure, so a layer leaves BF16 only by `revert`, unless the watch simulates recipes for it.
 
     Example:
         >>> import tempfile, torch, ottava
@@ -217,9 +216,9 @@ class Fallback:
             raise ValueError(f"Fallback: {unknown_name('mode', mode, get_args(Mode))}")
         self.model, self.mode, self.verify, self.log = model, mode, verify, log
         self.patience, self.recovery, self.cooldown, self.most = patience, recovery, cooldown, most
-        self.candidates = sorted((get_recipe(one) for one in candidates), key=_cost)
+        self.candidates = sorted(map(get_recipe, candidates), key=_cost)
         self.proposals: list[Proposal] = []
-        """All so far, ways back too."""
+        """All proposals so far."""
         self._layers = ottava_layers(model)
         self._watched = {name: _Watched() for name in self._layers}
         self._looks = 0
@@ -227,45 +226,45 @@ class Fallback:
 
     @property
     def applied(self) -> dict[str, str]:
-        """Layers that run something else than their own recipe now, and what."""
+        """Layer -> its present recipe, for layers that do not run their own."""
         changed = (name for name, watched in self._watched.items() if watched.own is not None)
         return {name: str(self._layers[name].resolved) for name in changed}
 
     def on_look(self, step: int, table: Table) -> list[Proposal]:
-        """Takes in the statistics of one step, as real casts gave them; returns what is new."""
+        """Reads the statistics of the real casts of one step; returns new proposals."""
         self._looks += 1
         self._last = step, table
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
         bad = self._bad(table)
         for name, watched in self._watched.items():
             watched.bad = watched.bad + 1 if name in bad else 0
             if name not in bad:
                 watched.proposed = ()
         ready = [name for name in bad if self._ready(name) and self._watched[name].bad >= self.patience]
-        ready.sort(key=lambda name: -max(one.severity for one in bad[name]))
+        ready.sort(key=lambda name: -max(evidence.severity for evidence in bad[name]))
         for name in ready[: self.most]:
-            found += self._propose(step, name, bad[name], table)
+            proposals += self._propose(step, name, bad[name], table)
         for name, watched in self._watched.items():
             if watched.own is not None and self._ready(name) and name not in bad:
-                found += self._way_back(step, name, watched, table)
-        self.proposals += found
-        return found
+                proposals += self._way_back(step, name, watched, table)
+        self.proposals += proposals
+        return proposals
 
     def on_spike(self, model: nn.Module, spike: Spike) -> list[Proposal]:
-        """For `SpikeGuard(fallback=...)`: acts on what was bad in the last look, without patience."""
+        """For `SpikeGuard(fallback=...)`: acts on the bad layers of the last look, without patience."""
         if self._last is None:
             return []
         _, table = self._last
         bad = self._bad(table)
-        ready = sorted(filter(self._ready, bad), key=lambda name: -max(one.severity for one in bad[name]))
-        found = [p for name in ready[: self.most] for p in self._propose(spike.step, name, bad[name], table)]
-        self.proposals += found
-        return found
+        ready = sorted(filter(self._ready, bad), key=lambda name: -max(evidence.severity for evidence in bad[name]))
+        proposals = [p for name in ready[: self.most] for p in self._propose(spike.step, name, bad[name], table)]
+        self.proposals += proposals
+        return proposals
 
     def revert(self, layer: str | None = None) -> list[str]:
-        """Gives a layer, or all of them, its own recipe back; the names of those that had another.
+        """Gives a layer, or all layers, their own recipe back; returns the names of those that had another.
 
-        Edge cases: predicted scales start again from the current one.
+        Edge cases: predicted scales start again from the current scale.
         """
         if layer is not None and layer not in self._watched:
             raise ValueError(f"revert: {unknown_name('layer', layer, self._watched)}")
@@ -279,9 +278,9 @@ class Fallback:
         return self._looks > self._watched[layer].quiet_until
 
     def _bad(self, table: Table) -> dict[str, list[Evidence]]:
-        """Evidence by layer, from casts that were really made."""
+        """Layer -> evidence, from real casts."""
         real = table.where(source="door", phase="full") if len(table) else table
-        found: dict[str, list[Evidence]] = {}
+        bad: dict[str, list[Evidence]] = {}
         for limit in LIMITS:
             values = real.metric(limit.metric)
             for i, value in enumerate(values):
@@ -290,9 +289,9 @@ class Fallback:
                     continue
                 if real["layer"][i] in self._watched and (real["tensor"][i], real["direction"][i]) in CELL_OF:
                     place = str(real["tensor"][i]), str(real["direction"][i])
-                    one = Evidence(*place, limit.metric, float(value), limit.limit(fmt), limit.unit)
-                    found.setdefault(str(real["layer"][i]), []).append(one)
-        return found
+                    evidence = Evidence(*place, limit.metric, float(value), limit.limit(fmt), limit.unit)
+                    bad.setdefault(str(real["layer"][i]), []).append(evidence)
+        return bad
 
     def _propose(self, step: int, name: str, evidence: list[Evidence], table: Table) -> list[Proposal]:
         layer, watched = self._layers[name], self._watched[name]
@@ -305,26 +304,25 @@ class Fallback:
                 continue
             for candidate in [*self._finer(layer.resolved, name, gemm), get_recipe("bf16")]:
                 new: GemmRecipe = getattr(candidate.for_layer(name), gemm)
-                one: dict[str, Any] = {gemm: new}
-                said = predict(rows, [layer.recipe.override(only_pattern(name), **one)])
-                said = [p for p in said if p.tensor in tensors and CELL_OF[p.tensor, p.direction][0] == gemm]
-                # of what was not recorded nothing is predicted, so nothing clears; but BF16 casts nothing
-                if all(p.clears for p in said) and (said or not new.quantized):
+                change: dict[str, Any] = {gemm: new}
+                outcome = predict(rows, [layer.recipe.override(only_pattern(name), **change)])
+                outcome = [p for p in outcome if p.tensor in tensors and CELL_OF[p.tensor, p.direction][0] == gemm]
+                # without histograms there is no prediction and nothing clears, except for BF16, which casts nothing
+                if all(p.clears for p in outcome) and (outcome or not new.quantized):
                     changes[gemm], cells[gemm] = candidate.name, new
-                    predicted += said
+                    predicted += outcome
                     break
-        known = tuple(changes.items())
-        if not changes or watched.proposed == known:
+        if not changes or watched.proposed == tuple(changes.items()):
             return []
-        watched.proposed = known
+        watched.proposed = tuple(changes.items())
         recipe = layer.recipe.override(only_pattern(name), **cells)
         before = layer.resolved.name
         return [self._act(Proposal(step, name, before, changes, recipe, tuple(evidence), tuple(predicted)))]
 
-    def _finer(self, own: Recipe, name: str, gemm: str) -> Iterator[Recipe]:
-        """Candidates that cost more in this GEMM than what the layer has."""
+    def _finer(self, present: Recipe, name: str, gemm: str) -> Iterator[Recipe]:
+        """Candidates that cost more in this GEMM than the layer's present cells."""
         for candidate in self.candidates:
-            if _cost(candidate.for_layer(name), [gemm]) > _cost(own, [gemm]):
+            if _cost(candidate.for_layer(name), [gemm]) > _cost(present, [gemm]):
                 yield candidate
 
     def _way_back(self, step: int, name: str, watched: _Watched, table: Table) -> list[Proposal]:
@@ -334,8 +332,8 @@ class Fallback:
         changed = {gemm: own.name for gemm in GEMMS if getattr(resolved, gemm) != getattr(now, gemm)}
         predicted = tuple(predict(table.where(layer=name), [own]))
         tensors = {tensor for (tensor, _), (gemm, _) in CELL_OF.items() if gemm in changed}
-        known = tensors <= {p.tensor for p in predicted if p.steps}
-        watched.good = watched.good + 1 if known and all(p.clears for p in predicted) else 0
+        complete = tensors <= {p.tensor for p in predicted if p.steps}
+        watched.good = watched.good + 1 if complete and all(p.clears for p in predicted) else 0
         if watched.good < self.recovery:
             return []
         proposal = Proposal(step, name, now.name, changed, own, (), predicted)
@@ -355,24 +353,18 @@ class Fallback:
             self._watched[proposal.layer].quiet_until = self._looks + self.cooldown
             self._watched[proposal.layer].good = 0
         if self.log is not None:
-            facts = {"from": proposal.before, "to": proposal.to, "why": proposal.why, "applied": proposal.applied}
-            self.log.event(
-                proposal.step,
-                "fallback",
-                layer=proposal.layer,
-                gemm=",".join(proposal.gemms),
-                patch=proposal.patch,
-                **facts,
-            )
+            facts = {"layer": proposal.layer, "gemm": ",".join(proposal.gemms), "patch": proposal.patch}
+            facts |= {"from": proposal.before, "to": proposal.to, "why": proposal.why}
+            self.log.event(proposal.step, "fallback", **facts, applied=proposal.applied)
         return proposal
 
 
 def by_gradient(batch: Any, loss: Loss, *, gain: float = 0.05) -> Verify:
-    """A verification by one replayed batch: better if the error of the gradient falls by at least `gain` of itself.
+    """Verifies by replaying one batch: better if the error of the gradient falls by at least the share `gain`.
 
     Args:
-        batch: or a function that gives one when asked.
-        loss: (model, batch) -> scalar. Nothing in the model is changed; see `replay`.
+        batch: a batch, or a function that returns one.
+        loss: (model, batch) -> scalar. Nothing in the model changes, see `replay`.
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:
@@ -380,8 +372,8 @@ def by_gradient(batch: Any, loss: Loss, *, gain: float = 0.05) -> Verify:
         replay = Replay(model, batch() if callable(batch) else batch, loss)
         reference = replay.run(None)
         errors = []
-        for own in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
-            outcome = replay.run(spelled_out({**cells, proposal.layer: own}))
+        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
+            outcome = replay.run(spelled_out({**cells, proposal.layer: recipe}))
             errors.append(replay.compare(outcome, reference).error)
         before, after = errors
         better = after <= before * (1 - gain) if proposal.evidence else after <= before * (1 + gain)
@@ -398,13 +390,14 @@ def by_fork(
     extras: Sequence[Stateful] = (),
     tolerance: float = 0.0,
 ) -> Verify:
-    """A verification by a short fork: the same batches are trained on with and without the change, then undone.
+    """Verifies by a short fork: trains on the same batches with and without the change, and undoes both.
 
     Args:
-        train_step: (batch) -> loss: all of a step; learning rates and schedulers too (then in `extras`). The fork runs
-            between two steps of the training: gradients that wait are dropped.
-        batches: gives those of the fork; 20 to 500 steps of training.
-        tolerance: better if the mean loss of the second half ends at most so far above, relatively.
+        train_step: (batch) -> loss; does a whole step, with learning rates and schedulers (list these in `extras`). The
+            fork runs between two steps of the training and drops waiting gradients.
+        batches: returns the batches of the fork, 20 to 500.
+        extras: objects with a state_dict that a step changes.
+        tolerance: the mean loss of the second half may be higher by this share and still count as better.
     """
 
     def verify(model: nn.Module, proposal: Proposal) -> Verdict:
@@ -412,10 +405,10 @@ def by_fork(
         data = list(batches())
         start = Snapshot.take(model, optimizer, proposal.step, tuple(extras))
         means = []
-        for own in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
+        for recipe in (cells[proposal.layer], proposal.recipe.for_layer(proposal.layer)):
             try:
-                with autocast(spelled_out({**cells, proposal.layer: own})):
-                    losses = [float(train_step(one)) for one in data]
+                with autocast(spelled_out({**cells, proposal.layer: recipe})):
+                    losses = [float(train_step(batch)) for batch in data]
             finally:
                 start.restore(model, optimizer, tuple(extras))
             half = losses[len(losses) // 2 :]
@@ -428,14 +421,14 @@ def by_fork(
 
 
 def _concerned(evidence: Sequence[Evidence], rows: Table) -> dict[str, set[str]]:
-    """GEMM -> its tensors that are bad; x counts for x.T too where that was not cast on its own."""
+    """GEMM -> its bad tensors. x also counts for x.T, unless x.T has a cast of its own."""
     cast = set(zip(rows["tensor"], rows["direction"], strict=True))
-    found: dict[str, set[str]] = {}
-    for one in evidence:
+    bad: dict[str, set[str]] = {}
+    for number in evidence:
         for direction in ("row", "col"):
-            if direction == one.direction or (one.tensor, direction) not in cast:
-                found.setdefault(CELL_OF[one.tensor, direction][0], set()).add(one.tensor)
-    return {gemm: found[gemm] for gemm in GEMMS if gemm in found}
+            if direction == number.direction or (number.tensor, direction) not in cast:
+                bad.setdefault(CELL_OF[number.tensor, direction][0], set()).add(number.tensor)
+    return {gemm: bad[gemm] for gemm in GEMMS if gemm in bad}
 
 
 def _cost(recipe: Recipe, gemms: Sequence[str] = GEMMS) -> float:

@@ -1,13 +1,13 @@
-"""Loss spikes undone: rewind, replay the same batches in high precision, decide whose fault it was, and go on.
+"""Undoes loss spikes: rewinds, replays the same batches in high precision, finds the cause, and goes on.
 
-    the spike comes again without FP8    the data, or the training itself: the batch is skipped (then the whole window)
-    it does not                          FP8: the replay stays, training goes on in high precision for a while, then in
+    the spike comes again without FP8    the data or the training caused it: skip the batch (then the whole window)
+    it does not come again               FP8 caused it: keep the replay, train in high precision for a while, then in
                                          FP8 again; each relapse doubles the while, and a `fallback` may be applied
 
-In high precision the doors still note every amax (`autocast(calibrating=True)`), so that predicted scales have seen
-what was new when FP8 comes back. Everything since a snapshot is repeated: a step must depend on nothing but the model,
-its optimizer, torch's random generators, the batch, and what is in `extras`. A step that enters an ottava.autocast of
-its own decides for itself, and cannot be replayed in high precision.
+In high precision the doors still note every amax (`autocast(calibrating=True)`), so predicted scales are up to date
+when FP8 comes back. The guard repeats everything since a snapshot. A step must therefore depend only on the model, its
+optimizer, torch's random generators, the batch, and `extras`. A step with an ottava.autocast of its own cannot be
+replayed in high precision.
 """
 
 from __future__ import annotations
@@ -30,58 +30,58 @@ from ottava.quantizer import Quantizer
 TrainStep = Callable[[Any], Any]
 """(batch) -> loss, or (loss, grad_norm): forward, backward and the optimizer's step."""
 _FORGIVEN = 4
-"""FP8 that was well for so many times the last hold starts again with the first one."""
+"""After so many times the last hold without a relapse, the next hold is as short as the first."""
 
 
 class EventLog(Protocol):
-    """Where events go; a `RunWriter` is one."""
+    """Gets events; a `RunWriter` is one."""
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
-        """Notes one."""
+        """Writes an event."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss spike, and what became of it."""
+    """A loss spike and how the guard handled it."""
 
     step: int
-    """At which it was seen, counted from 1."""
+    """Step of the spike, counted from 1."""
     loss: float
     z: float
-    """Robust standard deviations above the median before; inf where a number was not finite."""
+    """Robust standard deviations above the median of earlier losses; inf if a number was not finite."""
     rewound_to: int
     """Steps done in the snapshot."""
     cause: str
     """"data", "fp8" or "transient"."""
     replayed_loss: float
-    """Of the replay that decided: in high precision, or as it was for "transient"."""
+    """Loss of the deciding replay: in high precision; for "transient" as it ran."""
     action: str
-    """What was done."""
+    """Action of the guard."""
     skipped: tuple[int, ...] = ()
-    """Steps whose batches were left out."""
+    """Steps whose batches were skipped."""
 
 
 class SpikeGuard:
     """Runs the steps of any training loop and undoes loss spikes.
 
     Args:
-        model: with ottava layers.
+        model: a model with ottava layers.
         optimizer: its optimizer.
-        train_step: (batch) -> loss, or (loss, grad_norm); must do all of a step: forward, backward, optimizer.step, and
-            learning rate. Called again with the same batch when a spike is replayed.
-        extras: what else a step changes and has a state_dict: schedulers, gradient scalers.
-        snapshots: how many are kept.
-        every: steps from one to the next. Batches since the oldest one are kept too.
-        z: robust standard deviations above the median of the last `window` losses.
+        train_step: (batch) -> loss, or (loss, grad_norm); must do a whole step: forward, backward, optimizer.step, and
+            learning rate. A replay calls it again with the same batch.
+        extras: other objects with a state_dict that a step changes: schedulers, gradient scalers.
+        snapshots: number of snapshots to keep.
+        every: steps from one snapshot to the next. The guard keeps all batches since the oldest snapshot.
+        z: a spike is so many robust standard deviations above the median of the last `window` losses.
         window: see `z`.
-        lead: a snapshot must be this many steps older than the spike, where there is one: what causes a spike often
+        lead: a snapshot must be so many steps older than the spike, if there is one, because the cause of a spike often
             comes some steps before it.
-        hold: steps in high precision after FP8 was to blame.
-        fallback: called with (model, spike) when FP8 was to blame for the second time; see `fallback.Fallback`.
-        log: where "spike" and "rewind" events go.
-        on_rewind: called with the number of steps that are left, before the others are done again: to cut back a log.
-        confirm: first replay the steps as they were; where the spike does not come again, it was neither ("transient":
-            a machine, or a step that is not deterministic), and that replay stays.
+        hold: steps in high precision after a spike that FP8 caused.
+        fallback: called with (model, spike) at the second spike that FP8 caused; see `fallback.Fallback`.
+        log: gets "spike" and "rewind" events.
+        on_rewind: called with the step of the snapshot before the later steps run again, for example to cut back a log.
+        confirm: first replay the steps as they ran. If the spike does not come again it was "transient" (a machine, or
+            a step that is not deterministic), and that replay stays.
 
     Example:
         >>> import torch, ottava
@@ -130,11 +130,11 @@ class SpikeGuard:
         self.every, self.z, self.window, self.lead, self.hold = every, z, window, lead, hold
         self.fallback, self.log, self.on_rewind, self.confirm = fallback, log, on_rewind, confirm
         self.step = 0
-        """Batches taken in, those that were skipped among them."""
+        """Number of batches so far, with skipped ones."""
         self.spikes: list[Spike] = []
-        """All so far."""
+        """All spikes so far."""
         self.high_precision_until = 0
-        """Last step that runs in high precision."""
+        """Last step in high precision."""
         self._blamed = 0
         self._snapshots: deque[tuple[Snapshot, tuple[float, ...]]] = deque(maxlen=snapshots)
         self._batches: dict[int, Any] = {}
@@ -142,7 +142,7 @@ class SpikeGuard:
         self._skipped: set[int] = set()
 
     def __call__(self, batch: Any) -> float:
-        """Does one step; if it spikes, undoes it and does it again. Returns its loss, NaN where it was skipped.
+        """Does one step; if it spikes, undoes it and does it again. Returns its loss; NaN if the batch was skipped.
 
         Edge cases: a loss that is not finite counts as a spike from the first step on, any other from step 17 on.
         """
@@ -163,7 +163,7 @@ class SpikeGuard:
         return self.step < self.high_precision_until
 
     def _run(self, step: int, *, high_precision: bool) -> tuple[float, float]:
-        """One step: its loss, and how far above the ones before."""
+        """Runs one step; returns its loss and the distance above earlier losses."""
         context: AbstractContextManager[None] = nullcontext()
         if high_precision:
             predicts = any(isinstance(m, Quantizer) and m.spec is not None for m in self.model.modules())
@@ -179,7 +179,7 @@ class SpikeGuard:
         return numbers[0], z
 
     def _keep(self) -> None:
-        """A snapshot; batches that no snapshot needs any more are forgotten."""
+        """Takes a snapshot and drops the batches that no snapshot needs."""
         snapshot = Snapshot.take(self.model, self.optimizer, self.step, self.extras)
         self._snapshots.append((snapshot, tuple(self._losses)))
         oldest = self._snapshots[0][0].step
@@ -199,7 +199,7 @@ class SpikeGuard:
         return last
 
     def _decide(self, facts: tuple[int, float, float, int]) -> tuple[Spike, float]:
-        """From the snapshot: whose fault it was, and the loss that stands for the step."""
+        """Replays from the snapshot to find the cause; returns the spike and the final loss of the step."""
         spiked, start = facts[0], facts[3]
         if self.confirm:
             last, again = self._replay(start, spiked, high_precision=None)
@@ -210,7 +210,7 @@ class SpikeGuard:
         return self._skip(facts, replayed) if again else (self._hold(facts, replayed), replayed)
 
     def _skip(self, facts: tuple[int, float, float, int], replayed: float) -> tuple[Spike, float]:
-        """The data: without the batch; if that was not or is not enough, without any since the snapshot."""
+        """Skips the batch; if that is not enough, all batches since the snapshot."""
         spiked, start = facts[0], facts[3]
         self._rewind(spiked)
         relapse = any(spike.cause == "data" and spike.rewound_to == start for spike in self.spikes)
@@ -225,7 +225,7 @@ class SpikeGuard:
         return Spike(*facts, "data", replayed, action, window), math.nan
 
     def _hold(self, facts: tuple[int, float, float, int], replayed: float) -> Spike:
-        """FP8: the replay stays, and so does high precision for a while."""
+        """Keeps the replay, and high precision for a while."""
         earlier = [spike.step for spike in self.spikes if spike.cause == "fp8"]
         if earlier and facts[0] - earlier[-1] > _FORGIVEN * self.hold * 2**self._blamed:
             self._blamed = 0
@@ -235,7 +235,7 @@ class SpikeGuard:
         return Spike(*facts, "fp8", replayed, f"stays in high precision for {steps} steps")
 
     def _rewind(self, spiked: int) -> int:
-        """To the newest snapshot that is old enough, else the oldest; the steps done there. Younger ones go."""
+        """Rewinds to the newest snapshot that is old enough, or to the oldest; drops younger ones; returns its step."""
         old_enough = [entry for entry in self._snapshots if entry[0].step <= spiked - self.lead]
         snapshot, losses = old_enough[-1] if old_enough else self._snapshots[0]
         while self._snapshots[-1][0].step > snapshot.step:
@@ -247,8 +247,8 @@ class SpikeGuard:
         return snapshot.step
 
     def _replay(self, start: int, last: int, *, high_precision: bool | None) -> tuple[float, bool]:
-        """The steps after `start` again, those to be skipped left out; stops at a spike. high_precision None: as they
-        were run. Returns the last loss, and whether it was a spike."""
+        """Repeats the steps after `start` without the skipped ones; stops at a spike. high_precision None: as they ran.
+        Returns the last loss, and whether it was a spike."""
         loss = math.nan
         for step in range(start + 1, last + 1):
             if step in self._skipped:

@@ -1,13 +1,13 @@
-"""The four-GEMM probe: how much of a GEMM's error is the left operand's, the right one's, and the accumulation's.
+"""The four-GEMM probe: splits a GEMM's error into left operand, right operand and accumulation.
 
-For y = x w.T, and likewise for dx and dw, on the real operands of a layer:
+It computes y = x w.T, and likewise dx and dw, from the real operands of a layer:
 
     (x_q, w)     only the left operand quantized, multiplied in high precision
-    (x, w_q)     only the right one
-    (x_q, w_q)   both, multiplied in high precision: what quantization costs
-    native       both, as the engine multiplies them: what is worse than that, the accumulation or the kernel costs
+    (x, w_q)     only the right operand quantized
+    (x_q, w_q)   both quantized, multiplied in high precision: the error of quantization
+    native       both quantized, multiplied by the engine: any further error comes from accumulation or kernel
 
-On a CPU, and wherever the kernel is the reference, products are summed in fp32: the last two then agree, and that says
+On a CPU, and wherever the reference kernel runs, products are summed in fp32. The last two then agree, which says
 nothing about the accumulator of a tensor core.
 """
 
@@ -37,28 +37,28 @@ _EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mea
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What the doors of one layer got in one step, before any cast."""
+    """The operands of one layer in one step, before any cast."""
 
     x: Tensor
     """(M, K)"""
     w: Tensor
     """(N, K)"""
     dy: Tensor | None
-    """(M, N); None where no backward ran."""
+    """(M, N); None without a backward."""
     scales: Mapping[str, Tensor]
-    """Predicted scales by tensor, where there are any."""
+    """Tensor -> predicted scale, if it has one."""
 
     def side(self, gemm: str, side: str) -> tuple[str, Tensor]:
-        """The tensor of a cell, as long name, and as that GEMM takes it: contracted over its last dimension."""
+        """The long name of a cell's tensor, and the tensor as the GEMM contracts it: over its last dimension."""
         tensor, direction = TENSOR_OF[gemm, side]
-        found = {"input": self.x, "weight": self.w, "grad_output": self.dy}[tensor]
-        assert found is not None  # only fprop is asked for where no backward ran
-        return tensor, found if direction == "row" else found.t()
+        x = {"input": self.x, "weight": self.w, "grad_output": self.dy}[tensor]
+        assert x is not None  # without a backward, callers ask for fprop only
+        return tensor, x if direction == "row" else x.t()
 
 
 @dataclass(frozen=True)
 class GemmProbe:
-    """One GEMM taken apart; SQNRs of its result against the same product in fp32."""
+    """SQNRs of one GEMM's result, compared with the same product in fp32."""
 
     gemm: str
     """fprop, dgrad or wgrad."""
@@ -66,14 +66,14 @@ class GemmProbe:
     """Spec of the left operand."""
     rhs: str
     only_lhs_db: float
-    """Left operand quantized, right one not."""
+    """Only the left operand quantized."""
     only_rhs_db: float
     both_db: float
-    """Both, multiplied in high precision."""
+    """Both quantized, multiplied in high precision."""
     native_db: float
-    """Both, as the engine multiplies them."""
+    """Both quantized, multiplied by the engine."""
     row_p50_db: float
-    """The last, of the median row of the result."""
+    """As native_db, for the median row of the result."""
     emulated: bool
     """Whether the engine emulates this GEMM, with fp32 sums."""
 
@@ -84,25 +84,25 @@ class GemmProbe:
 
     @property
     def accumulation_share(self) -> float:
-        """Share of the error power that is not the operands'; 0 to 1."""
+        """Share of the error power that the operands do not explain; 0 to 1."""
         if math.isinf(self.native_db):
             return 0.0
         return max(0.0, 1.0 - 10 ** ((self.native_db - self.both_db) / 10))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; None where there is no error at all."""
+        """Plain JSON values; None for an SQNR without error."""
         values = {**asdict(self), "worse_operand": self.worse_operand, "accumulation_share": self.accumulation_share}
         return dict(finite(values))
 
 
 def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe]:
-    """Takes the quantized GEMMs of a layer apart.
+    """Probes the quantized GEMMs of a layer.
 
     Args:
-        operands: of the layer; from `captured` or from a dump.
-        recipe: of the layer, overrides applied.
+        operands: the layer's operands, from `captured` or from a dump.
+        recipe: the layer's recipe, overrides applied.
     Returns:
-        One for each quantized GEMM; without dy only fprop's.
+        One probe for each quantized GEMM; without dy only fprop's.
 
     Example:
         >>> import ottava
@@ -124,7 +124,7 @@ def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe
 
 
 def cast_evidence(operands: Operands, gemm_name: str, side: str, spec: QuantizationSpec) -> dict[str, float]:
-    """Statistics of one cast: what an operand loses by it."""
+    """Statistics of the cast of one operand."""
     tensor, x = operands.side(gemm_name, side)
     tally = measure(x, quantize(x, spec, scale=_scale(operands, tensor, spec)))
     return {name: float(STATISTICS[name].finish(tally)) for name in _EVIDENCE}
@@ -132,7 +132,7 @@ def cast_evidence(operands: Operands, gemm_name: str, side: str, spec: Quantizat
 
 @contextmanager
 def captured(layer: Any) -> Iterator[dict[str, Any]]:
-    """While it lasts, keeps what the doors of an ottava layer get first; `operands_of` makes operands of it."""
+    """Keeps the first tensor at each door of an ottava layer; `operands_of` makes operands of them."""
     seen: dict[str, Any] = {"scales": {}}
 
     def keep(tensor: str, x: Tensor, _: Any) -> None:
@@ -147,7 +147,7 @@ def captured(layer: Any) -> Iterator[dict[str, Any]]:
 
 
 def operands_of(seen: Mapping[str, Any]) -> Operands | None:
-    """What `captured` kept; None where the layer cast nothing."""
+    """The operands that `captured` kept; None if the layer made no cast."""
     if "input" not in seen or "weight" not in seen:
         return None
     return Operands(seen["input"], seen["weight"], seen.get("grad_output"), seen["scales"])

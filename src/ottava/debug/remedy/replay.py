@@ -1,7 +1,7 @@
-"""One batch, replayed under any recipe: the same numbers every time, and no trace left in the model.
+"""Replays one batch under any recipe, with the same numbers every time, and leaves no trace in the model.
 
-What is put back after each replay: gradients, buffers, all state of predicted scales (histories, staged amaxes, cached
-weights, the counters of `ScalingState`), torch's random generators. Parameters and optimizer are never touched.
+After each replay it restores gradients, buffers, all state of predicted scales (histories, staged amaxes, cached
+weights, the counters of `ScalingState`) and torch's random generators. It never touches parameters and optimizer.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _DOOR_STATE = ("spec", "pack", "staged", "cached")
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one replay gave."""
+    """The result of one replay."""
 
     loss: float
     gradients: tuple[Tensor | None, ...]
-    """One per trained parameter, in the model's order; None where it got none, empty where none was asked for."""
+    """One per trained parameter, in the model's order; None for a parameter without one. Empty if only losses count."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one replay is from another."""
+    """The distance of one replay from another."""
 
     loss: float
-    """Of the replay."""
+    """Loss of the replay."""
     error: float
-    """0 to 1: root mean square over parameters of |g - g0| / |g0|, each at most 1, so that a small parameter counts
-    like a large one; or, where losses are compared, |loss - loss0| / |loss0|. 1 where something is not finite."""
+    """0 to 1. For gradients: root mean square over parameters of |g - g0| / |g0|, each at most 1, so that small
+    parameters count like large ones. For losses: |loss - loss0| / |loss0|. 1 if a number is not finite."""
     angle_deg: float
-    """Between the whole gradients; NaN where losses are compared."""
+    """Angle between the whole gradients; NaN for losses."""
 
 
 class Replay:
@@ -55,9 +55,9 @@ class Replay:
 
     Args:
         model: any module with ottava layers.
-        batch: handed to `loss` as it is.
+        batch: passed to `loss` as it is.
         loss: (model, batch) -> scalar.
-        random: states of torch's generators that every replay starts from; None takes those of now.
+        random: states of torch's generators at the start of every replay; None: the present states.
         target: compare "gradient" (runs backward) or "loss".
 
     Example:
@@ -85,14 +85,14 @@ class Replay:
         self.runs = 0
 
     def run(self, recipe: Recipe | None, *, own: bool = False) -> Outcome:
-        """Runs it under a recipe; None: in high precision; own: every layer under its own."""
+        """Runs the batch under a recipe; None: in high precision; own: every layer under its own recipe."""
         self.runs += 1
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with untouched(self.model), random_states_kept(self.random):
             context = autocast() if own else autocast(recipe, enabled=recipe is not None)
             with torch.set_grad_enabled(self.target == "gradient"), context, torch.compiler.set_stance("force_eager"):
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "recipe .* is running on float32")  # as its training has said
+                    warnings.filterwarnings("ignore", "recipe .* is running on float32")  # the training warned already
                     value = self.loss(self.model, self.batch)
                 if self.target == "gradient":
                     value.backward()
@@ -100,7 +100,7 @@ class Replay:
             return Outcome(float(value.detach()), gradients)
 
     def compare(self, outcome: Outcome, reference: Outcome) -> Deviation:
-        """How far `outcome` is from `reference`."""
+        """The deviation of `outcome` from `reference`."""
         if self.target == "loss":
             gap = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
             return Deviation(outcome.loss, min(gap, 1.0) if math.isfinite(gap) else 1.0, math.nan)
@@ -108,8 +108,8 @@ class Replay:
 
 
 def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> tuple[float, float]:
-    """`Deviation.error` and `Deviation.angle_deg` of two gradients; tensors that are None or zero in the reference are
-    left out.
+    """`Deviation.error` and `Deviation.angle_deg` of two gradients. Tensors that are None or zero in the reference do
+    not count.
 
     Example:
         >>> one, other = [torch.tensor([3.0, 0.0])], [torch.tensor([0.0, 3.0])]
@@ -126,10 +126,9 @@ def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
         square = float(b @ b)
         if square == 0.0:
             continue
-        own = float(a @ a)
         share = float((a - b) @ (a - b)) / square
         shares.append(min(share, 1.0) if math.isfinite(share) else 1.0)
-        dot, norm, norm0 = dot + float(a @ b), norm + own, norm0 + square
+        dot, norm, norm0 = dot + float(a @ b), norm + float(a @ a), norm0 + square
     if not shares:
         return 0.0, 0.0
     error = math.sqrt(sum(shares) / len(shares))
@@ -139,29 +138,26 @@ def gradient_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
 
 
 def ottava_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """The layers that run under a recipe, by their full names, in the order of the model.
+    """Full name -> layer with a recipe, in the order of the model.
 
     Raises:
-        ValueError: there are none, or two have one name (converted apart).
+        ValueError: the model has none, or two have one name because they were converted separately.
     """
-    found: dict[str, QuantizedLayer] = {}
+    layers: dict[str, QuantizedLayer] = {}
     for layer in quantized_layers(model):
-        if layer.name in found:
+        if layer.name in layers:
             raise ValueError(
-                f"two layers are called {layer.name!r}: they were converted apart; call ottava.convert on the whole "
-                "model, so that each has its full name"
+                f"two layers have the name {layer.name!r}, because they were converted separately; call ottava.convert "
+                "on the whole model, so that each layer gets its full name"
             )
-        found[layer.name] = layer
-    if not found:
-        raise ValueError(
-            "the model has no ottava layers, so there is no recipe to take apart; ottava.convert(model) first, or a "
-            "copy of it"
-        )
-    return found
+        layers[layer.name] = layer
+    if not layers:
+        raise ValueError("the model has no ottava layers; call ottava.convert(model) first, or convert a copy of it")
+    return layers
 
 
 def spelled_out(cells: Mapping[str, Recipe], gemms: Sequence[str] = GEMMS) -> Recipe:
-    """One recipe for `autocast` that gives each of these layers its own cells in those GEMMs, and all others none.
+    """A recipe for `autocast` that gives each of these layers its cells in these GEMMs, and high precision elsewhere.
 
     Example:
         >>> import ottava
@@ -170,13 +166,14 @@ def spelled_out(cells: Mapping[str, Recipe], gemms: Sequence[str] = GEMMS) -> Re
         ([True, False], False)
     """
     overrides = tuple(
-        Override(only_pattern(name), tuple((gemm, getattr(own, gemm)) for gemm in gemms)) for name, own in cells.items()
+        Override(only_pattern(name), tuple((gemm, getattr(recipe, gemm)) for gemm in gemms))
+        for name, recipe in cells.items()
     )
     return replace(get_recipe("bf16"), name="replay", overrides=overrides)
 
 
 def only_pattern(name: str) -> str:
-    """An override's pattern that matches only this name.
+    """A pattern for an override that matches only this name.
 
     Example:
         >>> only_pattern("experts[3].fc1")
@@ -187,7 +184,7 @@ def only_pattern(name: str) -> str:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back whatever forward and backward change in a model: gradients, buffers, state of predicted scales."""
+    """Restores what forward and backward change in a model: gradients, buffers, state of predicted scales."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [
         (m, dict(m._buffers), {n: b.clone() for n, b in m._buffers.items() if b is not None}) for m in model.modules()
@@ -211,7 +208,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for module, tensors, values in buffers:
                 module._buffers = tensors
                 for name, value in values.items():
-                    tensors[name].copy_(value)  # type: ignore[union-attr]  # values holds only those that are tensors
+                    tensors[name].copy_(value)  # type: ignore[union-attr]  # values has only tensors
             for door, attributes, staged in doors:
                 for name in _DOOR_STATE:
                     vars(door).pop(name, None)
@@ -226,14 +223,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    own = (set, dict, list, Advice)
-    return {name: value.copy() if isinstance(value, own) else value for name, value in attributes.items()}
+    mutable = (set, dict, list, Advice)
+    return {name: value.copy() if isinstance(value, mutable) else value for name, value in attributes.items()}
 
 
 @contextmanager
 def door_hooks(layer: Any, hook: Callable[[str, Tensor, Any], Any]) -> Iterator[None]:
-    """Calls hook(tensor, x, (row, col)) after every cast of a layer; what it returns, if anything, takes the place of
-    the operands."""
+    """Calls hook(tensor, x, (row, col)) after every cast of a layer. If it returns something, that replaces the
+    operands."""
     handles = [
         door.register_forward_hook(lambda _, args, output, name=name: hook(name, args[0], output))
         for name, door in layer.quantizers.named_children()

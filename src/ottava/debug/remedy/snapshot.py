@@ -1,7 +1,7 @@
-"""A copy of all that a training step changes, in memory, and its way back: bit for bit.
+"""Copies everything that a training step changes to memory, and restores it bit for bit.
 
-Parameters and buffers are written to in place, so that optimizers, compiled code and graphs still hold the right ones;
-so is the optimizer's state (its own load_state_dict would cast FP32 moments of BF16 parameters to BF16).
+It restores parameters and buffers in place, so that optimizers, compiled code and graphs still hold the right tensors.
+It also restores the optimizer's state in place; load_state_dict would cast FP32 moments of BF16 parameters to BF16.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ottava.quantizer import Quantizer, WeightQuantizer
 
 
 class Stateful(Protocol):
-    """A scheduler, a gradient scaler, a sampler: anything that is saved with a run."""
+    """A scheduler, a gradient scaler, a sampler: anything with a state to save."""
 
     def state_dict(self) -> Any:
-        """What it needs to go on."""
+        """The state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """The inverse."""
+        """Restores the state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +44,18 @@ class Snapshot:
     """Steps done."""
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    """Persistent or not; those of predicted scales are in `doors`."""
+    """Persistent or not, but without those of predicted scales, which are in `doors`."""
     doors: Mapping[str, _Door]
     moments: Mapping[int, Mapping[str, Any]]
-    """The optimizer's state by the number of the parameter."""
+    """Number of the parameter -> the optimizer's state of it."""
     groups: tuple[Mapping[str, Any], ...]
-    """Its settings, learning rates among them."""
+    """The optimizer's settings, such as learning rates."""
     random: Mapping[str, Tensor]
     extras: tuple[Any, ...]
 
     @classmethod
     def take(cls, model: nn.Module, optimizer: Optimizer, step: int, extras: tuple[Stateful, ...] = ()) -> Snapshot:
-        """Copies everything, to the CPU.
+        """Copies everything to the CPU.
 
         Example:
             >>> model = nn.Linear(2, 2)
@@ -87,16 +87,16 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: Optimizer, extras: tuple[Stateful, ...] = ()) -> None:
-        """Puts everything back; gradients are dropped. Recipes of layers stay as they are now."""
+        """Restores everything and drops gradients. The recipes of layers do not change."""
         for name, weight in model.named_parameters():
             weight.copy_(self.parameters[name])
             weight.grad = None
         for name, door in model.named_modules():
             if isinstance(door, Quantizer):
                 _restore_door(door, self.doors[name])
-        own = dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
         for name, value in self.buffers.items():
-            own[name].copy_(value)
+            buffers[name].copy_(value)
         for i, parameter in enumerate(_parameters(optimizer)):
             _restore_moments(optimizer.state, parameter, self.moments.get(i))
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
@@ -123,7 +123,7 @@ def _door(door: Quantizer) -> _Door:
 
 def _restore_door(door: Quantizer, saved: _Door) -> None:
     if isinstance(door, WeightQuantizer):
-        door.cached = None  # a weight that is cast anew is cast to the same bits
+        door.cached = None  # a new cast of the weight has the same bits
     if saved.spec is None:
         door.drop()
         return
@@ -137,15 +137,15 @@ def _restore_moments(state: Any, parameter: Tensor, saved: Mapping[str, Any] | N
     if saved is None:
         state.pop(parameter, None)
         return
-    own = state[parameter]
-    for key in [key for key in own if key not in saved]:
-        del own[key]
+    moments = state[parameter]
+    for key in [key for key in moments if key not in saved]:
+        del moments[key]
     for key, value in saved.items():
-        there = own.get(key)
-        if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
-            there.copy_(value)
+        present = moments.get(key)
+        if isinstance(value, Tensor) and isinstance(present, Tensor) and present.shape == value.shape:
+            present.copy_(value)
         elif isinstance(value, Tensor):
-            # step counters live on the CPU unless they are fused or capturable
-            own[key] = value.to(parameter.device, copy=True) if value.dim() else value.clone()
+            # step counters are on the CPU unless they are fused or capturable
+            moments[key] = value.to(parameter.device, copy=True) if value.dim() else value.clone()
         else:
-            own[key] = copy.deepcopy(value)
+            moments[key] = copy.deepcopy(value)

@@ -1,4 +1,4 @@
-// Pictures of the report: SVG as wide as its place. Knows nothing of runs and tensors; report.js does.
+// Draws pictures of the report as SVG, as wide as their place. It knows nothing about runs and tensors; report.js does.
 
 const elide = (name, width) => name.length <= width ? name
   : name.slice(0, width - 1 - (width >> 1)) + "…" + name.slice(name.length - (width >> 1));
@@ -18,7 +18,7 @@ function ticks(low, high, count) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step + 0);  // -0 is 0
   return found;
 }
-// What stands at ticks: alike many places for all of them.
+// The texts at ticks, all with the same number of decimals.
 function tickTexts(values) {
   if (values.some((y) => y && (Math.abs(y) >= 1e6 || Math.abs(y) < 1e-3))) return values.map((y) => human(y));
   const places = Math.max(0, ...values.map((y) => (String(Number(y.toPrecision(3))).split(".")[1] ?? "").length));
@@ -26,14 +26,14 @@ function tickTexts(values) {
   return values.map((y) => whole ? plain(y) : y.toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places }));
 }
 const wholeTicks = (low, high, count) => ticks(low, high, count).filter(Number.isInteger);
-// Ticks on a logarithmic axis from 2**low to 2**high: powers of 10, or of 2, or plain numbers where it is short.
+// Ticks on a logarithmic axis from 2**low to 2**high: powers of 10 or 2, or plain numbers on a short axis.
 function powers(low, high) {
   const base = high - low > 13 ? 10 : 2, unit = Math.log2(base), found = [];
   const step = Math.max(1, Math.ceil((high - low) / unit / 6));
   for (let e = Math.ceil(low / unit / step) * step; e * unit <= high; e += step) found.push(base ** e);
   return found.length > 1 ? found : ticks(2 ** low, 2 ** high, 4);
 }
-// Curves over steps. series: {name, xs, ys, css}, ys null where not known. Returns what others need to draw on top.
+// Curves over steps. series: {name, xs, ys, css}, null for an unknown y. Returns what callers need to draw on top.
 function lines(host, { height, label, series, x: [x0, x1], log = false, bottom = 24, top = 22, left = 56, right = 14 }) {
   const { svg, width } = canvas(host, height, label);
   const f = log ? Math.log2 : (y) => y, shown = (y) => y !== null && Number.isFinite(y) && (!log || y > 0);
@@ -80,7 +80,7 @@ function lines(host, { height, label, series, x: [x0, x1], log = false, bottom =
   return { svg, X, width, left, right, top, base: height - bottom };
 }
 
-// Bars of a histogram whose bins are `wide` each, the first one beginning at first * wide; mark: {at, text} or null.
+// Bars of a histogram with bins of width `wide` from first * wide on; mark: {at, text} or null.
 // Returns rows for a table.
 function bars(host, { first, counts, wide, title, unit, mark }) {
   const { svg, width } = canvas(host, 190, title), left = 44, right = 10, base = 156, high = 116;
@@ -112,7 +112,7 @@ function bars(host, { first, counts, wide, title, unit, mark }) {
   return rows;
 }
 
-// Replaces what is in a table.
+// Replaces the contents of a table.
 function fill(table, heads, rows) {
   table.tHead?.remove();
   table.tBodies[0]?.remove();

@@ -1,7 +1,7 @@
-"""A table of statistics as a grid: casts down, looks across. Every cell is one real row of the table.
+"""Arranges a table of statistics as a grid: casts down, looks across. Every cell is one real row of the table.
 
-A run of thousands of looks does not fit on a page: neighbouring looks then share a column, and the cell shows the worst
-of them (`scales`), never a mean, so that no spike is lost.
+Thousands of looks do not fit on a page. Neighbouring looks then share a column, and the cell shows the worst of them
+(`scales`), never a mean, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ class Grid:
     """
 
     slots: list[SlotKey]
-    """In the order of the page: by tensor, kind of layer, layer."""
+    """Casts in the order of the page: by tensor, kind of layer, layer."""
     looks: list[tuple[int, int]]
     """First and last step of each column."""
     row: Index
-    """(slots, looks): number of the table's row behind each cell, -1 where there is none."""
+    """(slots, looks): number of the table's row behind each cell; -1 for an empty cell."""
     step: Index
-    """(slots, looks): its step."""
+    """(slots, looks): step of that row."""
     values: Mapping[str, Values]
-    """Statistic -> (slots, looks); those that are known nowhere are left out."""
+    """Statistic -> (slots, looks), for statistics with a known value."""
     floor: Values
-    """(slots,): dB that its format gives a bell-shaped tensor; NaN for a format that nobody knows."""
+    """(slots,): SQNR of a bell-shaped tensor in the cast's format, dB; NaN for an unknown format."""
 
     @classmethod
     def of(cls, table: Table, most: int, metrics: tuple[str, ...] = tuple(STATISTICS), by: str = "") -> Grid:
         """The grid of a table.
 
         Args:
-            most: columns at most.
-            metrics: statistics to have.
-            by: of rows that share a cell, the one with the largest number of this statistic stands for all; the most
-                alarming one by default.
+            most: largest number of columns.
+            metrics: statistics to include.
+            by: if rows share a cell, it shows the row with the largest value of this statistic; by default the most
+                alarming row.
         """
         slots = _ordered(table.slots())
         steps = np.unique(table["step"]) if len(table) else np.array([], dtype=np.int64)
@@ -84,7 +84,7 @@ class Grid:
         floor = np.array([healthy_db(FORMATS[s.format]) if s.format in FORMATS else math.nan for s in slots])
         columns = {name: table.metric(name) for name in metrics}
         alarm = columns[by] if by else _alarm(columns, floor[down])[0] if len(table) else np.array([])
-        order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last one to be written wins
+        order = np.argsort(np.nan_to_num(alarm, nan=-1e9), kind="stable")  # the last row written to a cell wins
         row = np.full((len(slots), len(chunks)), -1, dtype=np.int64)
         row[down[order], across[order]] = order
         values = {}
@@ -96,35 +96,35 @@ class Grid:
         return cls(slots, looks, row, step, values, floor)
 
     def alarm(self) -> tuple[Values, npt.NDArray[np.object_]]:
-        """(slots, looks): the highest level of the statistics that tell health, and which one that is."""
+        """(slots, looks): the highest level among the health statistics, and the name of that statistic."""
         return _alarm(self.values, self.floor[:, None], self.row.shape)
 
     def worst(self) -> Worst | None:
-        """The most alarming cell; None where nothing tells health."""
-        found = [worst for worst in self.worst_of_looks() if worst is not None]
-        return max(found, key=lambda worst: worst.level, default=None)
+        """The most alarming cell; None without health statistics."""
+        cells = (worst for worst in self.worst_of_looks() if worst is not None)
+        return max(cells, key=lambda worst: worst.level, default=None)
 
     def worst_of_looks(self) -> list[Worst | None]:
-        """The most alarming cell of each column; None where nothing is known that tells health, or nothing was lost."""
+        """The most alarming cell of each column; None without health statistics, or if nothing was lost."""
         if not self.slots:
             return []
         level, metric = self.alarm()
         slots = np.argmax(np.nan_to_num(level, nan=-np.inf, posinf=1e9), axis=0)
-        found: list[Worst | None] = []
+        cells: list[Worst | None] = []
         for look, slot in enumerate(slots.tolist()):
             name = metric[slot, look]
             if name is None or level[slot, look] == -np.inf:
-                found.append(None)
+                cells.append(None)
                 continue
             value = float(self.values[name][slot, look])
-            found.append(Worst(slot, look, name, value, float(level[slot, look])))
-        return found
+            cells.append(Worst(slot, look, name, value, float(level[slot, look])))
+        return cells
 
     def groups(self) -> list[dict[str, object]]:
-        """Casts that a picture shows together: those of one tensor whose layers are named alike but for a number.
+        """Groups of casts that a picture shows together: one tensor, and layers whose names differ only in a number.
 
         Returns:
-            title, kind, tensor, and members: pairs of a cast's number and its label within the group.
+            title, kind, tensor, and members: pairs (number of the cast, label within the group).
         """
         patterns = [starred(slot.layer) for slot in self.slots]
         layers: dict[tuple[str, str], set[str]] = {}
@@ -151,14 +151,14 @@ def _alarm(
     for name, scale in SCALES.items():
         if not scale.health or name not in values:
             continue
-        here = scale.levels(values[name], floor)
-        higher = (here > level) | (np.isnan(level) & ~np.isnan(here))
-        level, metric = np.where(higher, here, level), np.where(higher, name, metric)
+        danger = scale.levels(values[name], floor)
+        higher = (danger > level) | (np.isnan(level) & ~np.isnan(danger))
+        level, metric = np.where(higher, danger, level), np.where(higher, name, metric)
     return level, metric
 
 
 def _ordered(slots: list[SlotKey]) -> list[SlotKey]:
-    """By tensor, then kind, then number of the layer; else as they came, which is the order of the forward."""
+    """Casts by tensor, kind and number of the layer; otherwise in the order of the forward, as they came."""
     tensors, kinds = list(SYMBOLS), [*_KIND_ORDER, *KINDS]
     patterns = list(dict.fromkeys(starred(slot.layer)[0] for slot in slots))
     rank = {pattern: i for i, pattern in enumerate(patterns)}

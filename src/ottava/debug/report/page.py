@@ -1,7 +1,7 @@
-"""Puts a run's report together: one HTML file that needs nothing else and opens anywhere.
+"""Makes the report of a run: one HTML file that needs no other file and opens anywhere.
 
-The template (report.html.j2) holds all words and looks, report.js all pictures. Every picture has a table with the same
-numbers, which is there without a script as well.
+The template (report.html.j2) has the words, report.js draws the pictures. Every picture has a table with the same
+numbers, which also works without JavaScript.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_PREDICTED_ROWS = 3000
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and what its verdict says."""
+    """A page and its diagnosis."""
 
     html: str
     """The whole file."""
@@ -44,7 +44,7 @@ class Report:
     """`Diagnosis.to_dict()`."""
 
     def write(self, path: Path) -> Path:
-        """Writes the file, beside its place first, so that no reader sees half of it."""
+        """Writes the file under another name and renames it, so that no reader sees half of it."""
         with replacing(path) as scratch:
             scratch.write_text(self.html, encoding="utf-8")
         return path
@@ -54,13 +54,13 @@ def write_report(run: Run, *, baseline: Run | None = None, path: Path | str | No
     """Writes the report of a run.
 
     Args:
-        run: what was watched.
+        run: the watched run.
         baseline: a good run to compare with.
-        path: the file; RUN/report.html by default.
+        path: the file; by default RUN/report.html.
     Returns:
         The file.
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -90,7 +90,7 @@ def make_report(run: Run, *, baseline: Run | None = None) -> Report:
 
 
 def _predictions(run: Run) -> tuple[list[Prediction], tuple[int, int]]:
-    """What-if for a run; of a long one, only some looks are asked. And how many, of how many."""
+    """What-if for a run, and (casts used, casts recorded): a long run uses only some looks."""
     everything, table = run.table(phase=None), run.table()
     asked = table
     if len(table) > _MOST_PREDICTED_ROWS:
@@ -107,11 +107,11 @@ def render_report(
     baseline: Run | None = None,
     comparison: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page, from a run and what the analysis functions said of it.
+    """Renders the page from a run and the results of the analysis functions.
 
     Args:
         diagnosis, comparison: as dicts.
-        asked: how many recorded casts the predictions are from, and how many there are; None: all.
+        asked: (casts used for the predictions, casts recorded); None: all.
     """
     numbers = payload(run.table(phase=None))
     grid = numbers.grid
@@ -124,7 +124,8 @@ def render_report(
         "worst": [None if w is None else [w.slot, w.metric, w.value, w.level] for w in worst],
         "start": _start(grid),
     }
-    found = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(diagnosis.get("findings") or [])]
+    entries = diagnosis.get("findings") or []
+    findings = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(entries)]
     return render(
         __package__,
         "report.html.j2",
@@ -134,7 +135,7 @@ def render_report(
         packed=numbers.packed,
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
-        findings=found,
+        findings=findings,
         questions=sections.questions(diagnosis),
         untested=sections.untested(diagnosis),
         grid=grid,
@@ -161,46 +162,44 @@ def render_report(
 
 
 def _curves(run: Run) -> dict[str, Any]:
-    """Loss and gradient norm, thinned; [[], []] where nobody noted them."""
+    """Loss and gradient norm, thinned; [[], []] if the run did not log them."""
     steps = run.steps
     curves: dict[str, Any] = {}
     for name in ("loss", "grad_norm"):
         values = steps.get(name, np.zeros(0))
-        known = bool(np.isfinite(values).any())
-        curves[name] = thin(steps["step"], values, _MOST_POINTS) if known else [[], []]
+        curves[name] = thin(steps["step"], values, _MOST_POINTS) if np.isfinite(values).any() else [[], []]
     curves["not_finite_from"] = not_finite_from(steps["step"], steps["loss"]) if len(steps["step"]) else None
     return curves
 
 
 def _start(grid: Grid) -> dict[str, Any]:
-    """What is selected when the page opens: the worst cell of the run, coloured by what is worst there."""
+    """The selection when the page opens: the worst cell of the run, and its worst statistic."""
     worst = grid.worst()
     if worst is not None and worst.level > 0:
         return {"slot": worst.slot, "look": worst.look, "metric": worst.metric}
-    liked = (*sections.WORST_COLUMNS, *grid.values)
-    metric = next((name for name in liked if name in grid.values), None)
+    metric = next((name for name in (*sections.WORST_COLUMNS, *grid.values) if name in grid.values), None)
     return {"slot": 0, "look": max(0, len(grid.looks) - 1), "metric": metric}
 
 
 def _loss_rows(run: Run, grid: Grid, worst: Sequence[Any]) -> list[dict[str, Any]]:
-    """The picture of loss and worst tensors as a table: a row a look, or a row a step where there was no look."""
+    """The picture of loss and worst tensors as a table: one row per look; without looks, one row per step."""
     steps, loss, norm = run.steps["step"], run.steps["loss"], run.steps.get("grad_norm")
     at = {int(step): i for i, step in enumerate(steps)}
     tensors = {}
-    for look, found in enumerate(worst):
-        if found is not None:
-            tensors[int(grid.step[found.slot, look])] = found
-    wanted = sorted({*tensors, *(at if not tensors else ())})
-    every = -(-len(wanted) // _TABLE_STEPS) or 1
+    for look, cell in enumerate(worst):
+        if cell is not None:
+            tensors[int(grid.step[cell.slot, look])] = cell
+    shown = sorted({*tensors, *(at if not tensors else ())})
+    every = -(-len(shown) // _TABLE_STEPS) or 1
     rows = []
-    for step in [step for i, step in enumerate(wanted) if i % every == 0 or i == len(wanted) - 1]:
-        i, found = at.get(step), tensors.get(step)
+    for step in [step for i, step in enumerate(shown) if i % every == 0 or i == len(shown) - 1]:
+        i, cell = at.get(step), tensors.get(step)
         row = {"step": step, "loss": text.number(float(loss[i])) if i is not None else text.number(None)}
         row["grad_norm"] = text.number(float(norm[i])) if i is not None and norm is not None else text.number(None)
         row |= {"layer": "", "tensor": "", "metric": "", "value": ""}
-        if found is not None:
-            slot = grid.slots[found.slot]
-            value = text.number(found.value, STATISTICS[found.metric].unit)
-            row |= {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": found.metric, "value": value}
+        if cell is not None:
+            slot = grid.slots[cell.slot]
+            value = text.number(cell.value, STATISTICS[cell.metric].unit)
+            row |= {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": cell.metric, "value": value}
         rows.append(row)
     return rows

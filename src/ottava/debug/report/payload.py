@@ -1,8 +1,8 @@
-"""What the page's script draws from: a little JSON, and all numbers as deflated 32-bit floats in base64.
+"""Packs the data of the page's script: a little JSON, and all numbers as deflated 32-bit floats in base64.
 
-Numbers keep 12 bits of mantissa, more than three digits, and the three digits that `text.number` shows of them; whole
-numbers, such as steps and counts of infinities, are exact. The four bytes go into four planes, which deflate packs to
-about a third. If that is still too much for one page, neighbouring looks share a column, worst first (`grid`).
+Numbers keep 12 bits of mantissa, more than three digits, and `text.number` shows the same three digits of them;
+whole numbers, such as steps and counts of infinities, are exact. The four bytes go into four planes, which deflate
+packs to about a third. If that is still too much for one page, neighbouring looks share a column (`grid`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ottava.formats import FORMATS
 from ottava.text import rounded_alike
 
 MAX_BYTES = 1_450_000
-"""Of base64, so that a whole page stays under 2 MB."""
+"""Largest size of the base64 text, so that a whole page stays under 2 MB."""
 _MOST_LOOKS, _LEAST_LOOKS = 240, 3
 _MAX_HISTOGRAMS = 1200
 _SERIES = ("amax", "scale_min", "scale_max", "nonfinite")
 _HISTOGRAMS = ("exponents", "row_sqnr", "block_spread")
 _DROPPED_BITS = 11
-_NEAR_A_HALF = 1e-6  # of the third digit: far more than the vectorized division below is off
+_NEAR_A_HALF = 1e-6  # of the third digit: far more than the error of the vectorized division below
 _LEAST_NORMAL = 2.0**-126
 _WHOLE = 2**24
-"""Up to there, fp32 has every whole number."""
+"""fp32 represents every whole number up to this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class Payload:
     """The numbers of a page."""
 
     facts: dict[str, Any]
-    """Plain JSON: what the arrays in `packed` mean."""
+    """Plain JSON: the meaning of the arrays in `packed`."""
     packed: str
     """base64 of deflated byte planes."""
     grid: Grid
 
 
 def payload(table: Table) -> Payload:
-    """The payload of all rows of a run, light ones too (`Run.table(phase=None)`)."""
+    """The payload of all rows of a run, with light rows (`Run.table(phase=None)`)."""
     full = table.where(phase="full")
     light = len(full) < len(table)
     main = full if len(full) else table
@@ -79,10 +79,10 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
         "counts": len(counts),
     }
     if series is not None:
-        known = [name for name in _SERIES if name in series.values]
-        have = [grid.slots.index(slot) if slot in grid.slots else -1 for slot in series.slots]
-        facts["series"] = {"slots": have, "looks": len(series.looks), "names": known}
-        arrays += [series.values[name].ravel() for name in known]
+        present = [name for name in _SERIES if name in series.values]
+        slots = [grid.slots.index(slot) if slot in grid.slots else -1 for slot in series.slots]
+        facts["series"] = {"slots": slots, "looks": len(series.looks), "names": present}
+        arrays += [series.values[name].ravel() for name in present]
         arrays.append(series.step.ravel().astype(np.float64))
     return facts, pack(np.concatenate([shown_alike(np.concatenate(arrays)), thinned(counts)]))
 
@@ -102,7 +102,7 @@ def thinned(values: Values) -> npt.NDArray[np.float32]:
 
 
 def shown_alike(values: Values) -> npt.NDArray[np.float32]:
-    """`thinned`, but to the neighbour that is shown with the same three digits; whole numbers stay what they are.
+    """`thinned` to the neighbour that shows the same three digits; whole numbers stay exact.
 
     Example:
         >>> values = np.array([1.28503, 12345.0])
@@ -113,7 +113,7 @@ def shown_alike(values: Values) -> npt.NDArray[np.float32]:
     digits = all_rounded(near.astype(np.float64))
     with np.errstate(invalid="ignore"):  # infinity less infinity
         other = (np.abs(digits - shown) > 1e-6 * np.abs(shown)) & (np.abs(values) >= _LEAST_NORMAL)
-    # the grid of 12 bits is finer than that of three digits: the next number is on the right side
+    # 12 bits are finer than three digits, so the next number is on the right side
     step = np.where(np.abs(digits) < np.abs(shown), 1, -1).astype(np.int64) << _DROPPED_BITS
     next_to = (near.view(np.uint32) + step).astype(np.uint32).view(np.float32)
     whole = (np.abs(values) <= _WHOLE) & (values == np.floor(values))
@@ -121,18 +121,18 @@ def shown_alike(values: Values) -> npt.NDArray[np.float32]:
 
 
 def all_rounded(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """`rounded_alike` of every number that is finite, but for their last bits; the others stay.
+    """`rounded_alike` of every finite number, except for its last bits; other numbers stay.
 
     Example:
         >>> all_rounded(np.array([2.125, 99960.0, np.inf])).tolist()
         [2.13, 100000.0, inf]
     """
-    known = np.isfinite(values) & (values != 0)
-    size = np.abs(np.where(known, values, 1.0))
+    finite = np.isfinite(values) & (values != 0)
+    size = np.abs(np.where(finite, values, 1.0))
     unit = 10.0 ** (np.floor(np.log10(size)) - 2)
     digits = size / unit
-    rounded = np.where(known, np.copysign(np.floor(digits + 0.5) * unit, values), values)
-    for i in np.flatnonzero(known & (np.abs(digits - np.floor(digits) - 0.5) < _NEAR_A_HALF)):
+    rounded = np.where(finite, np.copysign(np.floor(digits + 0.5) * unit, values), values)
+    for i in np.flatnonzero(finite & (np.abs(digits - np.floor(digits) - 0.5) < _NEAR_A_HALF)):
         rounded.flat[i] = rounded_alike(float(values.flat[i]))
     return rounded
 
@@ -155,49 +155,41 @@ def unpack(packed: str) -> npt.NDArray[np.float32]:
 
 
 def _metric(name: str, values: Values) -> dict[str, Any]:
-    """What the script needs to show a statistic and to colour it."""
+    """The facts that the script needs to show and colour a statistic."""
     statistic, scale = STATISTICS[name], SCALES.get(name)
     entry: dict[str, Any] = {"name": name, "unit": statistic.unit, "meaning": statistic.meaning}
     if scale is not None:
         ends = {"calm": scale.calm, "alarm": scale.alarm, "log": scale.log, "below": scale.below_format}
         return entry | {"warns": True, **ends}
-    known = values[np.isfinite(values)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    values = values[np.isfinite(values)]
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     log = low > 0 and high > 30 * low
     return entry | {"warns": False, "calm": low, "alarm": high, "log": log, "below": False}
 
 
 def _formats() -> dict[str, dict[str, float]]:
-    """Formats whose window the tensor page can show: signed ones of up to 8 bits."""
-    return {
-        name: {
-            "max": fmt.max,
-            "clip": fmt.clip,
-            "normal": fmt.min_normal,
-            "subnormal": fmt.min_subnormal,
-            "eps": fmt.eps,
-        }
-        for name, fmt in FORMATS.items()
-        if fmt.signed and fmt.has_zero and fmt.bits <= 8
-    }
+    """The formats that the tensor page offers: signed formats of up to 8 bits."""
+    names = {"max": "max", "clip": "clip", "normal": "min_normal", "subnormal": "min_subnormal", "eps": "eps"}
+    formats = {name: fmt for name, fmt in FORMATS.items() if fmt.signed and fmt.has_zero and fmt.bits <= 8}
+    return {name: {key: getattr(fmt, field) for key, field in names.items()} for name, fmt in formats.items()}
 
 
 def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
-    """For each cast the histograms of some looks: the worst, the first, the last, and as many between as there is room.
+    """The histograms of some looks for each cast: the worst, the first, the last, and as many between as fit.
 
     Returns:
-        [slot, look, then first bin and bins of each histogram], and all their counts one after another.
+        [slot, look, then first bin and bins of each histogram], and the counts of all histograms in a row.
     """
     each = max(3, _MAX_HISTOGRAMS // max(1, len(grid.slots)))
     alarm = np.nan_to_num(grid.alarm()[0], nan=-1e9, posinf=1e9, neginf=-1e8)
-    there = table.has_histograms() | table.has_histograms("row_sqnr")
+    filled_rows = table.has_histograms() | table.has_histograms("row_sqnr")
     chosen: list[tuple[int, int]] = []
     for slot in range(len(grid.slots)):
-        known = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if there[grid.row[slot, k]]]
-        if known:
-            worst = known[int(np.argmax(alarm[slot, known]))]
-            chosen += [(slot, look) for look in sorted({worst, *_spread(known, each)})]
-    tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all of them would fill the memory
+        looks = [k for k in np.flatnonzero(grid.row[slot] >= 0).tolist() if filled_rows[grid.row[slot, k]]]
+        if looks:
+            worst = looks[int(np.argmax(alarm[slot, looks]))]
+            chosen += [(slot, look) for look in sorted({worst, *_spread(looks, each)})]
+    tallies = table.take([grid.row[slot, look] for slot, look in chosen]).tallies  # all tallies would fill the memory
     entries = [[slot, look] for slot, look in chosen]
     counts: list[Values] = [np.zeros(0)]
     for i, entry in enumerate(entries):
@@ -211,7 +203,7 @@ def _histograms(table: Table, grid: Grid) -> tuple[list[list[int]], Values]:
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
-    """Up to `most` of them, evenly, the first and the last among them."""
+    """Up to `most` items, evenly spread, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[i] for i in np.linspace(0, len(items) - 1, most).round().astype(int)]

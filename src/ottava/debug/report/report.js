@@ -1,6 +1,6 @@
-// The pictures of the report, and what answers pointer and keys. One state {slot, look, metric} is kept in the address,
-// so that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. What each number means is said by
-// the JSON in #facts; the numbers are in #numbers, see payload.py. Drawing is in chart.js.
+// Draws the pictures of the report and handles pointer and keys. The address keeps the state {slot, look, metric}, so
+// that a link can point at a cell: report.html#slot=3&metric=underflow_pct&step=40. The numbers are in #numbers, and
+// the JSON in #facts explains them, see payload.py. chart.js draws.
 (async () => {
 const facts = JSON.parse($("facts").textContent);
 const { slots, groups, looks, metrics, formats, events } = facts;
@@ -19,7 +19,7 @@ async function unpack(text) {
 const numbers = await unpack($("numbers").textContent);
 const size = slots.length * looks.length;
 const valueAt = (metric, slot, look) => metric === undefined ? NaN : numbers[metric * size + slot * looks.length + look];
-const stepAt = (slot, look) => valueAt(metrics.length, slot, look);  // -1: not looked at
+const stepAt = (slot, look) => valueAt(metrics.length, slot, look);  // -1: no look
 const named = (name, slot, look) => valueAt(metricAt[name], slot, look);
 
 let offset = numbers.length - facts.counts;
@@ -32,7 +32,7 @@ const histograms = facts.histograms.map(([slot, look, ...bins]) => {
   return { slot, look, exponents, rows, spread };
 });
 
-// Where a value lies between calm (0) and alarming (1); null where that is not known.
+// The level of a value between calm (0) and alarming (1); null if unknown.
 function level(metric, slot, value) {
   const { calm, alarm, log, below } = metrics[metric], floor = facts.floor[slot];
   if (Number.isNaN(value) || (below && floor === null)) return null;
@@ -80,7 +80,7 @@ function drawEvents({ svg, X, top, base }, shown) {
     put(mark, "title", {}, here.map((event) => `step ${event.step}: ${event.kind}, ${event.text}`).join("\n"));
   }
 }
-// Left and right edge of each look on an axis of steps: half-way to its neighbours, but no more than a usual gap.
+// Left and right edge of a look on an axis of steps: half-way to its neighbours, at most a usual gap.
 function edges(look) {
   const middle = ([first, last]) => (first + last) / 2, here = middle(looks[look]), count = looks.length;
   const usual = count > 1 ? (middle(looks[count - 1]) - middle(looks[0])) / (count - 1) : 1;
@@ -88,7 +88,7 @@ function edges(look) {
   return [here - gap(look - 1), here + gap(look + 1)];
 }
 function drawStrip([x0, x1]) {
-  const { svg, width } = canvas($("strip"), 56, "The worst tensor of each look, coloured by how alarming it is");
+  const { svg, width } = canvas($("strip"), 56, "The worst tensor of each look; its colour shows how alarming it is");
   const { left, right } = MARGIN, X = (x) => clamp(left + (x - x0) / (x1 - x0) * (width - left - right), left, width - right);
   put(svg, "text", { x: left, y: 12, class: "name" }, "worst tensor of each look");
   const cells = facts.worst.map((worst, look) => {
@@ -127,7 +127,7 @@ function drawHeat() {
   const { svg, width } = canvas(host, bottom + 22, `Heat map of ${metric.name}: layers down, looks across. Arrow keys move, Enter goes to the tensor.`);
   const across = (width - left - 4) / looks.length, cell = { width: across - (across > 6 ? 1 : 0), height: Math.max(3, high - 1) };
   for (const [key, value] of [["tabindex", 0], ["role", "application"], ["aria-describedby", "cell"]]) svg.setAttribute(key, value);
-  const paths = {};  // one for each colour
+  const paths = {};  // one path for each colour
   let y = 0;
   heatRows = [];
   for (const group of shown) {
@@ -182,11 +182,11 @@ function heatKey(event) {
 }
 function cellText({ slot, look }) {
   const step = stepAt(slot, look), { name, unit } = metrics[state.metric];
-  if (step < 0) return `${nameOf(slot)}; not looked at around step ${plain(looks[look][0])}`;
+  if (step < 0) return `${nameOf(slot)}; no look around step ${plain(looks[look][0])}`;
   return `${nameOf(slot)}; step ${plain(step)}; ${name} ${human(valueAt(state.metric, slot, look), unit)}`;
 }
 function drawLegend({ warns, below, calm, alarm, unit, log, meaning }) {
-  const host = $("legend"), [low, high] = below ? ["as the format allows", `${alarm} dB below that`] : [human(calm, unit), human(alarm, unit)];
+  const host = $("legend"), [low, high] = below ? ["as good as the format", `${alarm} dB below that`] : [human(calm, unit), human(alarm, unit)];
   host.replaceChildren();
   put(host, "span", {}, warns ? `calm: ${low}` : low);
   for (let i = 0; i < 9; i++) put(host, "i", { class: (warns ? "h" : "n") + i });
@@ -202,7 +202,7 @@ function fillHeatTable() {
 // ---- the tensor of the selected cell ------------------------------------------------------------------------------
 
 function drawTensor() {
-  const slot = slots[state.slot], step = stepAt(state.slot, state.look), when = step < 0 ? "Not looked at here." : `Step ${plain(step)}.`;
+  const slot = slots[state.slot], step = stepAt(state.slot, state.look), when = step < 0 ? "It had no look here." : `Step ${plain(step)}.`;
   $("tensor-title").textContent = nameOf(state.slot);
   $("tensor-cast").textContent = `${castOf(slot)}${slot.scaling ? `, ${slot.scaling} scaling` : ""}. ${when}`;
   $("cell").textContent = cellText(state);
@@ -217,8 +217,8 @@ function drawTensor() {
   $("no-histograms").hidden = Boolean(nearest);
   drawScales();
   if (!nearest) return;
-  $("histogram-step").textContent = `${nearest.look === state.look ? "This is step" : "The nearest on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`;
-  const counted = nearest.exponents.counts.length > 0;  // not where a run was watched with detail="numbers"
+  $("histogram-step").textContent = `${nearest.look === state.look ? "This is step" : "The nearest histogram on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`;
+  const counted = nearest.exponents.counts.length > 0;  // a run that was watched with detail="numbers" has none
   $("magnitudes").hidden = !counted;
   $("no-magnitudes").hidden = counted;
   if (counted) {
@@ -228,13 +228,13 @@ function drawTensor() {
     drawWindow();
   }
   const floor = facts.floor[state.slot], mark = floor === null ? null : { at: floor, text: `bell-shaped, in ${slot.format}` };
-  const rows = bars($("row-sqnr"), { ...nearest.rows, wide: 0.5, title: "Rows by their own SQNR", unit: "dB", mark });
+  const rows = bars($("row-sqnr"), { ...nearest.rows, wide: 0.5, title: "Rows by SQNR of the row", unit: "dB", mark });
   fill($("row-sqnr-table"), ["SQNR, dB", "share of rows"], rows);
-  const spread = bars($("spread"), { ...nearest.spread, wide: 1, title: "1x128 blocks by how far their amax lies below the tensor’s", unit: "octaves below", mark: null });
+  const spread = bars($("spread"), { ...nearest.spread, wide: 1, title: "1x128 blocks by distance of their amax below the tensor’s", unit: "octaves below", mark: null });
   fill($("spread-table"), ["octaves below", "share of blocks"], spread);
 }
 let seen = null;
-// Bins of a quarter octave as edges in |x| and counts, and the scale that the cast used, or that current scaling would.
+// Bins of a quarter octave with edges in |x| and counts, and the scale of the cast, or that of current scaling.
 function histogramOf({ look, slot, exponents }) {
   const edge = (bin) => 2 ** (Math.floor(bin / 4) - 127) * (1 + (bin % 4) / 4);
   const bins = [...exponents.counts].map((count, i) => ({ low: edge(exponents.first + i), high: edge(exponents.first + i + 1), count }));
@@ -243,7 +243,7 @@ function histogramOf({ look, slot, exponents }) {
   const current = (formats[slots[slot].format] ?? formats.E4M3).max / (named("amax", slot, look) || bins.at(-1).high);
   return { bins, slot, look, several, known: used > 0, scale: used > 0 ? used : current, total: bins.reduce((sum, bin) => sum + bin.count, 0) };
 }
-// What one scale and a format would do, from the bins alone: elements are even within a bin, errors within a step.
+// Predicts a cast by one scale and format from the bins: elements are even within a bin, errors within a step.
 function predict({ bins, total }, format, scale) {
   const gone = format.subnormal / 2;
   const part = ({ low, high, count }, from, to) => count * clamp((Math.min(to, high * scale) - Math.max(from, low * scale)) / ((high - low) * scale), 0, 1);
@@ -264,7 +264,7 @@ function drawWindow() {
     octaves.set(e, (octaves.get(e) ?? 0) + count / seen.total);
   }
   drawOctaves(octaves, [format.subnormal / 2, format.normal, format.clip].map((y) => Math.log2(y / scale)));
-  const whose = seen.known ? (seen.several ? "the smallest scale used" : "the scale used") : "what current scaling would use";
+  const whose = seen.known ? (seen.several ? "the smallest scale used" : "the scale used") : "the scale of current scaling";
   $("shift-text").textContent = `${human(scale)}: ${shift ? `2^${String(shift).replace("-", "−")} times ` : ""}${whose}`;
   const told = predict(seen, format, scale), measured = (name) => named(name, seen.slot, seen.look);
   fill($("predicted"), ["at this scale and format", "predicted", "measured in the run"], [
@@ -276,7 +276,7 @@ function drawWindow() {
   fill($("window-table"), ["magnitude", "share of elements"], [...octaves].map(([e, share]) => [`2^${e} to 2^${e + 1}`, human(100 * share, "%")]));
 }
 function drawOctaves(octaves, [gone, normal, clip]) {
-  const { svg, width } = canvas($("window"), 250, "Elements by magnitude, over what the format can hold at this scale");
+  const { svg, width } = canvas($("window"), 250, "Elements by magnitude, and the range of the format at this scale");
   const left = 52, right = 10, top = 38, base = 214, least = Math.min(-4, Math.floor(Math.log10(1 / seen.total)));
   const x0 = Math.min(...octaves.keys(), Math.floor(gone) - 2), x1 = Math.max(...octaves.keys(), Math.ceil(clip)) + 2;
   const X = (x) => left + (clamp(x, x0, x1) - x0) / (x1 - x0) * (width - left - right);
@@ -298,10 +298,10 @@ function drawOctaves(octaves, [gone, normal, clip]) {
   for (const x of wholeTicks(x0, x1, Math.max(3, width / 90))) {
     put(svg, "text", { x: X(x), y: base + 16, "text-anchor": "middle" }, `2^${x}`.replace("-", "−"));
   }
-  put(svg, "text", { x: width - right, y: base + 32, "text-anchor": "end" }, "magnitude of the elements that are not 0");
+  put(svg, "text", { x: width - right, y: base + 32, "text-anchor": "end" }, "magnitude of non-zero elements");
   put(svg, "text", { x: 0, y: 10 }, "share of elements, logarithmic");
 }
-// [step, amax, smallest scale, largest scale] of each look; of each step that is known where light rows are, too.
+// [step, amax, smallest scale, largest scale] of each look; with light rows, of each recorded step.
 function scaleRows() {
   const fine = facts.series, place = fine ? fine.slots.indexOf(state.slot) : -1;
   if (place < 0) {
@@ -345,7 +345,7 @@ function select(changes, remember = true) {
   const step = Math.max(stepAt(state.slot, state.look), looks[state.look][0]);
   if (remember) history.replaceState(null, "", `#slot=${state.slot}&metric=${name}&step=${step}`);
 }
-// The slot most like the selected one that this holds for.
+// The slot most like the selected one among those that `wanted` accepts.
 function similar(wanted) {
   const here = slots[state.slot];
   const alike = (slot) => wanted(slot) ? (slot.layer === here.layer) + (castKey(slot) === castKey(here)) / 2 + (slot.direction === here.direction) / 4 : -1;
@@ -384,7 +384,7 @@ for (const button of document.querySelectorAll("button.copy")) button.addEventLi
   const value = button.parentElement.querySelector("pre").textContent;
   try {
     await navigator.clipboard.writeText(value);
-  } catch {  // a page from file:// may not be allowed to
+  } catch {  // a page from file:// may not have permission
     const area = Object.assign(document.createElement("textarea"), { value });
     document.body.append(area);
     area.select();

@@ -1,8 +1,8 @@
-"""From where to where a statistic is coloured: one entry in `SCALES` each, from calm (level 0) to alarming (level 1).
+"""The colour scale of each statistic, from calm (level 0) to alarming (level 1): one entry in `SCALES` each.
 
-The ends do not decide anything; rules do (`diagnose`). They put statistics of different units onto one axis, so that a
-heat map looks alike in every run, and the worst tensor of a look can be named. Signal to noise is read against what the
-format gives a bell-shaped tensor (`limits.healthy_db`).
+The scales decide nothing; the rules of `diagnose` do. They put statistics of different units onto one axis, so that
+heat maps of all runs look alike and each has a worst tensor. SQNR is measured from that of a bell-shaped tensor in the
+format (`limits.healthy_db`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Scale:
     """The two ends of a statistic's colours."""
 
     calm: float
-    """Level 0; dB below the format's own figure where `below_format`."""
+    """Value at level 0; with `below_format`, dB below the SQNR of a bell-shaped tensor in the format."""
     alarm: float
-    """Level 1."""
+    """Value at level 1."""
     log: bool = False
-    """Levels follow the logarithm."""
+    """Whether levels follow the logarithm."""
     below_format: bool = False
-    """Count down from what the format gives a bell-shaped tensor."""
+    """Whether values are dB below the SQNR of a bell-shaped tensor in the format."""
     health: bool = False
-    """Take part in naming the worst tensor of a look."""
+    """Whether the statistic helps to find the worst tensor of a look."""
 
     def levels(self, values: Any, floor: Any) -> Values:
-        """Levels, below 0 and above 1 too; NaN stays.
+        """Levels, which may be below 0 or above 1; NaN stays NaN.
 
         Args:
-            values: numbers of the statistic.
-            floor: what the format of each gives a bell-shaped tensor, dB.
+            values: values of the statistic.
+            floor: SQNR of a bell-shaped tensor in the format of each value, dB.
 
         Example:
             >>> SCALES["row_sqnr_p50_db"].levels([31.5, 15.5], 31.5).tolist()
@@ -79,5 +79,5 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         "nonfinite": Scale(0.1, 10, log=True, health=True),
     }
 )
-"""Statistics without an entry have units of their own tensor (amax, mse): they are coloured from their least to their
-largest number, in a colour that does not warn."""
+"""A statistic without an entry has the unit of its tensor (amax, mse). Its colours run from its smallest to its largest
+value and do not warn."""

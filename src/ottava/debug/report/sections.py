@@ -1,7 +1,7 @@
-"""What the page says in words and tables: findings, what-if, difference, coverage, how to run it again.
+"""The words and tables of the page: findings, what-if, difference, coverage, and how to run it again.
 
-Everything here turns the plain dicts of the analysis functions and of the manifest into rows; keys that are missing
-leave a row out, for runs are also imported from tools that know less.
+These functions turn the plain dicts of the analysis functions and of the manifest into rows. They leave out a row whose
+keys are missing, because imported runs have fewer facts.
 """
 
 from __future__ import annotations
@@ -24,23 +24,17 @@ Json = Mapping[str, Any]
 FRAMEWORKS = MappingProxyType(
     {"ottava": "ottava", "megatron": "Megatron", "te": "TransformerEngine", "torchao": "torchao"}
 )
-"""Keys of a remedy's patch, and what the tabs say."""
+"""Key in a remedy's patch -> name on the tab."""
 WORST_COLUMNS = (
-    "row_sqnr_p50_db",
-    "underflow_pct",
-    "underflow_pct_numel",
-    "overflow_pct",
-    "scale_error_max",
-    "sqnr_db",
-    "kurtosis",
-    "amax",
+    *("row_sqnr_p50_db", "underflow_pct", "underflow_pct_numel", "overflow_pct"),
+    *("scale_error_max", "sqnr_db", "kurtosis", "amax"),
 )
-"""Statistics of the table of all tensors, where the run knows them."""
+"""Statistics in the table of all tensors, if the run has them."""
 WHAT_IF_ROWS = 40
 
 
 def finding(entry: Json, grid: Grid) -> dict[str, Any]:
-    """A finding of a Diagnosis as the card shows it."""
+    """A finding of a Diagnosis, as the page shows it."""
     evidence = [_evidence(item, grid) for item in entry.get("evidence") or []]
     first, last = (*(entry.get("steps") or ()), None, None)[:2]
     layers = list(entry.get("layers") or [])
@@ -92,7 +86,7 @@ def _value(value: Any, unit: str) -> str:
 
 
 def _link(item: Json, grid: Grid) -> str:
-    """The fragment that selects the cell of an evidence; "" where the page does not have it."""
+    """The fragment that selects the cell of an evidence; "" if the page does not have it."""
     metric, step = item.get("metric"), item.get("step")
     for i, slot in enumerate(grid.slots):
         if slot.layer == item.get("layer") and slot.tensor == item.get("tensor"):
@@ -116,23 +110,24 @@ def _remedy(item: Json) -> dict[str, Any]:
 
 
 def headline(diagnosis: Json) -> str:
-    """The verdict's sentence without the word that the badge beside it says."""
+    """The verdict's sentence without the word on its badge."""
     sentence = str(diagnosis["sentence"])
     rest = sentence.removeprefix(f"{diagnosis['verdict']}: ")
     return rest[:1].upper() + rest[1:]
 
 
 def questions(diagnosis: Json) -> list[tuple[str, str, str]]:
-    """The triage tree as it was walked: number, question, answer with what follows from it."""
+    """The path through the triage tree: number, question, answer with its meaning."""
     rows = []
     for entry in diagnosis.get("questions") or []:
-        said = [str(entry.get("answer") or "unknown"), str(entry.get("say") or ""), *map(str, entry.get("needs") or [])]
-        rows.append((str(entry.get("id") or ""), str(entry.get("question") or ""), "; ".join(filter(None, said))))
+        words = [str(entry.get("answer") or "unknown"), str(entry.get("say") or "")]
+        words += map(str, entry.get("needs") or [])
+        rows.append((str(entry.get("id") or ""), str(entry.get("question") or ""), "; ".join(filter(None, words))))
     return rows
 
 
 def untested(diagnosis: Json) -> list[tuple[str, str, str]]:
-    """Rules that could not be tested: name, title, what they need."""
+    """Rules that lack data: name, title, needs."""
     keys = ("id", "title", "needs")
     return [(*(_plain(entry.get(key)) for key in keys),) for entry in diagnosis.get("untested") or []]  # type: ignore[misc]
 
@@ -145,17 +140,17 @@ def worst_table(grid: Grid) -> dict[str, Any]:
     """
     columns = [name for name in WORST_COLUMNS if name in grid.values]
     if "underflow_pct" in columns and "underflow_pct_numel" in columns:
-        columns.remove("underflow_pct_numel")  # only for runs of tools that count this way
+        columns.remove("underflow_pct_numel")  # only for runs of tools that have no other
     level = grid.alarm()[0]
     rows: list[dict[str, Any]] = []
     for i, slot in enumerate(grid.slots):
-        known = [k for k in range(len(grid.looks)) if grid.row[i, k] >= 0]
-        at = max(known, key=lambda k: -math.inf if math.isnan(level[i, k]) else float(level[i, k]))
+        looks = [k for k in range(len(grid.looks)) if grid.row[i, k] >= 0]
+        at = max(looks, key=lambda k: -math.inf if math.isnan(level[i, k]) else float(level[i, k]))
         cells = []
         for name in columns:
             value = float(grid.values[name][i, at])
-            here = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
-            shade = 0 if math.isnan(here) else int(min(3, max(0, 4 * here)))
+            danger = float(SCALES[name].levels(value, grid.floor[i])) if name in SCALES else 0.0
+            shade = 0 if math.isnan(danger) else int(min(3, max(0, 4 * danger)))
             cells.append((number(value, STATISTICS[name].unit), shade))
         rows.append(
             {
@@ -173,7 +168,7 @@ def worst_table(grid: Grid) -> dict[str, Any]:
 
 
 def cast_text(slot: Json) -> str:
-    """A cast in a few words: E4M3[tensor, delayed], with the direction where it is that of the transpose."""
+    """A cast in a few words: E4M3[tensor, delayed], and "of the transpose" if it is."""
     facts = [slot["granularity"], *(slot[key] for key in ("scale_format", "scaling") if slot[key] not in _PLAIN)]
     inside = ", ".join(fact for fact in facts if fact)
     turned = " of the transpose" if slot["direction"] == "col" else ""
@@ -184,11 +179,11 @@ _PLAIN = frozenset({"fp32", "current", ""})
 
 
 def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
-    """Predictions by recipe, and tensor by tensor where some recipe fails; None where there are none.
+    """Predictions by recipe, and by tensor if a recipe fails for it; None without predictions.
 
     Returns:
-        recipes: rows of `what_if.summary`; cheapest: recipe, layers it is the cheapest for; columns and rows: the
-        tensors that not every recipe clears, `more` of which are left out; unharmed: how many every recipe clears.
+        recipes: rows of `what_if.summary`; cheapest: (recipe, number and names of its layers); columns and rows: the
+        tensors for which some recipe fails; more: number of rows left out; unharmed: tensors that every recipe clears.
     """
     if not predictions:
         return None
@@ -198,12 +193,12 @@ def what_if(predictions: Sequence[Prediction]) -> dict[str, Any] | None:
         cells = tensors.setdefault((p.layer, p.tensor), {})
         other = cells.get(p.recipe)
         if other is None or (p.clears, _or(p.element_sqnr_db)) < (other.clears, _or(other.element_sqnr_db)):
-            cells[p.recipe] = p  # of a tensor cast both ways, the worse cast
+            cells[p.recipe] = p  # the worse of both directions
     failing = {key: cells for key, cells in tensors.items() if not all(p.clears for p in cells.values())}
     order = sorted(failing, key=lambda key: -sum(not p.clears for p in failing[key].values()))
     layers: dict[str, list[str]] = {}
     for layer, name in cheapest(predictions).items():
-        layers.setdefault(name or "none of them", []).append(layer)
+        layers.setdefault(name or "none of these", []).append(layer)
     return {
         "recipes": summary(predictions),
         "cheapest": [(name, len(names), listed(names, most=3)) for name, names in layers.items()],
@@ -221,9 +216,9 @@ def _or(value: float | None, other: float = 0.0) -> float:
 
 
 def difference(comparison: Json) -> dict[str, Any]:
-    """A Comparison as the page shows it."""
+    """A Comparison, as the page shows it."""
     ranked = []
-    # bits are the one scale of all statistics that effects are ranked by
+    # effects of all statistics are ranked in bits
     effects = [abs(_or(item.get("bits", item.get("effect")))) for item in comparison.get("ranked") or []]
     top = max((e for e in effects if math.isfinite(e)), default=0.0) or 1.0
     for item, effect in zip((comparison.get("ranked") or [])[:25], effects, strict=False):
@@ -265,7 +260,7 @@ def _first(first: Json | None) -> str:
         text += f"; the good run stays between {number(float(low), unit)} and {number(float(high), unit)}"
     lead = first.get("lead_steps")
     if isinstance(lead, (int, float)):
-        text += f". That is {int(lead):,} steps before the losses part" if lead > 0 else ". The losses part first"
+        text += f". That is {int(lead):,} steps before the losses diverge" if lead > 0 else ". The losses diverge first"
     spread = first.get("direction")
     return text + (f". It spreads through the {spread}." if spread else ".")
 
@@ -273,7 +268,7 @@ def _first(first: Json | None) -> str:
 def _loss_facts(loss: Json) -> str:
     parts = []
     if loss.get("diverged_at") is not None:
-        parts.append(f"losses part at step {int(loss['diverged_at']):,}")
+        parts.append(f"losses diverge at step {int(loss['diverged_at']):,}")
     for key, unit in (("good", ""), ("bad", ""), ("gap", "%")):
         if isinstance(loss.get(key), (int, float)):
             parts.append(f"{key} {number(float(loss[key]), unit)}")
@@ -281,7 +276,7 @@ def _loss_facts(loss: Json) -> str:
 
 
 def facts_of_run(manifest: Json) -> list[tuple[str, str]]:
-    """Versions, machine and settings, one line each."""
+    """Versions and machine, one line each."""
     versions, host = manifest.get("versions") or {}, manifest.get("host") or {}
     lines = [
         ("started", str(manifest.get("started") or "")),
@@ -293,24 +288,24 @@ def facts_of_run(manifest: Json) -> list[tuple[str, str]]:
 
 
 def settings_of_run(manifest: Json) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The training's own settings and those of the watch, as pairs."""
-    found = (("training", manifest.get("config")), ("watch", manifest.get("settings")))
-    return [(title, [(k, _plain(v)) for k, v in values.items()]) for title, values in found if values]
+    """The settings of the training and of the watch, as pairs."""
+    sections = (("training", manifest.get("config")), ("watch", manifest.get("settings")))
+    return [(title, [(k, _plain(v)) for k, v in values.items()]) for title, values in sections if values]
 
 
 def command(manifest: Json) -> str:
-    """The command line that made the run; "" if nobody noted it."""
+    """The command line of the run; "" if unknown."""
     words = manifest.get("command") or []
     return words if isinstance(words, str) else shlex.join(map(str, words))
 
 
 def coverage(manifest: Json, grid: Grid) -> dict[str, Any]:
-    """What was seen, what was not and why, and what looking cost."""
+    """The layers that the watch saw, those that it missed with the reason, and its cost."""
     noted, cost = manifest.get("coverage") or {}, manifest.get("overhead") or {}
     layers = len({slot.layer for slot in grid.slots})
-    sentence = f"{layers:,} layer{'s' * (layers != 1)} with statistics"
+    sentence = f"The run has statistics of {layers:,} layer{'s' * (layers != 1)}"
     if isinstance(noted.get("linear"), int):
-        sentence = f"{noted.get('seen', layers):,} of {noted['linear']:,} linear layers seen"
+        sentence = f"The watch saw {noted.get('seen', layers):,} of {noted['linear']:,} linear layers"
     share = cost.get("share")
     costs = "" if share is None else f"Watching took {number(100 * float(share), '%')} of the run's time"
     if costs and all(isinstance(cost.get(key), (int, float)) for key in ("watching_s", "total_s")):
@@ -324,14 +319,14 @@ def coverage(manifest: Json, grid: Grid) -> dict[str, Any]:
 
 _SOURCES = MappingProxyType(
     {
-        "door": "the operands that the GEMMs got",
-        "hook": "casts simulated beside the GEMMs, which ran in whatever precision the model has",
+        "door": "the operands of the GEMMs",
+        "hook": "casts simulated beside the GEMMs, which ran in the model's own precision",
     }
 )
 
 
 def layer_rows(manifest: Json) -> list[dict[str, str]]:
-    """The layers of the model as the watch found them."""
+    """The layers of the model, from the manifest."""
     return [
         {
             "name": str(layer.get("name", "")),

@@ -1,4 +1,4 @@
-"""What happened when: the loss thinned to what a screen shows, events as marks, and which tensor was worst."""
+"""The time axis of the page: the loss with fewer points, events as marks, and the worst tensor of each look."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ EVENT_LETTERS = MappingProxyType(
         "overhead": "O",
     }
 )
-"""The letter on an event's mark; others have their own first letter."""
+"""Kind of event -> letter on its mark; other kinds have their first letter."""
 QUIET = frozenset({"burst", "flight", "dump", "overhead"})
-"""Events about the watching, not about the training: in the table, not in the picture."""
+"""Events about the watch, not about the training: only in the table, not in the picture."""
 
 
 def thin(steps: npt.NDArray[np.int64], values: Values, most: int) -> list[list[float | None]]:
-    """A series with at most `most` points, its peaks kept: of each stretch the first lowest and the first highest.
+    """At most `most` points of a series with its peaks: the first lowest and the first highest of each stretch.
 
     Returns:
-        [steps, values]; None where a value is not finite.
+        [steps, values]; None for a value that is not finite.
 
     Example:
         >>> thin(np.arange(6), np.array([1.0, 9.0, 1.0, 1.0, 1.0, np.nan]), most=4)
@@ -47,18 +47,18 @@ def thin(steps: npt.NDArray[np.int64], values: Values, most: int) -> list[list[f
     """
     keep = np.arange(len(steps))
     if len(steps) > most:
-        kept: set[int] = {0, len(steps) - 1}
+        peaks: set[int] = {0, len(steps) - 1}
         for chunk in np.array_split(keep, max(1, most // 2)):
             finite = chunk[np.isfinite(values[chunk])]
             if len(finite):
-                kept |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
-        keep = np.array(sorted(kept))
+                peaks |= {int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])}
+        keep = np.array(sorted(peaks))
     shown = [float(v) if math.isfinite(v) else None for v in values[keep]]
     return [[int(step) for step in steps[keep]], shown]
 
 
 def not_finite_from(steps: npt.NDArray[np.int64], values: Values) -> int | None:
-    """The step after which no value is finite any more; None where the last one is, or none ever was.
+    """The step from which no value is finite; None if the last value is finite, or no value ever was.
 
     Example:
         >>> not_finite_from(np.array([1, 2, 3]), np.array([2.0, np.nan, np.inf]))
@@ -71,11 +71,11 @@ def not_finite_from(steps: npt.NDArray[np.int64], values: Values) -> int | None:
 
 
 def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Events as the page shows them: step, kind, letter, quiet, text.
+    """Events, as the page shows them: step, kind, letter, quiet, text.
 
     Example:
         >>> marks([{"step": 7, "rank": 0, "kind": "burst", "until": 23}])
-        [{'step': 7, 'kind': 'burst', 'letter': 'B', 'quiet': True, 'text': 'every step up to 23 is looked at in full'}]
+        [{'step': 7, 'kind': 'burst', 'letter': 'B', 'quiet': True, 'text': 'every step up to 23 gets a full look'}]
     """
     shown = []
     for event in sorted(events, key=lambda event: int(event["step"])):
@@ -87,23 +87,23 @@ def marks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def worst_runs(grid: Grid, worst: Sequence[Worst | None]) -> list[dict[str, Any]]:
-    """The strip of worst tensors in words: neighbouring looks with the same worst tensor and statistic as one.
+    """The strip of worst tensors in words; neighbouring looks with the same worst tensor and statistic are one row.
 
     Returns:
-        first and last step, layer, tensor (its symbol), metric, and the worst value with its step and slot.
+        first and last step, layer, tensor (symbol), metric, and the worst value with its step and slot.
     """
     runs: list[dict[str, Any]] = []
-    for (first, last), found in zip(grid.looks, worst, strict=True):
-        if found is None:
+    for (first, last), cell in zip(grid.looks, worst, strict=True):
+        if cell is None:
             continue
-        slot = grid.slots[found.slot]
-        here = {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": found.metric}
-        step = int(grid.step[found.slot, found.look])
-        peak = {"value": found.value, "level": found.level, "step": step, "slot": found.slot}
-        if runs and all(runs[-1][key] == value for key, value in here.items()) and runs[-1]["slot"] == found.slot:
+        slot = grid.slots[cell.slot]
+        place = {"layer": slot.layer, "tensor": symbol(slot.tensor), "metric": cell.metric}
+        step = int(grid.step[cell.slot, cell.look])
+        peak = {"value": cell.value, "level": cell.level, "step": step, "slot": cell.slot}
+        if runs and all(runs[-1][key] == value for key, value in place.items()) and runs[-1]["slot"] == cell.slot:
             runs[-1]["last"] = last
-            if found.level > runs[-1]["level"]:
+            if cell.level > runs[-1]["level"]:
                 runs[-1] |= peak
         else:
-            runs.append({"first": first, "last": last, **here, **peak})
+            runs.append({"first": first, "last": last, **place, **peak})
     return runs

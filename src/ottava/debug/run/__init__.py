@@ -1,1 +1,1 @@
-"""The folder of a watched run: what is in it (`schema`), how it is written (`writer`) and read (`reader`)."""
+"""The folder of a watched run: its files (`schema`), `writer` and `reader`."""

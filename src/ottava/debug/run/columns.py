@@ -1,7 +1,7 @@
-"""The fields of many tallies, read from Parquet when they are asked for.
+"""Reads the fields of many tallies from Parquet when they are needed.
 
-A run of 400 casts and 100 looks has 100 million bins; a statistic wants one or two fields of some rows. So a table's
-tallies are a `LazyTally`: choosing rows costs nothing, and a field becomes an array when something reads it.
+A run of 400 casts and 100 looks has 100 million bins, but a statistic needs one or two fields of some rows. The tallies
+of a table are therefore a `LazyTally`: selecting rows costs nothing, and a field becomes an array when it is read.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MERGE = MappingProxyType({"sum": np.add, "max": np.maximum, "min": np.minimum})
 
 
 _MOST_ROWS, _MOST_VALUES = 1 << 22, 1 << 27
-"""Of one part. A writer stores 4,096 rows at a time, and merges 64 parts; Parquet packs a million zeros into bytes."""
+"""Limits of one part. A writer stores 4,096 rows at a time and merges 64 parts; Parquet compresses zeros well."""
 
 
 def read_part(path: Path) -> pa.Table:
-    """One part of a run's statistics, its columns checked: those of `IDENTITY` as numbers and plain words.
+    """Reads one part of a run's statistics and checks its columns.
 
     Raises:
-        pa.ArrowInvalid, OSError: it is torn.
-        RunError: it is too large, or a column is missing or of another type; the message names it.
+        pa.ArrowInvalid, OSError: the part is torn.
+        RunError: the part is too large, or a column is missing or of another type; the message names it.
     """
     try:
         regular_size(path)
@@ -48,7 +48,7 @@ def read_part(path: Path) -> pa.Table:
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
             values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
             if about.num_rows > _MOST_ROWS or values > _MOST_VALUES:
-                raise RunError(f"{path}: has {about.num_rows:,} rows with {values:,} values; too many for one part")
+                raise RunError(f"{path}: has {about.num_rows:,} rows with {values:,} values, too many for one part")
             return _checked(path, file.read())
     except (pa.ArrowInvalid, OSError, RunError):
         raise
@@ -61,18 +61,18 @@ def _checked(path: Path, stored: pa.Table) -> pa.Table:
     stored.validate(full=True)
     columns = {}
     for field in stats_schema():
-        name, wanted = field.name, field.type
+        name, kind = field.name, field.type
         if stored.column_names.count(name) != 1:
             if name in (*IDENTITY, REPORTED, _HISTOGRAM_START) or name in stored.column_names:
                 raise RunError(f"{path}: has {stored.column_names.count(name)} columns {name!r}; needs one")
             continue
         column = stored[name]
-        if pa.types.is_dictionary(wanted):
-            wanted = pa.string()
+        if pa.types.is_dictionary(kind):
+            kind = pa.string()
         try:
-            columns[name] = column.cast(wanted)
+            columns[name] = column.cast(kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise RunError(f"{path}: column {name!r} holds {column.type}; needs {wanted}") from error
+            raise RunError(f"{path}: column {name!r} holds {column.type}; needs {kind}") from error
         if name in IDENTITY and column.null_count:
             raise RunError(f"{path}: column {name!r} has rows without a value")
     steps = pc.min_max(columns["step"]).as_py()
@@ -87,17 +87,17 @@ def _checked(path: Path, stored: pa.Table) -> pa.Table:
 
 
 class Columns(Protocol):
-    """Where fields come from."""
+    """A source of fields."""
 
     def rows(self, name: str, index: Index) -> Array:
-        """A field of these rows: (rows,), or (rows, bins)."""
+        """A field of these rows: (rows,) or (rows, bins)."""
 
     def filled(self, name: str, index: Index) -> Array:
-        """Whether a histogram of these rows is there: (rows,)."""
+        """bool (rows,): whether these rows have a histogram."""
 
 
 class LazyTally(Tally):
-    """A tally whose fields are arrays, one entry a row, made when they are read.
+    """A tally whose fields become arrays, one entry per row, when they are read.
 
     Example:
         >>> columns = DenseColumns(Tally(n=np.array([1.0, 2.0, 3.0]), exponents=np.ones((3, 1024))))
@@ -120,24 +120,21 @@ class LazyTally(Tally):
         return made[name]
 
     def take(self, index: Index) -> LazyTally:
-        """Some of the rows."""
-        columns, own = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return LazyTally(columns, own[index])
+        """A selection of the rows."""
+        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
+        return LazyTally(columns, rows[index])
 
     def filled(self, name: str) -> npt.NDArray[np.bool_]:
-        """(rows,): whether a histogram is there, for writers leave out those without counts.
-
-        What a run has of them takes gigabytes, once made into an array.
-        """
-        columns, own = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
-        return np.asarray(columns.filled(name, own), dtype=bool)
+        """bool (rows,): whether a row has a histogram. It does not make the array, which may take gigabytes."""
+        columns, rows = object.__getattribute__(self, "_columns"), object.__getattribute__(self, "_index")
+        return np.asarray(columns.filled(name, rows), dtype=bool)
 
     def __reduce__(self) -> Any:
         return Tally, tuple(getattr(self, name) for name in _FIELDS)
 
 
 class DenseColumns:
-    """A tally of arrays."""
+    """The fields of a tally of arrays."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -151,7 +148,7 @@ class DenseColumns:
 
 
 class StoredColumns:
-    """A table of stats/*.parquet; what it lacks is that of an empty tally."""
+    """The fields of stats/*.parquet; a missing field has the value of an empty tally."""
 
     def __init__(self, stored: pa.Table | None) -> None:
         self.stored = stored
@@ -195,20 +192,20 @@ class StoredColumns:
 
 
 def _in_one(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece; copied only where it has several."""
+    """A column in one piece; copied only if it has several."""
     if column.num_chunks == 1:
         return column.chunk(0)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=column.type)
 
 
 def _sizes(lists: pa.Array | pa.ChunkedArray) -> Index:
-    """How long each list of a column is; an absent one is empty."""
+    """Length of each list of a column; 0 for a missing list."""
     sizes: Index = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return sizes
 
 
 class MergedColumns:
-    """Rows of other columns, merged where they are of one group."""
+    """Merges the rows of each group."""
 
     def __init__(self, tallies: LazyTally, group: Index) -> None:
         self.tallies, self.group = tallies, group
@@ -230,7 +227,7 @@ class MergedColumns:
 
 
 def merged(tally: Tally, count: int) -> Tally:
-    """All rows of a tally of arrays as one; an empty tally where there are none.
+    """Merges all rows of a tally of arrays; an empty tally without rows.
 
     Example:
         >>> both = merged(Tally(n=np.array([1.0, 2.0]), exponents=np.ones((2, 1024))), 2)

@@ -1,5 +1,5 @@
-"""How far ranks lie apart. A mean over ranks hides the one that is broken, and ranks that should agree but do not are a
-bug: amaxes reduced over the wrong group (Megatron-LM PR 442) let tensor-parallel ranks drift apart for 1,000 steps."""
+"""Shows how far ranks differ. A mean over ranks hides a broken rank, and equal ranks that drift apart are a bug: amaxes
+reduced over the wrong group (Megatron-LM PR 442) let tensor-parallel ranks drift apart for 1,000 steps."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class RankSpread(NamedTuple):
     low: float
     high: float
     worst_rank: int
-    """Whose value is the most troubling; of statistics that know no trouble, the largest."""
+    """The rank with the worst value; with the largest one if the statistic is never bad."""
     ranks: int
-    """That have it."""
+    """Number of ranks with a value."""
 
     @property
     def octaves(self) -> float:
-        """log2(high / low); NaN where one is not positive."""
+        """log2(high / low); NaN unless both are positive."""
         return math.log2(self.high / self.low) if self.low > 0 and self.high > 0 else math.nan
 
 
 def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
-    """The spread of a statistic over ranks, in the order of steps; nothing where one rank wrote.
+    """The spread of a statistic over ranks, in the order of steps; empty for a run of one rank.
 
     Args:
         run: the run.
         metric: a name of STATISTICS.
-        wanted: columns and values, as in `Table.where`.
+        wanted: columns and values that select rows, as in `Table.where`.
 
     Example:
         >>> import tempfile
@@ -49,8 +49,8 @@ def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
         ...     for rank in (0, 1):
         ...         with RunWriter(f"{folder}/run", rank=rank) as writer:
         ...             writer.tally(1, key, Tally(n=8, amax=2.0 ** rank))
-        ...     found = rank_spread(Run.open(f"{folder}/run"), "amax")
-        >>> [(s.step, s.low, s.high, s.octaves) for s in found]
+        ...     spreads = rank_spread(Run.open(f"{folder}/run"), "amax")
+        >>> [(s.step, s.low, s.high, s.octaves) for s in spreads]
         [(1, 1.0, 2.0, 1.0)]
     """
     if len(run.ranks) < 2:
@@ -58,15 +58,14 @@ def rank_spread(run: Run, metric: str, **wanted: Any) -> list[RankSpread]:
     table = run.table(merge_ranks=False).where(**wanted)
     values = table.metric(metric)
     sign = -1.0 if STATISTICS[metric].worse == "low" else 1.0
-    found = []
+    spreads = []
     rows: dict[tuple[int, SlotKey], list[int]] = {}
     for i, (step, key) in enumerate(zip(table["step"], table.keys(), strict=True)):
         rows.setdefault((int(step), key), []).append(i)
     for (step, slot), index in sorted(rows.items(), key=lambda entry: entry[0][0]):
-        known = [i for i in index if not np.isnan(values[i])]
-        if len(known) > 1:
-            worst = max(known, key=lambda i: sign * values[i])
-            several = values[known]
-            low, high = float(several.min()), float(several.max())
-            found.append(RankSpread(step, slot, metric, low, high, int(table["rank"][worst]), len(known)))
-    return found
+        index = [i for i in index if not np.isnan(values[i])]
+        if len(index) > 1:
+            worst = max(index, key=lambda i: sign * values[i])
+            low, high = float(values[index].min()), float(values[index].max())
+            spreads.append(RankSpread(step, slot, metric, low, high, int(table["rank"][worst]), len(index)))
+    return spreads

@@ -1,7 +1,7 @@
 """Reads a run folder: `Run`, its steps and events, and its statistics as a `Table` of tallies.
 
-Ranks are merged while reading: sums add, extremes take the larger. A torn last line or part, as kill -9 leaves it, is
-passed over.
+Reading merges ranks: it adds sums and takes the larger extreme. It ignores a torn last line or part, as kill -9 leaves
+it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,16 @@ import pyarrow as pa
 
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged, read_part
-from ottava.debug.run.schema import (
-    EVENTS,
-    IDENTITY,
-    MANIFEST,
-    REPORTED,
-    STATS,
-    STEPS,
-    RunError,
-    SlotKey,
-    read_manifest,
-)
+from ottava.debug.run.schema import EVENTS, IDENTITY, MANIFEST, REPORTED, STATS, STEPS, RunError, SlotKey, read_manifest
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally, row_of
 from ottava.errors import unknown_name
 from ottava.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, read_lines
 
 _LOG = logging.getLogger(__name__)
-_TRAINER_STEPS = "metrics.jsonl"  # what `ottava train` writes; the same words
+_TRAINER_STEPS = "metrics.jsonl"  # of `ottava train`, with the same names
 _KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
-"""Statistics that light rows have, too."""
+"""Statistics that light rows have too."""
 _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
 _MOST_NUMBERS = 1000
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
@@ -53,15 +43,15 @@ class Table:
     """
 
     columns: Mapping[str, Any]
-    """Name -> array (rows,): those of `schema.IDENTITY` (rank only where ranks are not merged)."""
+    """Name -> array (rows,) for the names of `schema.IDENTITY`; no rank if ranks are merged."""
     tallies: Tally
-    """Every field an array (rows,), histograms (rows, bins)."""
+    """Every field is an array (rows,), a histogram (rows, bins)."""
     reported: Sequence[Mapping[str, float]]
-    """For each row, finished statistics that another tool gave."""
+    """For each row, statistics that another tool computed."""
 
     @classmethod
     def of(cls, step: int, tallies: Mapping[SlotKey, Tally], *, phase: str = "full") -> Table:
-        """One step's tallies, a row each, as if they had been read.
+        """A table of one step's tallies, one row each.
 
         Example:
             >>> key = SlotKey("fc1", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
@@ -84,26 +74,26 @@ class Table:
         return self.columns[column]
 
     def metric(self, name: str) -> Any:
-        """A statistic of every row, float64 (rows,); NaN where it is not known.
+        """A statistic of every row, float64 (rows,); NaN if unknown.
 
         Raises:
-            RunError: no statistic of that name.
+            RunError: the statistic is unknown.
         """
         if name not in STATISTICS:
             raise RunError(unknown_name("statistic", name, list(STATISTICS)))
         values = np.array(np.broadcast_to(STATISTICS[name].finish(self.tallies), (len(self),)), dtype=np.float64)
         if name not in _KNOWN_WITHOUT_SUMS:
             values[self.tallies.n == 0] = math.nan
-        for i, known in enumerate(self.reported):
-            if name in known:
-                values[i] = known[name]
+        for i, numbers in enumerate(self.reported):
+            if name in numbers:
+                values[i] = numbers[name]
         return values
 
     def where(self, **wanted: Any) -> Table:
         """The rows whose columns have these values; a list, tuple or set means any of them.
 
         Raises:
-            RunError: no such column.
+            RunError: the column is unknown.
         """
         keep = np.ones(len(self), dtype=bool)
         for name, value in wanted.items():
@@ -112,7 +102,7 @@ class Table:
         return self.take(np.flatnonzero(keep))
 
     def take(self, index: Any) -> Table:
-        """The rows of these numbers, in this order."""
+        """The rows with these numbers, in this order."""
         index = np.asarray(index, dtype=np.int64)
         whole = self.tallies
         if not isinstance(whole, LazyTally):
@@ -121,27 +111,27 @@ class Table:
         return Table(columns, whole.take(index), [self.reported[i] for i in index])
 
     def has_histograms(self, name: str = "exponents") -> Any:
-        """bool (rows,): those that hold a histogram of that name. Light rows have none, nor have those of which
-        only finished statistics were reported; a watch's `detail` decides which the full ones have."""
+        """bool (rows,): whether a row has this histogram. Light rows and imported numbers have none; a watch's
+        `detail` decides which histograms full rows have."""
         whole = self.tallies
         return whole.filled(name) if isinstance(whole, LazyTally) else np.asarray(getattr(whole, name)).any(axis=1)
 
     def not_recorded(self) -> str:
-        """Why no row tells how elements are spread, for whoever needs it; "" if some row does.
+        """The reason why no row has a histogram of elements; "" if a row has one.
 
         Example:
             >>> Table.of(1, {}).not_recorded()
-            'no step was looked at in full; let the watch look at some'
+            'no step had a full look; run until the watch takes one'
         """
         if self.has_histograms().any():
             return ""
         looked = (self["phase"] == "full") & (np.asarray(self.tallies.n_nonzero) > 0)
         if looked.any():
-            return 'not recorded: this run was watched with detail="numbers"; watch with detail="blocks"'
-        return "no step was looked at in full; let the watch look at some"
+            return 'this run was watched with detail="numbers"; watch with detail="blocks"'
+        return "no step had a full look; run until the watch takes one"
 
     def slots(self) -> list[SlotKey]:
-        """Every cast there is a row of, in the order of their first rows: that of the forward, then the backward."""
+        """Every cast with a row, in the order of first rows: forward, then backward."""
         return list(dict.fromkeys(self.keys()))
 
     def groups(self) -> Iterator[tuple[SlotKey, Table]]:
@@ -154,7 +144,7 @@ class Table:
             yield key, self.take(np.asarray(index)[order])
 
     def tally(self, row: int) -> Tally:
-        """That of one row."""
+        """The tally of one row."""
         return row_of(self.tallies, row)
 
     def merged(self) -> Tally:
@@ -162,7 +152,7 @@ class Table:
         return merged(self.tallies, len(self))
 
     def dicts(self, *metrics: str) -> list[dict[str, Any]]:
-        """Rows as plain values: the identity, and these statistics (all of them by default)."""
+        """Rows as plain values: the identity and these statistics (by default all)."""
         names = metrics or tuple(STATISTICS)
         columns = {**self.columns, **{name: self.metric(name) for name in names}}
         return [{name: _python(values[i]) for name, values in columns.items()} for i in range(len(self))]
@@ -183,35 +173,30 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str) -> Run:
-        """Reads the manifest; all else is read when it is asked for.
+        """Reads the manifest; the rest is read when it is needed.
 
         Raises:
-            RunError: no such folder, no run in it, or one of another schema version.
+            RunError: the folder is missing, has no run, or has one of another schema version.
         """
         path = Path(path)
         manifest = path / MANIFEST
         if not manifest.is_file():
-            why = (
-                "has no watch.json: nobody watched this run"
-                if path.is_dir()
-                else "is a file"
-                if path.exists()
-                else "is not there"
-            )
-            raise RunError(f"{path} {why}; needs a folder that `ottava watch` or `ottava train --watch` wrote")
+            why = "is a file" if path.exists() else "does not exist"
+            why = "has no watch.json: nobody watched this run" if path.is_dir() else why
+            raise RunError(f"{path} {why}; needs a folder of `ottava watch` or `ottava train --watch`")
         return cls(path, read_manifest(manifest))
 
     @cached_property
     def steps(self) -> dict[str, Any]:
-        """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN where a number is missing. Of a
-        step that was written twice (after a resumption) the later line counts."""
+        """Columns of steps.jsonl as float64 arrays of one length, "step" as int64; NaN for a missing number. If a step
+        has two lines, because the run was resumed, the later line counts."""
         name = STEPS if (self.path / STEPS).exists() else _TRAINER_STEPS
         lines = {line["step"]: line for line in _lines(self.path / name)}
         ordered = [lines[step] for step in sorted(lines)]
         names = dict.fromkeys(["step", "loss", *(key for line in ordered for key in line)])
         if len(names) > _MOST_NUMBERS:
             raise RunError(
-                f"{self.path / name}: has {len(names):,} different names of numbers; at most {_MOST_NUMBERS}"
+                f"{self.path / name}: has {len(names):,} different names of numbers; needs at most {_MOST_NUMBERS}"
             )
         columns = {key: np.array([number_of(line.get(key)) for line in ordered], dtype=np.float64) for key in names}
         return columns | {"step": columns["step"].astype(np.int64)}
@@ -227,11 +212,11 @@ class Run:
         return sorted({rank for _, rank, _ in self._parts})
 
     def table(self, *, phase: str | None = "full", merge_ranks: bool = True) -> Table:
-        """The statistics, in the order of writing.
+        """The statistics, in the order in which they were written.
 
         Args:
             phase: "full", "light", or None for both.
-            merge_ranks: one row per step and cast; else one per rank, with a column "rank".
+            merge_ranks: True: one row per step and cast. False: one per rank, with a column "rank".
         """
         table = self._raw
         if phase is not None:
@@ -245,18 +230,18 @@ class Run:
             try:
                 parts.append(read_part(path))
             except (pa.ArrowInvalid, OSError) as error:
-                _LOG.warning("%s is torn and passed over (%s)", path, str(error).partition("\n")[0])
+                _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
         return _latest(_table(pa.concat_tables(parts, promote_options="permissive") if parts else None))
 
     @property
     def _parts(self) -> list[tuple[int, int, Path]]:
-        """(number, rank, file) of every part, in the order of writing."""
-        found = []
+        """(number, rank, file) of every part, in the order in which they were written."""
+        parts = []
         for path in (self.path / STATS).glob("part-*.parquet"):
             if (match := _PART.fullmatch(path.name)) is None:
-                raise RunError(f"{path}: is no part that a watch wrote (part-RANK-NUMBER.parquet); move it away")
-            found.append((int(match["number"]), int(match["rank"]), path))
-        return sorted(found)
+                raise RunError(f"{path}: is no part of a watch (part-RANK-NUMBER.parquet); move it away")
+            parts.append((int(match["number"]), int(match["rank"]), path))
+        return sorted(parts)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -269,7 +254,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             except LimitError as error:
                 raise RunError(f"{path}: line {number} {error}") from error
             except UntrustedError:
-                continue  # torn
+                continue  # a torn line
             if isinstance(values, dict) and "step" in values:
                 step = values["step"]
                 if type(step) is not int or abs(step) > MAX_STEP:
@@ -280,7 +265,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def number_of(value: Any) -> float:
-    """A float of what is a number, or says one; else NaN."""
+    """A number, or a text of a number, as a float; NaN for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -302,7 +287,7 @@ def _table(stored: pa.Table | None) -> Table:
 
 
 def _groups(table: Table, names: Sequence[str]) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """For each row the number of its group, and the groups: rows that agree in these columns."""
+    """Groups rows that are equal in these columns: the group number of each row, and the groups."""
     numbers: dict[tuple[Any, ...], int] = {}
     rows = zip(*(table[name].tolist() for name in names), strict=True)
     group = np.array([numbers.setdefault(key, len(numbers)) for key in rows], dtype=np.int64)
@@ -310,17 +295,17 @@ def _groups(table: Table, names: Sequence[str]) -> tuple[Any, dict[tuple[Any, ..
 
 
 def _latest(table: Table) -> Table:
-    """Of rows that were written twice, after a resumption or a rewind, the later ones."""
+    """Keeps the later of two rows with one key, as a resumed or rewound run writes them."""
     group, numbers = _groups(table, ("rank", *_GROUP))
     if len(numbers) == len(table):
         return table
     last = np.zeros(len(numbers), dtype=np.int64)
-    last[group] = np.arange(len(table))  # of several assignments to one place, the last one stays
+    last[group] = np.arange(len(table))  # the last assignment to a place wins
     return table.take(np.sort(last))
 
 
 def _merge(table: Table, names: list[str]) -> Table:
-    """Rows that agree in these columns as one."""
+    """Merges rows that are equal in these columns."""
     group, numbers = _groups(table, names)
     first = np.full(len(numbers), len(table), dtype=np.int64)
     np.minimum.at(first, group, np.arange(len(table)))
@@ -330,12 +315,12 @@ def _merge(table: Table, names: list[str]) -> Table:
 
 
 def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:
-    """Finished statistics of ranks cannot be averaged: of each, the worst; of what is never bad, the largest."""
+    """Takes the worst of each reported statistic over ranks, which cannot be averaged; the largest if none is bad."""
     result: list[dict[str, float]] = [{} for _ in range(count)]
-    for number, known in zip(group, reported, strict=True):
-        kept = result[int(number)]
-        for name, value in known.items():
+    for number, values in zip(group, reported, strict=True):
+        worst = result[int(number)]
+        for name, value in values.items():
             low = (name in STATISTICS and STATISTICS[name].worse == "low") or name.endswith("_min") or name == "amin"
             worse = np.fmin if low else np.fmax  # a number beats NaN
-            kept[name] = float(worse(kept[name], value)) if name in kept else value
+            worst[name] = float(worse(worst[name], value)) if name in worst else value
     return list(result)

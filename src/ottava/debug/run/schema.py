@@ -1,12 +1,12 @@
-"""What a watched run leaves on disk, and the words in it.
+"""The files of a watched run, and their names and columns.
 
-    RUN/watch.json            versions, settings, layers, coverage, overhead      (rewritten as the run goes on)
+    RUN/watch.json            versions, settings, layers, coverage, overhead      (rewritten while the run goes on)
     RUN/stats/part-RANK-K.parquet   a row per step x cast x rank: the fields of `Tally` and of `SlotKey`
-    RUN/steps.jsonl           a line per optimizer step: step, and what is known of loss, grad_norm, lr, tokens, seconds
+    RUN/steps.jsonl           a line per optimizer step: step, and loss, grad_norm, lr, tokens, seconds if known
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
     RUN/dumps/*.safetensors   dumped tensors
 
-Statistics are stored as sums that merge exactly, never as finished numbers. Any tool reads them:
+The files store sums that merge exactly, not statistics. Any tool reads them:
 
     duckdb:  SELECT layer, step, n_underflow / n_nonzero FROM 'RUN/stats/*.parquet' WHERE tensor = 'input'
     pandas:  pandas.read_parquet("RUN/stats")
@@ -39,7 +39,7 @@ MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
         "overhead": {"share": float},
     }
 )
-"""What readers of watch.json rely on, see `untrusted.misfit`: all of it may be missing, and there may be more."""
+"""The parts of watch.json that readers use, see `untrusted.misfit`. Parts may be missing; other parts are allowed."""
 
 SYMBOLS = MappingProxyType(
     {
@@ -57,11 +57,11 @@ SYMBOLS = MappingProxyType(
         "dqkv": "dQKV",
     }
 )
-"""How papers write the tensors of y = x @ w.T and of attention; both are understood where a user names one."""
+"""Symbols of papers for the tensors of y = x @ w.T and of attention. Users may name a tensor either way."""
 
 
 def symbol(tensor: str, direction: str = "row") -> str:
-    """A tensor as papers write it; what nobody knows stays.
+    """The symbol of a tensor; an unknown name stays as it is.
 
     Example:
         >>> symbol("input"), symbol("weight", "col"), symbol("bias")
@@ -71,27 +71,27 @@ def symbol(tensor: str, direction: str = "row") -> str:
 
 
 class SlotKey(NamedTuple):
-    """One cast of one tensor of one layer: what a series of statistics belongs to."""
+    """One cast of one tensor of one layer: the key of a series of statistics."""
 
     layer: str
     """Full name of the layer."""
     tensor: str
     """One of SYMBOLS."""
     direction: str
-    """"row": x as fprop (dgrad for grad_output) contracts it; "col": x.T, where that is cast on its own."""
+    """"row": x as fprop (for grad_output: dgrad) contracts it; "col": x.T, if it has a cast of its own."""
     recipe: str
-    """Name of the recipe whose cast this is."""
+    """Name of the recipe."""
     format: str
     """Number format."""
     granularity: str
-    """Block that shares a scale, as str(Granularity)."""
+    """Block with one scale, as str(Granularity)."""
     scale_format: str
-    """How precise a scale is."""
+    """Format of the scales."""
     scaling: str
     """current, delayed or guarded."""
     source: str
-    """"door": the operand that the GEMM got. "hook": simulated beside a GEMM of whatever precision. "import:...":
-    another tool measured it."""
+    """"door": the operand of the GEMM itself. "hook": simulated beside a GEMM of any precision. "import:...": measured
+    by another tool."""
 
 
 def cast_key(layer: str, tensor: str, direction: str, recipe: str, spec: QuantizationSpec, source: str) -> SlotKey:
@@ -101,12 +101,12 @@ def cast_key(layer: str, tensor: str, direction: str, recipe: str, spec: Quantiz
 
 
 IDENTITY = ("step", "rank", "phase", "kind", *SlotKey._fields)
-"""Columns beside those of the tally. phase: "full" has all of them; "light" has only amax and the scale. kind: which
-part of a transformer the layer is, see `layer_names`."""
+"""Columns beside the fields of the tally. phase: "full" rows have all fields, "light" rows only amax and scale. kind:
+part of a transformer, see `layer_names`."""
 _HISTOGRAM_START = "exponents_first"
-"""Bin of the first entry of `exponents`, whose empty ends are not stored."""
+"""Bin of the first entry of `exponents`, which is stored without its empty ends."""
 REPORTED = "reported"
-"""Finished numbers where another tool gave no sums: a map from names of STATISTICS."""
+"""Statistics that another tool computed, if it gave no sums: a map from names of STATISTICS."""
 
 
 def stats_schema() -> pa.Schema:
@@ -124,25 +124,25 @@ def stats_schema() -> pa.Schema:
 
 
 class RunError(ValueError):
-    """A run folder cannot be read or written; the message names the file, why, and what to do."""
+    """A run folder cannot be read or written; the message names the file, the reason, and what to do."""
 
     exit_code = 4
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a run, from its watch.json.
+    """Reads watch.json, the manifest of a run.
 
     Raises:
-        RunError: it is damaged, of another schema version, or holds something else than readers rely on.
+        RunError: the file is damaged, of another schema version, or does not fit `MANIFEST_SHAPE`.
     """
     try:
         facts = parse_json(read_text(path))
     except UntrustedError as error:
         raise RunError(f"{path}: is damaged: {error}") from error
     if not isinstance(facts, dict):
-        raise RunError(f"{path}: is damaged: {type(facts).__name__} instead of an object")
+        raise RunError(f"{path}: is damaged: got {type(facts).__name__}, needs an object")
     if facts.get("schema_version") != SCHEMA_VERSION:
-        raise RunError(f"{path}: schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}")
+        raise RunError(f"{path}: has schema version {facts.get('schema_version')}; this ottava reads {SCHEMA_VERSION}")
     if wrong := misfit(facts, MANIFEST_SHAPE, MANIFEST):
-        raise RunError(f"{path}: {wrong}; the file was changed, or written by something else")
+        raise RunError(f"{path}: {wrong}; somebody edited the file, or another program wrote it")
     return facts

@@ -1,10 +1,10 @@
-"""Writes a run folder so that kill -9 at any moment loses at most what was not flushed yet.
+"""Writes a run folder so that kill -9 loses at most the numbers that were not flushed.
 
-Statistics go into small Parquet files, each written beside its place and renamed; lines of steps and events are single
-writes to files opened for appending. Every rank writes its own parts and waits for nobody: ranks are merged when the
-folder is read. Only rank 0 writes steps and the manifest.
+Statistics go into small Parquet files, each written under another name and renamed. Each line of steps and events is
+one write to a file opened for appending. Every rank writes its own parts and waits for no other; the reader merges
+ranks. Only rank 0 writes steps and the manifest.
 
-What a full disk refuses waits in memory, and is written with what comes later.
+While the disk is full, numbers wait in memory; they are written with later ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -45,25 +46,25 @@ from ottava.untrusted import parse_json
 
 _LOG = logging.getLogger(__name__)
 _PARTS_MERGED = 64
-"""A look is a part, so that a kill loses little; so many become one, or a long run would have thousands."""
+"""Each look is a part, so that a kill loses little. So many parts are merged, or a long run would have thousands."""
 _WAITING_BYTES, _WAITING_LINES = 64 * 2**20, 2**16
-"""Of statistics, and of steps or events, that a full disk keeps in memory; beyond that the oldest are lost."""
+"""Limits of statistics, and of steps or events, that wait for a full disk; beyond them the oldest are lost."""
 _WRITE_ERRORS = (OSError, pa.ArrowException)
 
 
 class RunWriter:
-    """Appends to a run folder, making it.
+    """Makes a run folder, or appends to one.
 
     Args:
-        path: the folder. One that holds a run already is refused, unless `append`.
-        rank: of this process.
-        append: go on with a run, after a resumption.
-        step: the optimizer step from which a resumed run goes on: what is on record of later ones is taken away.
+        path: the folder. A folder with a run is refused, unless `append`.
+        rank: rank of this process.
+        append: go on with a run that is resumed.
+        step: the optimizer step from which the resumed run goes on. The record of later steps is deleted.
         flush_rows: write a Parquet part whenever so many rows wait.
-        patient: once the folder is made, an error of the disk is said once and raises nothing, see `attempt`.
+        patient: warn once about a disk error and raise nothing, once the folder is made; see `attempt`.
     Raises:
-        RunError: the folder holds a run, or a run of another schema version; or it cannot be written.
-        OSError: the disk refuses what is written later, and `patient` is False.
+        RunError: the folder has a run, or one of another schema version; or it cannot be written.
+        OSError: a later write fails, and `patient` is False.
 
     Example:
         >>> import tempfile
@@ -91,11 +92,12 @@ class RunWriter:
         self.path, self.rank, self.flush_rows = Path(path), rank, flush_rows
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self.lost: Counter[str] = Counter()
-        """How many "rows", "lines" and "dumps" a patient writer has given up."""
+        """Numbers of "rows", "lines" and "dumps" that a patient writer lost."""
         self._patient = self._failed = False
         self._now = step or 0
-        self._rows: list[dict[str, Any]] = []
-        self._looks: list[tuple[int, Tallies[SlotKey]]] = []
+        self._rows: list[_Rows] = []
+        self._untabulated = 0
+        self._no_histograms = {f.name: np.zeros(f.metadata["bins"]) for f in tally_fields("histogram")}
         self._tables: list[pa.Table] = []
         self._lines: dict[str, deque[bytes]] = {STEPS: deque(), EVENTS: deque()}
         self._small: list[Path] = []
@@ -103,8 +105,8 @@ class RunWriter:
         if (self.path / MANIFEST).exists() and rank == 0:
             if not append:
                 raise RunError(
-                    f"{self.path} holds a watched run already; give another folder, or go on in it with append=True, "
-                    "--append on the command line"
+                    f"{self.path} already has a watched run; give another folder, or go on in this one with "
+                    "append=True (--append on the command line)"
                 )
             self.manifest = read_manifest(self.path / MANIFEST)
         try:
@@ -122,12 +124,12 @@ class RunWriter:
 
     @contextmanager
     def attempt(self, step: int | None = None, loses: str = "") -> Iterator[None]:
-        """What is written inside may fail. A patient writer then says so, the first time, and nothing is raised: who
-        trains must not end because nobody can look on.
+        """A context for writes that may fail. A patient writer warns about the first failure and raises nothing: a
+        training must not end because its watch cannot write.
 
         Args:
-            step: whose data it is; None: that of the last line.
-            loses: what is lost by a failure, a name of `lost`; "": nothing, it is tried again.
+            step: step of the data; None: the step of the last line.
+            loses: name in `lost` of the data that a failure loses; "" if the write will be tried again.
         """
         try:
             yield
@@ -139,9 +141,8 @@ class RunWriter:
                 return
             self._failed = True
             text = (
-                f"{self.path}: cannot be written ({error}). The training goes on. Statistics, steps and events wait in "
-                f"memory, {_WAITING_BYTES >> 20} MiB of them at most, and are written when that is possible again; "
-                "dumps do not wait"
+                f"{self.path}: cannot be written ({error}). The training goes on. Up to {_WAITING_BYTES >> 20} MiB of "
+                "statistics, steps and events wait in memory until the disk has room again; dumps are lost"
             )
             _LOG.warning("watch: %s", text)
             self.event(self._now if step is None else step, "warning", text=text)
@@ -154,56 +155,34 @@ class RunWriter:
                 scratch.write_bytes(json.dumps(_jsonable(self.manifest), indent=1).encode())
 
     def step(self, step: int, **numbers: float | None) -> None:
-        """A line in steps.jsonl: loss, grad_norm, lr, tokens, seconds; what is None or missing is not known."""
+        """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""
         if self.rank == 0:
             self._line(STEPS, {"step": step, **{k: v for k, v in numbers.items() if v is not None}})
 
     def event(self, step: int, kind: str, **facts: Any) -> None:
-        """A line in events.jsonl."""
+        """Writes a line of events.jsonl."""
         self._line(EVENTS, {"step": step, "rank": self.rank, "kind": kind, **facts})
 
     def tally(
-        self,
-        step: int,
-        key: SlotKey,
-        tally: Tally,
-        *,
-        phase: str = "full",
-        reported: Mapping[str, float] | None = None,
+        self, step: int, key: SlotKey, tally: Tally, *, phase: str = "full", reported: Mapping[str, float] | None = None
     ) -> None:
-        """A row of statistics.
+        """Adds a row of statistics.
 
         Args:
             phase: "light" rows store numbers only, no histograms.
-            reported: finished statistics by name, where their sums are not known.
+            reported: statistics by name, if their sums are unknown.
         """
-        row: dict[str, Any] = {"step": step, "rank": self.rank, "phase": phase, "kind": layer_kind(key.layer)}
-        row |= key._asdict()
-        for f in tally_fields("number"):
-            value = float(getattr(tally, f.name))
-            row[f.name] = int(value) if f.name.startswith("n_") or f.name == "n" else value
-        if phase == "full":
-            found = {f.name: getattr(tally, f.name) for f in tally_fields("histogram")}
-            row |= {name: bins for name, bins in found.items() if bins.any()}  # empty ones say that nobody counted
-        if "exponents" in row:
-            filled = np.flatnonzero(tally.exponents)
-            first, last = int(filled[0]), int(filled[-1])
-            row |= {"exponents": tally.exponents[first : last + 1], _HISTOGRAM_START: first}
-        row[REPORTED] = list(reported.items()) if reported else None
-        self._rows.append(row)
-        self._flush_many()
+        if phase != "full":
+            tally = replace(tally, **self._no_histograms)
+        self._add(_Rows(step, phase, [key], tally, reported))
 
     def tallies(self, step: int, tallies: Tallies[SlotKey]) -> None:
-        """A row of statistics for each, with phase "full"; quicker than one by one."""
-        if not tallies:
-            return
-        if self._rows:  # they keep their order
-            self._tabulate()
-        self._looks.append((step, tallies))  # a table of all that wait costs as much as one of a single look
-        self._flush_many()
+        """Adds a row of statistics with phase "full" for each tally; quicker than one by one."""
+        if tallies:
+            self._add(_Rows(step, "full", list(tallies), tallies.rows, None))
 
     def rewind(self, step: int) -> None:
-        """Takes away what this rank wrote of steps after `step`; events stay, for they happened."""
+        """Deletes this rank's record of the steps after `step`, except for events, which did happen."""
         self.flush()
         self._tables = [table.filter(pc.field("step") <= step) for table in self._tables]
         self._lines[STEPS] = deque(line for line in self._lines[STEPS] if _step_of(line) <= step)
@@ -211,10 +190,12 @@ class RunWriter:
             self._cut_back(step)
 
     def flush(self) -> None:
-        """Puts what waits on disk."""
+        """Writes all waiting rows and lines."""
         for name in self._lines:
             self._write_lines(name)
-        self._tabulate()
+        if self._rows:
+            self._tables.append(_table_of(self._rows, self.rank))
+            self._rows, self._untabulated = [], 0
         if self._tables:
             with self.attempt():
                 self._write_part()
@@ -225,11 +206,12 @@ class RunWriter:
     @property
     def _waiting(self) -> int:
         """Rows that are not on disk."""
-        looked = sum(len(tallies) for _, tallies in self._looks)
         tabulated: int = sum(table.num_rows for table in self._tables)
-        return len(self._rows) + looked + tabulated
+        return self._untabulated + tabulated
 
-    def _flush_many(self) -> None:
+    def _add(self, rows: _Rows) -> None:
+        self._rows.append(rows)
+        self._untabulated += len(rows.keys)
         if self._waiting >= self._flush_at:
             self.flush()
 
@@ -242,36 +224,18 @@ class RunWriter:
         if len(self._small) >= _PARTS_MERGED:
             self._merge_parts()
 
-    def _tabulate(self) -> None:
-        """Waiting looks become a table, and the rows after them."""
-        rows, self._rows = self._rows, []
-        looks, self._looks = self._looks, []
-        if looks:
-            self._tables.append(_table_of(looks, self.rank))
-        if not rows:
-            return
-        schema = stats_schema()
-        columns = []
-        for field in schema:
-            values = [row.get(field.name) for row in rows]
-            if pa.types.is_list(field.type):
-                kind = field.type.value_type.to_pandas_dtype()
-                values = [None if value is None else np.asarray(value).astype(kind) for value in values]
-            columns.append(pa.array(values, type=field.type))
-        self._tables.append(pa.Table.from_arrays(columns, schema=schema))
-
     @property
     def dumps(self) -> Path:
         """The folder of dumped tensors."""
         return self.path / DUMPS
 
     def close(self) -> None:
-        """Flushes; what even now cannot be written is lost."""
+        """Flushes, and warns about data that cannot be written even now."""
         self.flush()
         self.lost["rows"] += self._waiting
         self.lost["lines"] += sum(map(len, self._lines.values()))
         if lost := ", ".join(f"{count:,} {what}" for what, count in (+self.lost).items()):
-            _LOG.warning("watch: %s: lost %s, which could not be written", self.path, lost)
+            _LOG.warning("watch: %s: lost %s, because the disk refused them", self.path, lost)
             self.describe()
 
     def __enter__(self) -> RunWriter:
@@ -281,15 +245,15 @@ class RunWriter:
         self.close()
 
     def _cut_back(self, step: int) -> None:
-        """Takes away what this rank wrote of steps after `step`."""
+        """Deletes this rank's rows and lines of the steps after `step`."""
         for part in (self.path / STATS).glob(f"part-{self.rank}-*.parquet"):
             try:
                 table = pq.read_table(part)
             except (pa.ArrowInvalid, OSError):
-                continue  # torn; readers pass over it, too
-            kept = table.filter(pc.field("step") <= step)
-            if kept.num_rows < table.num_rows:
-                _store(kept, part)
+                continue  # a torn part; readers ignore it too
+            earlier = table.filter(pc.field("step") <= step)
+            if earlier.num_rows < table.num_rows:
+                _store(earlier, part)
         lines = self.path / STEPS
         if self.rank == 0 and lines.exists():
             kept_lines = [line for line in lines.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
@@ -297,7 +261,7 @@ class RunWriter:
                 scratch.write_bytes(b"".join(kept_lines))
 
     def _merge_parts(self) -> None:
-        """Many small parts as one. A process killed between the last two lines leaves rows twice: readers take one."""
+        """Merges small parts. A kill between the last two lines leaves rows twice; readers take one of them."""
         small, self._small = self._small, []
         target = self.path / STATS / f"part-{self.rank}-{self._part:06d}.parquet"
         _store(pa.concat_tables([pq.read_table(part) for part in small]), target)
@@ -309,7 +273,7 @@ class RunWriter:
         self._now = values["step"]
         lines = self._lines[name]
         lines.append((json.dumps(_jsonable(values)) + "\n").encode())
-        if len(lines) == 1:  # others wait only where they could not be written: for the next flush
+        if len(lines) == 1:  # more lines wait only if a write failed, for the next flush
             self._write_lines(name)
         elif len(lines) > _WAITING_LINES:
             lines.popleft()
@@ -323,52 +287,66 @@ class RunWriter:
 
 
 def _store(table: pa.Table, target: Path) -> None:
-    """Bins are all different numbers: dictionaries and statistics of them only take time."""
+    """Writes a part without dictionaries and statistics of bins, which only take time."""
     with replacing(target) as scratch:
         pq.write_table(table, scratch, compression="zstd", use_dictionary=list(IDENTITY), write_statistics=["step"])
 
 
-def _table_of(looks: Sequence[tuple[int, Tallies[SlotKey]]], rank: int) -> pa.Table:
-    keys = [key for _, tallies in looks for key in tallies]
+class _Rows(NamedTuple):
+    """Rows of one step."""
+
+    step: int
+    phase: str
+    keys: Sequence[SlotKey]
+    tally: Tally
+    """Of one row, or every field an array (keys,)."""
+    reported: Mapping[str, float] | None
+
+
+def _table_of(looks: Sequence[_Rows], rank: int) -> pa.Table:
+    keys = [key for look in looks for key in look.keys]
     schema, count = stats_schema(), len(keys)
-    steps = [step for step, tallies in looks for _ in tallies]
-    named: dict[str, Any] = {"step": steps, "rank": [rank] * count, "phase": ["full"] * count}
-    named["kind"] = [layer_kind(key.layer) for key in keys]
+    bins = {f.name: (f.metadata["bins"],) if f.metadata["bins"] else () for f in tally_fields()}
+    named: dict[str, Any] = {
+        name: [getattr(look, name) for look in looks for _ in look.keys] for name in ("step", "phase", REPORTED)
+    }
+    named |= {"rank": [rank] * count, "kind": [layer_kind(key.layer) for key in keys]}
     named |= dict(zip(SlotKey._fields, zip(*keys, strict=True), strict=True))
+    named[REPORTED] = [list(numbers.items()) if numbers else None for numbers in named[REPORTED]]
 
     def column(name: str) -> Any:
-        return np.concatenate([getattr(tallies.rows, name) for _, tallies in looks])
+        return np.concatenate([np.reshape(getattr(look.tally, name), (len(look.keys), *bins[name])) for look in looks])
 
-    filled = column("exponents") != 0
-    some = filled.any(1)
-    first = np.where(some, filled.argmax(1), 0)
-    last = np.where(some, filled.shape[1] - filled[:, ::-1].argmax(1), 0)
-    named |= {_HISTOGRAM_START: pa.array(first, mask=~some, type=pa.int32()), REPORTED: pa.nulls(count)}
+    nonzero = column("exponents") != 0
+    some = nonzero.any(1)
+    first = np.where(some, nonzero.argmax(1), 0)
+    last = np.where(some, nonzero.shape[1] - nonzero[:, ::-1].argmax(1), 0)
+    named[_HISTOGRAM_START] = pa.array(first, mask=~some, type=pa.int32())
     columns = []
     for field in schema:
         if field.name in named:
-            found = named[field.name]
-            columns.append(found.cast(field.type) if isinstance(found, pa.Array) else pa.array(found, type=field.type))
+            columns.append(pa.array(named[field.name], type=field.type))
             continue
         values = column(field.name)
         if not pa.types.is_list(field.type):
-            columns.append(pa.array(values).cast(field.type))
+            columns.append(pa.array(values).cast(field.type, safe=False))
             continue
-        there = some if field.name == "exponents" else values.any(1)
+        filled = some if field.name == "exponents" else values.any(1)  # an empty histogram was not counted
         if field.name == "exponents":
             within, lengths = np.arange(values.shape[1]), last - first
-            kept = values[(within >= first[:, None]) & (within < last[:, None])]
+            entries = values[(within >= first[:, None]) & (within < last[:, None])]
         else:
-            lengths = np.where(there, values.shape[1], 0)
-            kept = (values if there.all() else values[there]).reshape(-1)
+            lengths = np.where(filled, values.shape[1], 0)
+            entries = (values if filled.all() else values[filled]).reshape(-1)
         edges = np.concatenate([[0], np.cumsum(lengths)])
-        offsets = pa.array(edges, mask=np.append(~there, False), type=pa.int32())
-        columns.append(pa.ListArray.from_arrays(offsets, pa.array(kept).cast(field.type.value_type), type=field.type))
+        offsets = pa.array(edges, mask=np.append(~filled, False), type=pa.int32())
+        counts = pa.array(entries).cast(field.type.value_type, safe=False)
+        columns.append(pa.ListArray.from_arrays(offsets, counts, type=field.type))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _step_of(line: bytes) -> float:
-    """Infinity for a torn line."""
+    """The step of a line; infinity for a torn line."""
     try:
         return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -376,7 +354,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _jsonable(value: Any) -> Any:
-    """Numbers that JSON has no word for become the strings "nan", "inf" and "-inf"."""
+    """A value for JSON, which has no words for NaN and infinities: they become "nan", "inf" and "-inf"."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -389,7 +367,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _end_line(path: Path) -> None:
-    """Ends a line that a kill tore, so that the next one is not lost with it."""
+    """Ends a torn line, so that the next line is readable."""
     if path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n":
         with path.open("ab", buffering=0) as stream:
             stream.write(b"\n")

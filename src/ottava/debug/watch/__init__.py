@@ -1,5 +1,5 @@
-"""Watching a training run: what is looked at and when (`config`, `schedule`), how it is seen (`doors`, `modules`),
-summed (`collector`), dumped (`dumps`) and shown (`sinks`)."""
+"""Watches a training run: settings (`config`), steps (`schedule`), taps (`doors`, `modules`), sums (`collector`), files
+(`dumps`) and displays (`sinks`)."""
 
 from ottava.debug.watch.config import WatchConfig
 from ottava.debug.watch.session import Watch, watch

@@ -1,8 +1,7 @@
-"""Where the operands of a layer's GEMMs are, by the name of its class: nothing of any framework is imported.
+"""Finds the operands of a layer's GEMMs by the name of its class, without importing any framework.
 
-A layer is a call with an input, weights and an output. `ADAPTERS` says for each class which of them are the operands
-X (M, K), W (N, K) and the result Y (M, N), and what cannot be seen from outside, with the reason. A new class is an
-entry of that table.
+A layer is a call with an input, weights and an output. For each class, `ADAPTERS` says which of them are the operands
+X (M, K), W (N, K) and the result Y (M, N), and why some cannot be seen from outside. A new class is one entry.
 """
 
 from __future__ import annotations
@@ -23,43 +22,43 @@ class Part(NamedTuple):
     suffix: str = ""
     """Added to the layer's name."""
     inputs: tuple[Tensor, ...] = ()
-    """(..., K) each; several where the layer multiplies several tensors with this weight."""
+    """(..., K) each; several if the layer multiplies several tensors by this weight."""
     weight: Tensor | None = None
-    """As the layer keeps it, see `Adapter.transposed`."""
+    """The stored weight, see `Adapter.transposed`."""
     output: Tensor | None = None
     """(..., N)."""
     arrange: Callable[[Tensor], Tensor] | None = None
-    """From a tensor like output to what this linear computed of it, in the order of its rows."""
+    """From a tensor like output to the part that this linear computed, in the order of its rows."""
     arrange_input: Callable[[Tensor], Tensor] | None = None
-    """From a tensor like one of inputs to X, where that is not all of it."""
+    """From a tensor like one of inputs to X, if X is a part of it."""
     arrange_weight: Callable[[Tensor], Tensor] | None = None
-    """From a tensor like weight to W (N, K), where `Adapter.transposed` does not say it all."""
+    """From a tensor like weight to W (N, K), if `Adapter.transposed` is not enough."""
     cast: bool = True
-    """torch.autocast reaches the operands."""
+    """Whether torch.autocast changes the dtype of the operands."""
 
 
 Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterator[Part]]
-"""(module, args, kwargs, output) -> the linears of that call."""
+"""(module, args, kwargs, output) -> the linears of the call."""
 Weights = Callable[[Any], Iterator[tuple[str, Tensor]]]
-"""module -> (suffix, weight) of each of its linears."""
+"""module -> (suffix, weight) of each linear."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to read layers of a class."""
+    """How to read the layers of a class."""
 
     call: Call
     weights: Weights
     package: str = ""
-    """The class is of a package whose name starts so; needed where a class has a name that others use, too."""
+    """Beginning of the package's name; needed if classes of other packages have the same name."""
     transposed: bool = False
-    """The weight is kept as (K, N)."""
+    """Whether the layer stores the weight as (K, N)."""
     why: str = ""
-    """What is not seen, and why."""
+    """The tensors that the watch cannot see, and the reason."""
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors directly in what a module takes or returns: itself, or those of a tuple, list or mapping."""
+    """The tensors of an argument or result: itself, or the entries of a tuple, list or mapping."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -73,9 +72,9 @@ def _first(*values: Any) -> Tensor | None:
 
 
 def _one(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """The first tensor in is X, `weight` is W, the first tensor out is Y."""
+    """X is the first tensor of the arguments, W is `weight`, Y is the first tensor of the result."""
     x = _first(args, kwargs)
-    weight = kwargs.get("weight")  # of Megatron's tied output layer
+    weight = kwargs.get("weight")  # Megatron's tied output layer gets it as an argument
     weight = weight if isinstance(weight, Tensor) else getattr(module, "weight", None)
     yield Part("", () if x is None else (x,), weight, _first(output))
 
@@ -88,7 +87,7 @@ def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """The norm is inside: only W and Y are seen."""
+    """The norm is inside the layer: the watch sees W and Y only."""
     yield Part("", (), getattr(module, "weight", None), _first(output))
 
 
@@ -108,16 +107,16 @@ def _mlp_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _grouped(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """Rows of one input, split over one weight each."""
+    """Each weight multiplies some rows of one input."""
     x, y = _first(args, kwargs), _first(output)
     splits = kwargs.get("m_splits", args[1] if len(args) > 1 else None)
     if isinstance(splits, Tensor):
-        splits = splits.tolist() if splits.device.type == "cpu" else None  # elsewhere reading it would wait
+        splits = splits.tolist() if splits.device.type == "cpu" else None  # reading it would wait for a GPU
     weights = list(_grouped_weights(module))
-    known = isinstance(splits, (list, tuple)) and len(splits) == len(weights) and x is not None
+    fits = isinstance(splits, (list, tuple)) and len(splits) == len(weights)
     start = 0
     for index, (suffix, weight) in enumerate(weights):
-        if not known or x is None:
+        if not fits or x is None:
             yield Part(suffix, (), weight)
             continue
         take = partial(_rows, start=start, stop=start + int(splits[index]))
@@ -135,13 +134,13 @@ def _grouped_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attention(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """nn.MultiheadAttention: X and W of the projections in, W and Y of the one out."""
+    """nn.MultiheadAttention: X and W of the input projections, W and Y of the output projection."""
     named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
     given = [named[name] for name in ("query", "key", "value") if isinstance(named.get(name), Tensor)]
     y = _first(output)
 
     def ordered(x: Tensor) -> Tensor:
-        # rows are (time, batch) inside, whatever they are outside
+        # inside, the rows are always (time, batch)
         return x.detach().transpose(0, 1) if x.dim() == 3 else x.detach()
 
     arrange = ordered if module.batch_first else torch.Tensor.detach
@@ -163,7 +162,7 @@ def _attention_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 _TE = "transformer_engine"
-_FUSED_NORM = "X: the norm is fused into the layer, what its GEMM gets is not seen from outside"
+_FUSED_NORM = "X: the norm is fused into the layer, so the input of its GEMM cannot be seen from outside"
 _FUSED_ACTIVATION = _FUSED_NORM.replace("norm", "activation")
 _PLAIN = Adapter(_one, _one_weight)
 ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
@@ -174,7 +173,7 @@ ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
                 _attention,
                 _attention_weights,
                 "torch.nn.",
-                why="dY of in_proj, X of out_proj: inside torch's attention function, which calls no module",
+                why="dY of in_proj, X of out_proj: they are inside torch's attention function, which calls no module",
             ),
         ),
         "Conv1D": (Adapter(_one, _one_weight, transposed=True),),  # Hugging Face's GPT-2
@@ -186,15 +185,15 @@ ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
         "ActivatedLinear": (Adapter(_normed, _one_weight, "ottava.", why=_FUSED_ACTIVATION),),
         "LinearCrossEntropy": (Adapter(_headed, _one_weight, "ottava.", why="Y, dY: its loss is inside the layer"),),
         "LayerNormLinear": (Adapter(_normed, _one_weight, _TE, why=_FUSED_NORM),),
-        "LayerNormMLP": (Adapter(_mlp, _mlp_weights, _TE, why=f"{_FUSED_NORM}; nor is what is between fc1 and fc2"),),
+        "LayerNormMLP": (Adapter(_mlp, _mlp_weights, _TE, why=f"{_FUSED_NORM}; nor the tensors between fc1 and fc2"),),
         "GroupedLinear": (Adapter(_grouped, _grouped_weights, _TE),),
     }
 )
-"""Class name -> the adapters of classes of that name, told apart by their package."""
+"""Class name -> adapters of the classes with this name, one for each package."""
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """The adapter of a layer: that of its own class or of the nearest base class which has one.
+    """The adapter of a layer's class, or of the nearest base class that has one.
 
     Example:
         >>> class MyLinear(nn.Linear):

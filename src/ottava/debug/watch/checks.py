@@ -1,15 +1,15 @@
-"""What must agree at a door: the codes, their scale, the tensor that they stand for, and the history behind the scale.
+"""Checks that codes, scale, tensor and amax history agree at a door.
 
-Every cast rounds to a neighbouring number of its format, so each element lies within one step of what its code decodes
-to, whatever the recipe; where many do not, the operand is a cast of something else. Which of the three bugs it is shows
-in what else fits:
+A cast in any recipe rounds each element to a neighbouring number of its format. The element therefore lies within one
+step of the number that its code decodes to. If many elements do not, the operand is a cast of some other tensor, and
+the pattern tells which bug it is:
 
-    stored_scale      codes times some other factor would fit: the scale was changed without casting again
-    row_col           the operand of x fits and that of x.T does not, or the other way round
-    stale_weight      neither operand of a weight fits: they are casts of an earlier one
-    wrong_tensor      neither operand of another tensor does
+    stored_scale      codes times some other factor would fit: the scale changed without a new cast
+    row_col           the operand of x fits and the operand of x.T does not, or the other way round
+    stale_weight      neither operand of a weight fits: both are casts of an earlier weight
+    wrong_tensor      neither operand of an input or gradient fits
     nonfinite_scale   a stored scale is infinite or NaN
-    history_twice     the amax history holds every entry twice
+    history_twice     the amax history has every entry twice
     master            an FP8 parameter is no cast of its master weight (`check_master`)
 
 Source: the signatures of TransformerEngine #1047, #738, #539, PR #1121; transformers #47030; torchao #3356.
@@ -31,21 +31,21 @@ from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import Quantizer
 
 Facts = dict[str, Any]
-"""Of an event "check": check, layer, tensor, value, ..."""
+"""Facts of an event "check": check, layer, tensor, value, ..."""
 
 _ROWS, _COLS = 32, 256
-"""Looked at, of every operand: 8,192 elements tell a wrong cast from a right one."""
+"""A check reads this corner of an operand; 8,192 elements tell a wrong cast from a right one."""
 _FIRST, _THEN = 4, 8
-"""Of the looks at a tensor the first so many are checked, then one in so many: what is broken stays broken."""
+"""Checks run at the first 4 looks at a tensor, then at one look in 8, because a broken door stays broken."""
 _TOLERATED = 1e-3
-"""Share of elements beyond their step that is no news: 0 by arithmetic, this much for scales kept in fewer digits."""
+"""Tolerated share of elements beyond one step: exactly 0 in theory, more for scales stored with fewer digits."""
 _SLACK = 1e-4
-"""Relative: a stored fp32 reciprocal, and the two roundings of NVFP4's scales, move a number by less."""
+"""Relative tolerance: a stored fp32 reciprocal, or NVFP4's twice rounded scales, move a number by less."""
 _LEAST_PAIRS = 3
 
 
 class Checks:
-    """Called with the operands of every cast that is looked at; passes what is wrong to `report`, once a place.
+    """Checks the operands of casts and calls `report` once for each failed check of a tensor.
 
     Args:
         report: gets the facts of an event "check".
@@ -67,34 +67,34 @@ class Checks:
 
     def __init__(self, report: Callable[[Facts], None]) -> None:
         self.report = report
-        self._said: set[tuple[str, str, str]] = set()
+        self._reported: set[tuple[str, str, str]] = set()
         self._looks: Counter[tuple[str, str]] = Counter()
 
     def __call__(self, layer: str, tensor: str, door: Quantizer, x: Tensor, row: Any, col: Any) -> None:
-        """Checks one cast: x (R, C), the operand of x and that of x.T; each may be None or a plain tensor."""
+        """Checks one cast: x (R, C), the operand of x and the operand of x.T, each of which may be None or not cast."""
         looks = self._looks[layer, tensor] = self._looks[layer, tensor] + 1
         if looks > _FIRST and looks % _THEN:
             return
         for facts in (check_operands(tensor, x, row, col), check_history(door)):
-            if facts is None or (key := (layer, tensor, facts["check"])) in self._said:
+            if facts is None or (key := (layer, tensor, facts["check"])) in self._reported:
                 continue
-            self._said.add(key)
+            self._reported.add(key)
             self.report({"layer": layer, "tensor": tensor, **facts})
 
 
 @torch.no_grad()
 def check_operands(tensor: str, x: Tensor, row: Any, col: Any) -> Facts | None:
-    """Whether both operands are casts of x.
+    """Checks that both operands are casts of x.
 
     Args:
         tensor: input, weight or grad_output.
         x: (R, C) before the cast.
-        row, col: operand of x (R, C) and of x.T (C, R); what is no QuantizedTensor is not checked.
+        row, col: operands of x (R, C) and x.T (C, R); only a QuantizedTensor is checked.
     Returns:
-        None, or the facts of an event: "value" is the share of elements [%] that lie beyond one step of their format.
+        None, or the facts of an event: "value" is the share of elements [%] beyond one step.
     """
     both = [("row", x, row)]
-    if row is None or col is None or row.data.data_ptr() != col.data.data_ptr():  # else one cast serves both
+    if row is None or col is None or row.data.data_ptr() != col.data.data_ptr():  # otherwise one cast serves both
         both.append(("col", x.t(), col))
     sides = [
         (name, *_sampled(matrix, operand))
@@ -122,30 +122,31 @@ def check_operands(tensor: str, x: Tensor, row: Any, col: Any) -> Facts | None:
 
 @torch.no_grad()
 def check_master(master: Tensor, parameter: QuantizedTensor | Tensor, *, format_eps: float = 0.125) -> Facts | None:
-    """Whether an FP8 parameter is a cast of its master weight, as it must be at step 0 and after every optimizer step.
+    """Checks that an FP8 parameter is a cast of its master weight, as it must be after every optimizer step.
 
     Args:
         master: (R, C) in high precision.
-        parameter: the FP8 weight, or its dequantized values, for which the step is taken from `format_eps`.
+        parameter: the FP8 weight or its dequantized values.
+        format_eps: eps of the format, for dequantized values.
     Returns:
         None, or the facts of an event "check".
     """
     if isinstance(parameter, QuantizedTensor):
         share = share_beyond_a_step(*_sampled(master, parameter))
     else:
-        known = parameter != 0
+        nonzero = parameter != 0
         distance = (master.float() - parameter.float()).abs()
-        beyond = (distance > parameter.float().abs() * (format_eps / 2) * (1 + _SLACK)) & known
-        share = float(beyond.sum()) / max(float(known.sum()), 1.0)
+        beyond = (distance > parameter.float().abs() * (format_eps / 2) * (1 + _SLACK)) & nonzero
+        share = float(beyond.sum()) / max(float(nonzero.sum()), 1.0)
     if share <= _TOLERATED:
         return None
     return {"check": "master", "value": round(100 * share, 1), "unit": "% of elements"}
 
 
 def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:
-    """Share of the non-zero finite elements that lie further from their decoded code than rounding moves them.
+    """Share of the non-zero finite elements whose decoded code is further away than rounding allows.
 
-    Elements beyond the largest number are clipped, and left out; so are blocks whose scale is 0.
+    Clipped elements, and blocks whose scale is 0, are left out.
 
     Example:
         >>> import ottava
@@ -159,7 +160,7 @@ def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:
     x = x.to(torch.float32)
     magnitude = x.abs()
     usable = x.isfinite() & (scale_inv > 0) & (magnitude <= fmt.max * scale_inv) & (magnitude > 0)
-    # between two neighbours a step lies; to the nearest it is half of one, stochastic rounding goes to either
+    # neighbours are one step apart: rounding to nearest moves an element by half a step, stochastic rounding by one
     part = 0.5 if x_q.spec.rounding == "nearest_even" else 1.0
     step = torch.maximum(magnitude * fmt.eps, scale_inv * math.ldexp(fmt.eps, fmt.emin))
     distance = (x - x_q.dequantize(torch.float32)).abs()
@@ -168,10 +169,10 @@ def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:
 
 
 def check_history(door: Quantizer) -> Facts | None:
-    """Whether the amax history of a door holds every entry twice: it was moved on twice in each step.
+    """Checks that the amax history of a door does not have every entry twice, because it rolled twice in each step.
 
-    Only a window in which all pairs agree and neighbours of different pairs do not says so: an input that never changes
-    fills it with one number.
+    The check fails only if all pairs are equal and neighbouring pairs differ: an input that never changes fills the
+    history with one number.
     """
     history = getattr(door, "amax_history", None)
     if not isinstance(history, Tensor):
@@ -188,7 +189,7 @@ def check_history(door: Quantizer) -> Facts | None:
 
 
 def _sampled(x: Tensor, x_q: QuantizedTensor) -> tuple[Tensor, QuantizedTensor]:
-    """A corner of both."""
+    """The same corner of both."""
     if x.shape[0] > _ROWS:
         x, x_q = x[:_ROWS], take_bands_of(x_q, [range(_ROWS)])
     if x.shape[1] > _COLS:
@@ -199,9 +200,9 @@ def _sampled(x: Tensor, x_q: QuantizedTensor) -> tuple[Tensor, QuantizedTensor]:
 
 
 def _best_factor(x: Tensor, x_q: QuantizedTensor) -> float | None:
-    """What the stored scale is wrong by, if codes with another scale would fit; the median over blocks.
+    """The factor by which the stored scale is wrong (median over blocks), if the codes would fit with another scale.
 
-    The factor is fitted block by block, for rounding a scale to a power of two moves each block's by another one.
+    Each block gets a factor of its own, because rounding to a power of two moves each scale by another factor.
     """
     granularity, shape = x_q.spec.granularity, (x.shape[0], x.shape[1])
     q, x = x_q.dequantize(torch.float32), x.to(torch.float32)
@@ -214,13 +215,13 @@ def _best_factor(x: Tensor, x_q: QuantizedTensor) -> float | None:
         return None
     fitted = (x_q.scale_inv.to(torch.float64) * factors).to(torch.float32)
     if x_q.spec.scale_format in ("pow2", "e8m0", "e8m0_floor"):
-        # such codes were cast with a power of two: where another scale fits best, they are of another tensor
+        # these codes were cast with a power of two; if only another factor fits, they belong to another tensor
         fitted = torch.exp2(fitted.log2().round())
     corrected = QuantizedTensor(x_q.data, fitted.reshape(x_q.scale_inv.shape), x_q.spec, x_q.dtype)
     wide = granularity.expand(fitted.reshape(x_q.scale_inv.shape), shape)
     noise = torch.where(finite, x - corrected.dequantize(torch.float32), 0.0).to(torch.float64)
     signal = torch.where(finite, x, 0.0).to(torch.float64)
-    # a cast of x with any scale leaves an error of half a step; one of another tensor leaves far more
+    # a cast of x has an error of half a step at any scale; a cast of another tensor has far more
     limit = (x_q.spec.format.eps / 2) ** 2 * signal.square().sum() + (
         (wide.to(torch.float64) * math.ldexp(x_q.spec.format.eps, x_q.spec.format.emin)).square().expand(shape).sum()
         / 4

@@ -1,7 +1,7 @@
-"""Sums what the taps see in one optimizer step: full tallies where the step is looked at, amaxes in every step.
+"""Collects the casts of one optimizer step from the taps: tallies in a step with a full look, amaxes in every step.
 
-On a GPU nothing here waits for the device while the step runs, but for histograms in a full look; numbers are read back
-when it has ended.
+On a GPU only the histograms of a full look wait for the device while the step runs. The host reads all other numbers
+after the step.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe, get_recipe
 
 _SMALL_BYTES = 2**20
-"""Of a tensor that is rather copied than measured on its own."""
+"""The collector copies tensors up to this size, to measure them together after the step."""
 _WAITING_BYTES = 64 * 2**20
-"""Of samples that are kept until the step has ended."""
+"""Largest size of all copies that wait for the end of the step."""
 
 Place = tuple[str, str]
 """(layer, tensor)."""
 
 
 class Light(NamedTuple):
-    """What is known of every tensor of a step without a full look: n of them."""
+    """Amaxes and scales of the n tensors of a step."""
 
     keys: tuple[SlotKey, ...]
     amax: Tensor
-    """fp32 (n,): inf or NaN where an element was."""
+    """fp32 (n,): inf or NaN if an element was."""
     scale_inv: Tensor
-    """fp32 (n,): of the cast, where it has one scale; else NaN."""
+    """fp32 (n,): the cast's scale_inv; NaN if it has several scales."""
 
 
 _CAST_AS = MappingProxyType(
     {"output": ("input", "row"), "grad_input": ("grad_output", "row"), "grad_weight": ("grad_output", "col")}
 )
-"""What this layer does not cast is measured as the next one would cast it."""
+"""Tensors that this layer does not cast -> the tensor and direction as which the next layer casts them."""
 
 
 class Collector:
-    """What was seen since the last `drain`.
+    """Collects casts until `drain`.
 
     Args:
-        config: what is watched.
-        dumps: which casts are written out as they are.
+        config: settings of the watch.
+        dumps: chooses the casts to write to files.
     """
 
     def __init__(self, config: WatchConfig, dumps: DumpPlan | None = None) -> None:
         self.config = config
         self.dumps = dumps
         self.looking = False
-        """Whether the running step is looked at in full."""
+        """Whether the running step gets a full look."""
         self.look = 0
-        """Number of the look; decides which rows are sampled."""
+        """Number of the look; decides which rows are in the sample."""
         self.noting = config.light
-        """Whether amaxes of the running step are noted."""
+        """Whether the running step notes amaxes."""
         self.seconds = 0.0
-        """Time spent on watching, on the host."""
+        """Time that watching took on the host."""
         self._timing = False
         self._recipes = tuple(get_recipe(recipe) for recipe in config.recipes)
         self._waiting: list[tuple[SlotKey, Look]] = []
@@ -84,14 +84,14 @@ class Collector:
 
     @property
     def holds(self) -> bool:
-        """Whether anything was handed in since the last `drain`."""
+        """Whether any cast arrived since the last `drain`."""
         return bool(self._light or self._waiting or self._sums)
 
     def wants(self, layer: str, tensor: str) -> bool:
-        """Whether that tensor is to be handed in; the weight only once a step, whatever the micro-batches."""
+        """Whether a tap should pass this tensor on: a weight once a step, all others in every micro-batch."""
         if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:
             return False
-        # weights move slowly: between looks their amax is worth its price only where a scale is predicted from it
+        # weights change slowly: between looks, note their amax only if it predicts a scale
         return self.looking or (self.noting and (tensor != "weight" or self._reach > 0))
 
     def cast(
@@ -106,17 +106,17 @@ class Collector:
         recipe: str,
         extent: Tensor | None = None,
     ) -> Tensor | None:
-        """Takes in a cast that was made: x (R, C), and its codes.
+        """Adds a cast: x (R, C) and its codes.
 
         Returns:
-            The extent of x, if it was asked for; that of x.T is the same: hand it in with the cast of that.
+            The extent of x, if it was needed. Pass it on with the cast of x.T, which has the same extent.
         """
         with self.timed():
             key = cast_key(layer, tensor, direction, recipe, x_q.spec, source)
             first = direction == "row" or (layer, tensor) not in self._light
             if not x.numel() or not (self.looking or first):
                 return None
-            if extent is None and tensor != "weight":  # whose cast is one of an earlier weight, if a cache is stale
+            if extent is None and tensor != "weight":  # a stale cache may hold the cast of an earlier weight
                 extent = found_by(x_q, x.numel())
             extent = survey(x.detach(), finite=self.looking) if extent is None else extent
             if first:
@@ -128,10 +128,10 @@ class Collector:
             return extent
 
     def simulate(self, layer: str, tensor: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Casts x (R, C) as the configured recipes would, and takes that in.
+        """Casts x (R, C) as the recipes of the settings would, and adds these casts.
 
         Args:
-            dtype: what x becomes before its cast; None: it stays what it is.
+            dtype: dtype of x before the cast; None: its own.
         """
         with self.timed():
             casts = self._cells_of(layer, tensor)
@@ -152,20 +152,20 @@ class Collector:
                     self.dumps.take(key, matrix, cast_of(Look(matrix, spec, extent, scale)))
 
     def finished(self, layer: str, tensor: str) -> None:
-        """A tap has handed in all casts of a tensor; a weight is the same in every micro-batch of a step."""
+        """Ends the casts of a tensor. A weight is the same in every micro-batch, so a step needs it once."""
         if tensor == "weight":
             self._once.add((layer, tensor))
 
     def drain(self) -> tuple[Tallies[SlotKey], Light]:
-        """What was seen in the step that ended. Reads the tallies back, if there are any."""
+        """The tallies and amaxes of the step that ended. Tallies are read from the device."""
         with self.timed():
             self._measure()
             noted = self._light
             for place, (_, extent, _) in noted.items() if self._reach else ():
                 self._history.setdefault(place, deque(maxlen=self._reach)).appendleft(extent[0].to(torch.float32))
-            seen = _tallies(self._sums)
+            tallies = _tallies(self._sums)
             self._sums, self._light, self._once = {}, {}, set()
-            return seen, _light(list(noted.values()))
+            return tallies, _light(list(noted.values()))
 
     def _note(self, key: SlotKey, extent: Tensor, scale_inv: Tensor | None) -> None:
         place = (key.layer, key.tensor)
@@ -185,7 +185,7 @@ class Collector:
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Measures a cast: a copy of a few rows when the step has ended, all together; many rows at once."""
+        """Measures a large cast now. Of others it copies a sample, and measures all copies together after the step."""
         look = Look(x, cast, extent, scale)
         blocks = self.config.detail == "blocks"
         part = sampled(look, self.config.sample, self.look, dtype, blocks=blocks)
@@ -213,7 +213,7 @@ class Collector:
                 torch.maximum(old.extremes, new.extremes, out=old.extremes)
 
     def _predicted_scale(self, place: Place, spec: QuantizationSpec) -> Tensor | None:
-        """From the amaxes of the steps before; None: the current one, where there were none."""
+        """The scale predicted from earlier amaxes; None without any: the cast then takes the current scale."""
         history = list(self._history.get(place, ()))[: spec.amax_history_len]
         if not history:
             return None
@@ -236,8 +236,8 @@ class Collector:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """What runs inside is counted as time spent on watching."""
-        if self._timing:  # inside another one
+        """Adds the time inside the context to `seconds`."""
+        if self._timing:  # an outer context measures already
             yield
             return
         self._timing, started = True, time.perf_counter()
@@ -249,8 +249,8 @@ class Collector:
 
 
 def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
-    """The casts that a resolved recipe makes of a tensor: ("row", spec) of x, ("col", spec) of x.T where one cast does
-    not serve both.
+    """The casts of a tensor under a resolved recipe: ("row", spec) of x, and ("col", spec) of x.T unless one cast
+    serves both.
 
     Example:
         >>> [(d, str(spec)) for d, spec in cells(get_recipe("blockwise"), "input")]
@@ -260,9 +260,9 @@ def cells(recipe: Recipe, tensor: str) -> list[tuple[str, QuantizationSpec]]:
     row, col = recipe.cells(like)
     if direction:
         row, col = (row if direction == "row" else col), None
-    found = [("row", row)] if row is not None else []
+    casts = [("row", row)] if row is not None else []
     shared = col is not None and row == col and col.granularity.transposes
-    return found if col is None or shared else [*found, ("col", col)]
+    return casts if col is None or shared else [*casts, ("col", col)]
 
 
 def _tallies(sums: Mapping[SlotKey, Packed]) -> Tallies[SlotKey]:

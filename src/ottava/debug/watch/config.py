@@ -1,4 +1,4 @@
-"""Settings of a watch. The defaults cost little and see trouble; an empty file is a valid one."""
+"""Settings of a watch. The defaults cost little and catch common trouble; an empty file is valid."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def _known_recipe(recipe: Any) -> Any:
 
 
 def tensor_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Long names for long names or symbols.
+    """The long names of tensors given by long name or symbol.
 
     Raises:
-        ValueError: neither.
+        ValueError: a name is neither.
 
     Example:
         >>> tensor_names(["X", "grad_output"])
         ('input', 'grad_output')
     """
     by_symbol = {symbol: name for name, symbol in SYMBOLS.items()}
-    found = tuple(by_symbol.get(name, name) for name in names)
-    for name in found:
+    long_names = tuple(by_symbol.get(name, name) for name in names)
+    for name in long_names:
         if name not in SYMBOLS:
             raise ValueError(unknown_name("tensor", name, [*SYMBOLS, *by_symbol]))
-    return found
+    return long_names
 
 
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_several)]
@@ -57,44 +57,44 @@ Sinks = Annotated[tuple[Any, ...], BeforeValidator(_several)]
 
 
 class Triggers(Section):
-    """What makes the watch look at every step for a while, and puts the steps before on record."""
+    """Conditions that make the watch look at every step for a while and store the amaxes of the steps before."""
 
     loss_z: float | None = 6.0
-    """A loss so many robust standard deviations above the median of the last 64; None: never."""
+    """The loss is so many robust standard deviations above the median of the last 64 losses; None: never."""
     clipping: float | None = 1e-3
-    """Share of the elements of a cast that were clipped. FP8-LM (arXiv 2310.18313) takes 1e-5 as too many already."""
+    """The cast clips a larger share of its elements. FP8-LM (arXiv 2310.18313) calls 1e-5 too many."""
     row_sqnr_db: float | None = limits.NOISE_DB
-    """SQNR of the median row below which a cast is mostly noise."""
+    """The SQNR of the median row is lower: such a cast is mostly noise."""
     nonfinite: bool = True
-    """An infinity or NaN in a tensor, or a loss that is not finite."""
+    """A tensor has an infinity or NaN, or the loss is not finite."""
     burst: Count = 16
-    """Steps looked at in full after a trigger."""
+    """Length of a burst: steps after a trigger that all get a full look."""
     cooldown: Count = 500
-    """Steps from one burst to the next, at least."""
+    """Smallest distance of two bursts in steps."""
 
 
 class DumpConfig(Section):
-    """Which tensors are written out as they are."""
+    """Which tensors a watch writes to files."""
 
     steps: tuple[Positive, ...] = ()
-    """In these steps, the tensors of `layers` and `tensors`."""
+    """Steps in which to write the tensors of `layers` and `tensors`."""
     layers: Patterns = ()
     """Shell patterns over full layer names."""
     tensors: Tensors = ("input", "weight", "grad_output")
     """Long names or symbols."""
     on_trigger: Count = 0
-    """After a trigger, so many tensors of the lowest row SQNR."""
+    """Number of tensors to write after a trigger, those with the lowest row SQNR."""
     rows: Count = 256
-    """Rows of the original kept beside the codes."""
+    """Rows of the tensor before the cast to write beside the codes."""
     quota_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 2.0
-    """Of the run folder."""
+    """Largest size of all dumps in the run folder."""
 
 
 class WatchConfig(Section):
-    """What is watched, and when.
+    """Which casts a watch measures, and when.
 
     Raises:
-        ConfigError: an unknown field, or a value that is not offered.
+        ConfigError: a field or its value is unknown.
 
     Example:
         >>> config = WatchConfig(tensors=("X", "dY"), every=10)
@@ -103,36 +103,36 @@ class WatchConfig(Section):
     """
 
     layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
-    """Shell patterns over full layer names, as in `Recipe.override`. One that matches no layer is an error."""
+    """Shell patterns over full layer names, as in `Recipe.override`. A pattern that matches no layer is an error."""
     tensors: Tensors = ("input", "weight", "grad_output", *ATTENTION_TENSORS)
     """Long names or symbols: X W dY, and Y dX dW; of FP8 attention QKV S O dO dP dQKV."""
     recipes: Recipes = ("tensorwise",)
-    """Simulated for layers whose GEMMs are not ours. Layers of ottava show what they really cast."""
+    """Recipes to simulate for layers of other packages. Ottava's own layers show their real casts."""
     every: Positive | None = None
-    """Steps from one full look to the next; also step 1, 2, 4, 8, ... up to it. None: 50, and less often, amaxes too,
-    where watching takes more than `max_overhead`."""
+    """Steps from one full look to the next; steps 1, 2, 4, 8, ... before it get one too. None: 50, and larger (for
+    amaxes too) if watching takes more than `max_overhead`."""
     sample: Positive = 16
-    """One row in so many is measured, and at least 32 of a tensor; others at every look. 1: all of them."""
+    """A look measures one row in `sample`, but at least 32 rows of a tensor; the rows change from look to look. 1: all
+    rows."""
     detail: Detail = "blocks"
-    """How elements are spread: "numbers" records nothing of it, at a fifth of the price; "exponents" how many there are
-    of each magnitude; "blocks" also how far they lie below the amax of their block, for every block size, which what-if
-    needs."""
+    """Histograms of elements. "numbers": none, at a fifth of the cost. "exponents": magnitudes. "blocks": magnitudes,
+    and distances below the amax of the element's block for every block size; what-if needs them."""
     light: bool = True
-    """amax of inputs and gradients in every step, in a ring that triggers put on record."""
+    """Note the amax of inputs and gradients in every step, in a ring that a trigger writes to the run folder."""
     flight: Annotated[int, Field(ge=1, le=65_536)] = 64
-    """Noted steps in that ring."""
+    """Steps in that ring."""
     triggers: Triggers = Field(default_factory=Triggers)
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()
-    """Where numbers go besides the run folder: "terminal", "tensorboard", "wandb", "trackio", see `sinks`."""
+    """Places besides the run folder: "terminal", "tensorboard", "wandb", "trackio", see `sinks`."""
     compiled: Literal["warn", "eager"] = "warn"
-    """Compiled code calls no hooks. "warn": say what is not seen. "eager": steps that are looked at run uncompiled,
-    which may change their last bits."""
+    """Compiled code calls no hooks. "warn": warn about layers that are not seen. "eager": run steps with a full look
+    uncompiled, which may change their last bits."""
     loss: Literal["mean", "sum"] = "mean"
-    """A step's loss of what backward() is called on in its micro-batches. "sum": of loops that divide each by their
-    number, or by the tokens of the step, as Hugging Face's Trainer does."""
+    """How the losses of micro-batches make the loss of a step. "sum" is for loops that divide each loss by the number
+    of micro-batches or by the tokens of the step, as Hugging Face's Trainer does."""
     max_overhead: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
-    """Share of the run's time that watching may take where `every` is None."""
+    """Largest share of the run's time for watching; only if `every` is None."""
 
     @field_serializer("recipes")
     def _names(self, recipes: tuple[str | Recipe, ...]) -> list[str]:
@@ -140,26 +140,26 @@ class WatchConfig(Section):
 
     @classmethod
     def load(cls, source: WatchConfig | Mapping[str, Any] | Path | str | None, **settings: Any) -> Self:
-        """From a YAML file, a mapping or nothing; `settings` have the last word.
+        """Settings from a YAML file, a mapping or the defaults; `settings` override them.
 
         Raises:
-            ConfigError: no such file, not a mapping, or a setting that is wrong.
+            ConfigError: the file is missing, is no mapping, or has a wrong setting.
         """
         path = Path(source) if isinstance(source, (str, Path)) else None
         tree = read_yaml(path) if path else {} if source is None else source
         if not isinstance(tree, (Mapping, WatchConfig)):
-            raise ConfigError(f"watch: got {type(tree).__name__}; needed: a mapping of settings, or a YAML file of it")
+            raise ConfigError(f"watch: got {type(tree).__name__}; needs a mapping of settings, or a YAML file of it")
         return cls.checked({**dict(tree), **settings}, path)
 
     def watches(self, layer: str, tensor: str) -> bool:
-        """Whether that tensor of the layer of that full name is asked for."""
+        """Whether the settings ask for this tensor of the layer with this full name."""
         return tensor in self.tensors and matches(layer, self.layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `WatchConfig.load` gives equal settings back, if all recipes are registered ones."""
+        """Plain values; `WatchConfig.load` turns them into equal settings if all recipes are registered."""
         return self.model_dump()
 
 
 def matches(layer: str, patterns: Iterable[str]) -> bool:
-    """Whether a full layer name fits one of these shell patterns."""
+    """Whether a full layer name matches one of the shell patterns."""
     return any(fnmatchcase(layer, pattern) for pattern in patterns)

@@ -1,7 +1,7 @@
-"""Sees the casts of ottava layers: the very operands that the GEMMs get, at the door where they are made.
+"""Watches the casts of ottava layers at their doors, where the operands of the GEMMs are made.
 
-Hooks are torch's global ones, attached while a step is watched: layers converted later are seen, and a watched weight
-keeps its cache (a hook of its own would switch it off).
+It uses torch's global hooks, attached only in watched steps. So it sees layers that are converted later, and a weight
+keeps its cache, which a hook on the door would switch off.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ottava.quantizer import Doors, Quantizer
 
 _GRADIENTS = frozenset({"grad_output", "do", "dp", "dqkv"})
 OnOperands = Callable[[str, str, Quantizer, Tensor, Any, Any], None]
-"""(layer, tensor, door, x, operand of x, operand of x.T): for checks of what must agree."""
+"""Called with (layer, tensor, door, x, operand of x, operand of x.T), to check that they agree."""
 
 
 class DoorTap:
-    """Hands every cast of ottava layers to a collector.
+    """Passes every cast of ottava layers to a collector.
 
     Args:
-        collector: gets them.
-        model: only its layers; None for all of the process.
-        on_operands: called with every pair of operands in a step that is looked at.
+        collector: gets the casts.
+        model: the only model to watch; None: every model of the process.
+        on_operands: called with every pair of operands in a step with a full look.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class DoorTap:
     ) -> None:
         self.collector, self.on_operands = collector, on_operands
         self.layers: dict[str, weakref.ref[nn.Module]] = {}
-        """Layers whose doors were found, by full name."""
+        """Full name -> layer with doors."""
         self.seen: set[str] = set()
-        """Those that cast something while it was watched."""
+        """Names of layers that made a cast in a watched step."""
         self._model = None if model is None else weakref.ref(model)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
         self._hooks = GlobalHooks(self._before, self._after)
@@ -50,7 +50,7 @@ class DoorTap:
             self.find(model)
 
     def find(self, model: nn.Module) -> None:
-        """Takes in the layers of a model."""
+        """Adds the layers of a model."""
         for name, module in model.named_modules():
             self._adopt(module, name)
 
@@ -63,26 +63,26 @@ class DoorTap:
         }
 
     def attach(self) -> None:
-        """From now on casts are seen."""
+        """Starts watching."""
         self._hooks.attach()
 
     def detach(self) -> None:
-        """No more."""
+        """Stops watching."""
         self._hooks.detach()
 
     def _adopt(self, module: nn.Module, name: str = "") -> None:
         if not isinstance(doors := getattr(module, "quantizers", None), Doors):
             return
         layer = getattr(module, "name", "") or name or f"{type(module).__name__} {len(self.layers)}"
-        known = self.layers.get(layer)
-        if known is not None and known() not in (None, module):
-            layer = f"{layer} ({len(self.layers)})"  # of another model
+        namesake = self.layers.get(layer)
+        if namesake is not None and namesake() not in (None, module):
+            layer = f"{layer} ({len(self.layers)})"  # another model has a layer of this name
         self.layers[layer] = weakref.ref(module)
         for tensor, door in doors.named_children():
             self._places[door] = (layer, tensor)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # first, and so in _after: Dynamo traces global hooks
+        if torch.compiler.is_compiling():  # must come first, also in _after: Dynamo traces global hooks
             return
         doors = getattr(module, "quantizers", None) if self._model is None else None
         if isinstance(doors, Doors) and next(doors.children()) not in self._places:
@@ -97,13 +97,13 @@ class DoorTap:
         if not self._counts(door, tensor, kwargs.get("record", True)):
             return
         self.seen.add(layer)
-        wanted = self.collector.wants(layer, tensor)
-        # the weight is summed once a step, and checked in every micro-batch: it is later ones that a stale cache serves
+        measured = self.collector.wants(layer, tensor)
+        # a weight is measured once a step but checked in every micro-batch: a stale cache serves the later ones
         checked = self.collector.looking and self.collector.config.watches(layer, tensor)
-        if not wanted and not checked:
+        if not measured and not checked:
             return
-        with unobserved(args[0]):  # no graph, no autocast, no dispatch mode: selective checkpointing counts operations
-            if wanted:
+        with unobserved(args[0]):  # selective checkpointing would count our operations
+            if measured:
                 self._take(layer, tensor, *args[:3], *output)
             if checked and self.on_operands is not None:
                 with self.collector.timed():
@@ -111,13 +111,9 @@ class DoorTap:
 
     def _take(self, layer: str, tensor: str, x: Tensor, row_spec: Any, col_spec: Any, row: Any, col: Any) -> None:
         recipe = self._recipe(layer)
-        if (
-            row is None
-            and isinstance(col, QuantizedTensor)
-            and row_spec == col_spec
-            and col_spec.granularity.transposes
-        ):
-            row, col = col.t(), None  # one cast serves both, whichever GEMM asks for it
+        shared = row_spec == col_spec and isinstance(col, QuantizedTensor) and col_spec.granularity.transposes
+        if row is None and shared:
+            row, col = col.t(), None  # one cast serves both GEMMs
         extent = None
         for direction, of, x_q in casts_of(x, row, col):
             extent = self.collector.cast(layer, tensor, direction, of, x_q, source="door", recipe=recipe, extent=extent)
@@ -126,8 +122,8 @@ class DoorTap:
     def _place(self, door: Quantizer) -> tuple[str, str] | None:
         place = self._places.get(door)
         if place is None and self._model is not None and (model := self._model()) is not None:
-            self.find(model)  # converted since
-            place = self._places.setdefault(door, ("", ""))  # of another model
+            self.find(model)  # converted later
+            place = self._places.setdefault(door, ("", ""))  # a door of another model
         return place if place and place[1] else None
 
     def _recipe(self, layer: str) -> str:
@@ -136,7 +132,7 @@ class DoorTap:
         return str(call.recipe.name if call is not None else module.resolved.name)
 
     def _counts(self, door: Quantizer, tensor: str, record: bool) -> bool:
-        """Whether this cast belongs to training and is no repetition: recomputation runs a forward again."""
+        """Whether this cast belongs to training and is no repetition by recomputation."""
         if tensor in _GRADIENTS:
             return True
         return record and not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())

@@ -1,4 +1,4 @@
-"""Which casts of a step are written out: those asked for, and those that look worst once something happened."""
+"""Decides which casts a watch writes to files: those of the settings, and after a trigger the worst ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HEALTH = "row_sqnr_p50_db"
 
 
 class DumpPlan:
-    """Chooses, and hands over to a `Dumper`.
+    """Chooses casts and passes them to a `Dumper`.
 
     Args:
-        config: what is asked for.
-        writer: of the run.
+        config: settings of dumps.
+        writer: the run's writer.
     """
 
     def __init__(self, config: DumpConfig, writer: RunWriter) -> None:
@@ -33,29 +33,29 @@ class DumpPlan:
         self._suspects: set[SlotKey] = set()
 
     def begin(self, step: int) -> bool:
-        """A step begins; whether something of it will be written, so that it must be looked at."""
+        """Begins a step; True if a cast of it will be written, so that it needs a full look."""
         self._step = step
         return step in self.config.steps or bool(self._suspects)
 
     def wants(self, key: SlotKey) -> bool:
-        """Whether that cast of the running step is written."""
+        """Whether to write this cast of the running step."""
         if key in self._suspects:
             return True
-        asked = self._step in self.config.steps and key.tensor in self.config.tensors
-        return asked and matches(key.layer, self.config.layers or ("*",))
+        scheduled = self._step in self.config.steps and key.tensor in self.config.tensors
+        return scheduled and matches(key.layer, self.config.layers or ("*",))
 
     def take(self, key: SlotKey, x: Tensor, x_q: QuantizedTensor) -> None:
-        """Writes a cast: x (R, C) before it, whole; one of each a step, the first micro-batch's."""
+        """Writes a cast: all of x (R, C) before it, and x_q; once a step, in the first micro-batch."""
         self._suspects.discard(key)
         self._dumper.dump(self._step, key, x.detach(), x_q)
 
     def looked(self, tallies: Mapping[SlotKey, Tally]) -> None:
-        """Takes in a full look."""
+        """Adds the tallies of a full look."""
         if tallies:
             values = STATISTICS[_HEALTH].finish(Tallies.of(tallies).rows)
             self._health |= dict(zip(tallies, values.tolist(), strict=True))
 
     def triggered(self) -> None:
-        """Something happened: the casts that looked worst are written at the next look."""
-        known = sorted((value, key) for key, value in self._health.items() if value == value)
-        self._suspects |= {key for _, key in known[: self.config.on_trigger]}
+        """Marks the casts with the lowest row SQNR; the next look writes them."""
+        ranked = sorted((value, key) for key, value in self._health.items() if value == value)
+        self._suspects |= {key for _, key in ranked[: self.config.on_trigger]}

@@ -1,11 +1,11 @@
-"""Tensors written out as they are, one safetensors file each, and read back: no pickle, no version of ours needed.
+"""Writes tensors to safetensors files and reads them back: no pickle, and any safetensors reader can open them.
 
-    tensor   `codes` (raw, one a byte), `scale_inv`, `x` before the cast (all of it, or some rows and their `rows`)
-    gemms    `x` (M, K), `w` (N, K), `dy` (M, N) of one layer, whole: what its three GEMMs would get
-    batch    `batch.0`, `batch.1`, ... and how they were nested
+    tensor   `codes` (raw, one per byte), `scale_inv`, `x` before the cast (all of it, or some rows with their `rows`)
+    gemms    `x` (M, K), `w` (N, K), `dy` (M, N) of one layer: the operands of its three GEMMs before any cast
+    batch    `batch.0`, `batch.1`, ... and their nesting
 
-Beside them `random.<device>`, the states of torch's generators at that moment; the header says what each one is, as
-JSON. A file is whole or not there: it is written under another name and renamed.
+Each file also has `random.<device>`, the states of torch's generators at that moment. The header describes the tensors
+as JSON. A file is whole or missing, because it is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNSAFE = re.compile(r"[^\w.-]")
 
 
 class DumpError(ValueError):
-    """A dump cannot be written or read; the message names the file, why, and what to do."""
+    """A dump cannot be written or read; the message names the file, the reason, and what to do."""
 
     exit_code = 4
 
@@ -53,13 +53,13 @@ class TensorDump:
     path: Path
     step: int
     key: SlotKey
-    """Which cast of which run."""
+    """Layer, tensor, direction and recipe of the cast."""
     x: Tensor
-    """Before the cast: (R, C), or only the rows `rows` of it."""
+    """The tensor before the cast: (R, C), or only its `rows`."""
     rows: Tensor | None
-    """int64: which rows x holds; None for all of them."""
+    """int64: numbers of the rows in x; None for all rows."""
     x_q: QuantizedTensor | None
-    """After it, whole; None where the tensor was not cast."""
+    """The whole cast; None if the tensor was not cast."""
     random: Mapping[str, Tensor]
     """States of torch's generators."""
 
@@ -73,7 +73,7 @@ class GemmDump:
     layer: str
     """Full name."""
     recipe: Recipe
-    """What the layer ran; overrides applied."""
+    """Recipe of the layer, with its overrides applied."""
     x: Tensor
     """(M, K)"""
     w: Tensor
@@ -85,28 +85,27 @@ class GemmDump:
 
 @dataclass(frozen=True, eq=False)
 class BatchDump:
-    """What a step was trained on."""
+    """The batch of a step."""
 
     path: Path
     step: int
     batch: Any
-    """Tensors in tuples, lists and dicts as they were given."""
+    """Tensors in the original tuples, lists and dicts."""
     random: Mapping[str, Tensor]
-    """States of torch's generators before its forward."""
+    """States of torch's generators before the forward."""
 
 
 Dump = TensorDump | GemmDump | BatchDump
 
 
 class Dumper:
-    """Writes dumps into a run folder until its quota is used up, and then says so once and goes on without; so it does
-    where the disk refuses one, if the writer is patient.
+    """Writes dumps into a run folder up to a quota. It warns once when the quota is used up and skips later dumps; a
+    patient writer does the same on a full disk.
 
     Args:
-        writer: of the run; its folder of dumps is made when the first one comes.
-        quota_bytes: for all files in that folder, those of other ranks and of earlier starts too.
-        rows: of the original that are kept beside the codes, evenly spread and with that of the largest element; 0
-            keeps all.
+        writer: the run's writer. The first dump makes its folder of dumps.
+        quota_bytes: size of all files in that folder, with those of other ranks and earlier starts.
+        rows: rows of x to write beside the codes, evenly spread, with the row of the largest element; 0 for all rows.
 
     Example:
         >>> import tempfile, ottava
@@ -122,10 +121,10 @@ class Dumper:
     def __init__(self, writer: RunWriter, quota_bytes: int, rows: int = 256) -> None:
         self.writer, self.quota_bytes, self.rows = writer, quota_bytes, rows
         self.refused = 0
-        """Dumps for which there was no room."""
+        """Dumps beyond the quota."""
 
     def dump(self, step: int, key: SlotKey, x: Tensor, x_q: QuantizedTensor | None) -> Path | None:
-        """Writes one cast: x (R, C) before it, x_q after it. None if there is no room."""
+        """Writes one cast: x (R, C) before it, x_q after it. Returns None beyond the quota."""
         rows = _spread_rows(x, self.rows)
         tensors = {"x": x if rows is None else x[rows.to(x.device)]}
         facts: dict[str, Any] = {"key": key._asdict()}
@@ -133,31 +132,25 @@ class Dumper:
             tensors["rows"] = rows
         if x_q is not None:
             tensors |= {"codes": x_q.data, "scale_inv": x_q.scale_inv}
-            facts |= {"spec": _spec(x_q.spec).to_dict(), "dtype": str(x_q.dtype)}
+            facts |= {"spec": _readable(x_q.spec).to_dict(), "dtype": str(x_q.dtype)}
         name = f"{key.layer}.{key.tensor}.{key.direction}.{key.recipe}"
-        facts_of_event = {"layer": key.layer, "tensor": key.tensor}
-        return self._write("tensor", step, name, tensors, facts, facts_of_event)
+        return self._write("tensor", step, name, tensors, facts, {"layer": key.layer, "tensor": key.tensor})
 
     def dump_gemms(self, step: int, layer: str, recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor) -> Path | None:
-        """Writes the operands of a layer's GEMMs: x (M, K), w (N, K), dy (M, N). None if there is no room."""
-        plain = dataclasses.replace(
-            recipe,
-            overrides=(),
-            **{
-                gemm: dataclasses.replace(cells, lhs=_maybe(cells.lhs), rhs=_maybe(cells.rhs))
-                for gemm in GEMMS
-                for cells in [getattr(recipe, gemm)]
-            },
-        )
+        """Writes the operands of a layer's GEMMs: x (M, K), w (N, K), dy (M, N). None beyond the quota."""
+        cells = {gemm: getattr(recipe, gemm) for gemm in GEMMS}
+        for gemm, operands in cells.items():
+            lhs, rhs = (spec and _readable(spec) for spec in (operands.lhs, operands.rhs))
+            cells[gemm] = dataclasses.replace(operands, lhs=lhs, rhs=rhs)
         tensors = {"x": x, "w": w, "dy": dy}
-        facts = {"layer": layer, "recipe": plain.to_dict()}
+        facts = {"layer": layer, "recipe": dataclasses.replace(recipe, overrides=(), **cells).to_dict()}
         return self._write("gemms", step, f"{layer}.gemms", tensors, facts, {"layer": layer, "tensor": "gemms"})
 
     def dump_batch(self, step: int, batch: Any, random: Mapping[str, Tensor] | None = None) -> Path | None:
-        """Writes a batch: see `save_batch`. None if there is no room."""
+        """Writes a batch, see `save_batch`. Returns None beyond the quota."""
         tensors, structure = _flatten(batch)
-        facts = {"structure": structure}
-        return self._write("batch", step, "batch", tensors, facts, {"layer": "", "tensor": "batch"}, random)
+        place = {"layer": "", "tensor": "batch"}
+        return self._write("batch", step, "batch", tensors, {"structure": structure}, place, random)
 
     def _write(
         self,
@@ -181,7 +174,7 @@ class Dumper:
                 return path
             if not self.refused:
                 text = (
-                    f"dumps stop here: {name} needs {size:,} bytes, and {used:,} of the quota of {self.quota_bytes:,} "
+                    f"no more dumps: {name} needs {size:,} bytes, but {used:,} of the quota of {self.quota_bytes:,} "
                     "are used; raise dump.quota_gb, lower dump.rows, or move old dumps away"
                 )
                 self.writer.event(step, "warning", text=text)
@@ -190,13 +183,13 @@ class Dumper:
 
 
 def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None = None, step: int = 0) -> Path:
-    """Writes a batch to a file of its own.
+    """Writes a batch to a file.
 
     Args:
         batch: a tensor, or tensors, numbers, strings and None in tuples, lists and dicts.
-        random: states of torch's generators before its forward; None takes those of now.
+        random: states of torch's generators before the forward; None: the present states.
     Raises:
-        DumpError: the batch holds something else, or the file cannot be written.
+        DumpError: the batch has values of other types, or the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -212,15 +205,15 @@ def save_batch(path: Path | str, batch: Any, random: Mapping[str, Tensor] | None
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(path, "batch", step, tensors, {"structure": structure}, random)
     except OSError as error:
-        raise DumpError(f"{path}: cannot be written ({error}); give another place, or make room") from error
+        raise DumpError(f"{path}: cannot be written ({error}); give another path, or make room on the disk") from error
     return path
 
 
 def read_dump(path: Path | str) -> Dump:
-    """Reads what a `Dumper` or `save_batch` wrote, onto the CPU.
+    """Reads a dump of `Dumper` or `save_batch`, onto the CPU.
 
     Raises:
-        DumpError: the file is missing, damaged, or no dump of ours.
+        DumpError: the file is missing, damaged, or no dump of ottava.
     """
     path = Path(path)
     try:
@@ -231,7 +224,7 @@ def read_dump(path: Path | str) -> Dump:
     except (SafetensorError, OSError, UntrustedError) as error:
         raise DumpError(f"{path}: is missing, cut short, damaged or no safetensors file ({error})") from error
     if header.get("format") != _FORMAT:
-        raise DumpError(f"{path}: is no dump of ottava's (format {header.get('format')!r}, needs {_FORMAT!r})")
+        raise DumpError(f"{path}: is no dump of ottava: its format is {header.get('format')!r}; needs {_FORMAT!r}")
     random = {n.removeprefix("random."): tensors.pop(n) for n in list(tensors) if n.startswith("random.")}
     try:
         kind = header["kind"]
@@ -259,10 +252,8 @@ def _contents(
         return GemmDump(path, step, facts["layer"], recipe, tensors["x"], tensors["w"], tensors["dy"], random)
     x_q = None
     if "codes" in tensors:
-        dtype, spec = (
-            getattr(torch, facts["dtype"].removeprefix("torch.")),
-            QuantizationSpec.from_dict(dict(facts["spec"])),
-        )
+        spec = QuantizationSpec.from_dict(dict(facts["spec"]))
+        dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
         x_q = QuantizedTensor(tensors["codes"], tensors["scale_inv"], spec, dtype)
     return TensorDump(path, step, SlotKey(**facts["key"]), tensors["x"], tensors.get("rows"), x_q, random)
 
@@ -275,9 +266,9 @@ def _save(
     facts: Mapping[str, Any],
     random: Mapping[str, Tensor] | None,
 ) -> int:
-    """Writes beside the place and renames; returns the size."""
+    """Writes a scratch file and renames it; returns its size."""
     states = random_states() if random is None else random
-    # memory of its own for each: safetensors refuses tensors that share it
+    # clones, because safetensors refuses tensors that share memory
     contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     contents |= {f"random.{device}": state.cpu().clone() for device, state in states.items()}
     header = {"format": _FORMAT, "kind": kind, "step": str(step), "facts": json.dumps(facts)}
@@ -290,24 +281,20 @@ def _save(
 
 
 def _short(name: str) -> str:
-    """A safe file name for any name, of 200 bytes at most: file systems take 255."""
+    """A safe file name of at most 200 bytes for any name; file systems allow 255."""
     safe = _UNSAFE.sub("_", name).encode()
     if len(safe) <= _NAME_BYTES:
         return safe.decode()
     return f"{safe[: _NAME_BYTES - 17].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _spec(spec: QuantizationSpec) -> QuantizationSpec:
-    """A function cannot be read back, and this cast is done: what the next scale would be does not matter."""
+def _readable(spec: QuantizationSpec) -> QuantizationSpec:
+    """Replaces a function by "max": a file cannot hold a function, and the dump needs no next scale."""
     return dataclasses.replace(spec, amax_compute_algo="max") if callable(spec.amax_compute_algo) else spec
 
 
-def _maybe(spec: QuantizationSpec | None) -> QuantizationSpec | None:
-    return None if spec is None else _spec(spec)
-
-
 def _spread_rows(x: Tensor, rows: int) -> Tensor | None:
-    """int64, ascending: that of the largest element, and others evenly spread; None for all of them."""
+    """int64, ascending: evenly spread rows with the row of the largest element; None for all rows."""
     if rows <= 0 or x.shape[0] <= rows:
         return None
     chosen = torch.linspace(0, x.shape[0] - 1, rows, dtype=torch.float64).round().long().tolist()
@@ -318,7 +305,7 @@ def _spread_rows(x: Tensor, rows: int) -> Tensor | None:
 
 
 def _flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Tensors by name, and the nesting as JSON with their names in their places."""
+    """Tensors by name, and the nesting as JSON with these names."""
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any) -> Any:
@@ -327,14 +314,14 @@ def _flatten(batch: Any) -> tuple[dict[str, Tensor], Any]:
             return {"tensor": name}
         if isinstance(value, Mapping):
             if not all(isinstance(key, str) for key in value):
-                raise DumpError("save_batch: a dict with keys that are no strings; give it strings")
+                raise DumpError("save_batch: got a dict with keys that are no strings; needs strings as keys")
             return {"dict": {key: walk(item) for key, item in value.items()}}
         if isinstance(value, (tuple, list)):
             return {"tuple" if isinstance(value, tuple) else "list": [walk(item) for item in value]}
         if isinstance(value, (str, int, float, bool, type(None))):
             return {"value": value}
         raise DumpError(
-            f"save_batch: holds a {type(value).__name__}; needs tensors, numbers, strings and None in tuples, lists "
+            f"save_batch: got a {type(value).__name__}; needs tensors, numbers, strings and None in tuples, lists "
             "and dicts"
         )
 

@@ -1,11 +1,11 @@
-"""Sees GEMMs that no layer makes: F.linear, matmul, einsum, grouped GEMMs with a parameter of the module that runs.
+"""Watches GEMMs outside of layers: F.linear, matmul, einsum and grouped GEMMs with a parameter of the running module.
 
-Experts of a mixture (one parameter of three dimensions), routers and home-made linears multiply in their own forward,
-where no hook of a layer is. A TorchFunctionMode shows those calls. It is on only while code of a module runs that owns
-such a parameter, and off again inside the modules that it calls: no compiled region, and no mode of the user, sees it.
+Experts of a mixture (one parameter of three dimensions), routers and custom linears multiply in their own forward,
+where a layer has no hook. A TorchFunctionMode sees those calls. It is on only while the code of a module with such a
+parameter runs, and off inside the modules that this code calls. Compiled regions and modes of the user never meet it.
 
-Every such product is an einsum, and so is read as one: labels of both operands and of the result say which dimension
-counts experts, which rows, and which is summed over.
+The tap reads every product as an einsum. The labels of both operands and of the result say which dimension counts
+experts, which counts rows, and over which the product sums.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from ottava.debug.watch.adapters import Part
 from ottava.debug.watch.operands import autocast_dtype
 
 GATHERED = (
-    "its matrices are gathered first, one for each token, so that no GEMM has them as W; experts as 'eager' or "
-    "'grouped_mm' are seen"
+    "its module gathers one matrix for each token first, so that no GEMM has a W; the watch sees experts that run as "
+    "'eager' or 'grouped_mm'"
 )
-"""Why experts that index their weights by token ("batched_mm" of Hugging Face) are not seen."""
+"""The reason for experts that index their weights by token (Hugging Face's "batched_mm")."""
 _SEARCH = 16
-"""Views and casts between a parameter and the operand made of it."""
+"""Longest chain of views and casts between a parameter and an operand."""
 _FRUITLESS = 16
-"""Forwards of a module with parameters of its own in which no GEMM was seen, until nobody looks any more."""
+"""The tap ignores a module after so many forwards without a GEMM."""
 _GEMM_NODE = re.compile("(Addmm|Mm|Bmm|Baddbmm|GroupedMm|Linear)Backward[0-9]*")
 _SAME_NUMBERS = re.compile(
     "(Select|ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Expand|Slice|Split|SplitWithSizes"
     "|Chunk|Alias|Clone|Unbind|Index|ToTorchTensor)Backward[0-9]*"
 )
-"""Nodes of the graph whose result is their input, seen otherwise or rounded."""
+"""Nodes of the graph whose result is a view or a rounded copy of their input."""
 
 
 class Product(NamedTuple):
-    """y = einsum("a,b->y", a, b), or with `ends` a grouped GEMM: rows of a up to each end with one matrix of b."""
+    """y = einsum("a,b->y", a, b); with `ends` a grouped GEMM: the rows of a up to each end times one matrix of b."""
 
     a: Tensor
     b: Tensor
@@ -54,25 +54,25 @@ class Product(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The parameter that an operand is made of."""
+    """The parameter behind an operand."""
 
     parameter: Tensor
     first: int
-    """Which of the parameter's matrices the operand begins with."""
+    """Index of the parameter's matrix with which the operand begins."""
     gathered: bool = False
 
 
 def product(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Product | None:
-    """What a call of torch multiplies, from the function's name; None where it is no product of two tensors.
+    """The product that a torch function computes; None if it does not multiply two tensors.
 
     Example:
         >>> product("linear", (torch.ones(5, 2, 4), torch.ones(3, 4)), {}).labels
         ('BAk', 'nk', 'BAn')
     """
-    known = _PRODUCTS.get(name)
-    if known is None:
+    entry = _PRODUCTS.get(name)
+    if entry is None:
         return None
-    names, labels = known
+    names, labels = entry
     values = [kwargs.get(key, args[i] if i < len(args) else None) for i, key in enumerate(names) if key]
     if name == "einsum":
         operands = args[1:] if len(args) != 2 or isinstance(args[1], Tensor) else tuple(args[1])
@@ -108,12 +108,12 @@ _PRODUCTS: Mapping[str, tuple[tuple[str, ...], tuple[str, str, str]]] = MappingP
         "grouped_mm_fallback": (("input", "weight", "offs"), ("mk", "kn", "mn")),  # Hugging Face's own operator
     }
 )
-"""Name of a function -> names of its arguments, and labels of the last dimensions of both operands and the result."""
+"""Function -> names of its arguments, and labels for the last dimensions of both operands and the result."""
 _LEADING = "ABCDEFGH"
 
 
 def _spelt(labels: tuple[str, str, str], a: Tensor, b: Tensor) -> tuple[str, str, str]:
-    """Labels with one more for every leading dimension, which count from the right as in broadcasting."""
+    """Adds a label for every leading dimension; they count from the right, as in broadcasting."""
     left, right, out = labels
     more = (a.dim() - len(left), b.dim() - len(right))
     lead = [_LEADING[:count][::-1] for count in (*more, max(more))]
@@ -121,12 +121,12 @@ def _spelt(labels: tuple[str, str, str], a: Tensor, b: Tensor) -> tuple[str, str
 
 
 def origin(operand: Tensor) -> Origin | None:
-    """The parameter that an operand shows a part of, whatever views and casts are between; None for an activation.
+    """Follows views and casts from an operand back to its parameter; None for an activation.
 
     Example:
         >>> experts = nn.Parameter(torch.ones(4, 2, 3))
-        >>> found = origin(experts[2].t().bfloat16())
-        >>> found.parameter is experts, found.first, origin(torch.ones(2, 3)) is None
+        >>> source = origin(experts[2].t().bfloat16())
+        >>> source.parameter is experts, source.first, origin(torch.ones(2, 3)) is None
         (True, 2, True)
     """
     base = operand if operand._base is None else operand._base
@@ -138,7 +138,7 @@ def origin(operand: Tensor) -> Origin | None:
 
 
 def _leads_to(node: Any, number: int) -> Origin | None:
-    """What `origin` finds behind output `number` of a node of the graph."""
+    """The `origin` of output `number` of a node of the graph."""
     first, gathered = 0, False
     for _ in range(_SEARCH):
         if node is None:
@@ -161,30 +161,30 @@ def _leads_to(node: Any, number: int) -> Origin | None:
     return None
 
 
-def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Iterator[Part]:
-    """The linears of a product, one for each matrix of the weight; suffixes number those of a parameter of several."""
+def parts(call: Product, y: Tensor, source: Origin, *, weight_first: bool) -> Iterator[Part]:
+    """The linears of a product, one for each matrix of the weight. If there are several, their suffix is a number."""
     w, x = (call.a, call.b) if weight_first else (call.b, call.a)
-    # autocast reaches most of these functions, not all: their result tells
+    # autocast changes most of these functions, not all: the dtype of the result tells
     cast = autocast_dtype(x) == y.dtype
     if call.ends is not None:
-        yield from _grouped(call, y, found, cast)
+        yield from _grouped(call, y, source, cast)
         return
     of_w, of_x, of_y = call.labels[not weight_first], call.labels[weight_first], call.labels[2]
     sizes = dict(zip(of_y, y.shape, strict=True)) | dict(zip(of_w, w.shape, strict=True))
     batch = "".join(label for label in of_w if label in of_x and label in of_y and sizes[label] > 1)
     summed = "".join(label for label in of_w if label in of_x and label not in of_y)
-    if len(of_w) == 3 and of_w[0] in of_y and of_w[0] not in of_x:  # every expert gets all of x
+    if len(of_w) == 3 and of_w[0] in of_y and of_w[0] not in of_x:  # every expert multiplies all of x
         batch = of_w[0]
-    if all(w.stride(of_w.index(label)) == 0 for label in batch):  # expanded: the same matrix for all
+    if all(w.stride(of_w.index(label)) == 0 for label in batch):  # expanded: all experts are the same matrix
         batch = ""
     wide = "".join(label for label in of_w if label in of_y and label not in batch and label not in of_x)
     rows = "".join(label for label in of_y if label not in batch and label not in wide)
     if not summed or not wide:
         return
-    several = bool(batch) or w.numel() < found.parameter.numel()
+    several = bool(batch) or w.numel() < source.parameter.numel()
     for index in range(math.prod(sizes[label] for label in batch)):
         at = dict(zip(batch, _digits(index, [sizes[label] for label in batch]), strict=True))
-        suffix = f".{found.first + index}" if several else ""
+        suffix = f".{source.first + index}" if several else ""
         yield Part(
             suffix,
             (x,),
@@ -197,21 +197,21 @@ def parts(call: Product, y: Tensor, found: Origin, *, weight_first: bool) -> Ite
         )
 
 
-def _grouped(call: Product, y: Tensor, found: Origin, cast: bool) -> Iterator[Part]:
+def _grouped(call: Product, y: Tensor, source: Origin, cast: bool) -> Iterator[Part]:
     assert call.ends is not None
     if type(call.ends) is not Tensor or (call.ends.is_cuda and torch.cuda.is_current_stream_capturing()):
-        for index in range(call.b.shape[0]):  # nobody can read how the rows are split
+        for index in range(call.b.shape[0]):  # the split of the rows cannot be read here
             weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
-            yield Part(f".{found.first + index}", (), call.b, None, None, None, weight, cast)
+            yield Part(f".{source.first + index}", (), call.b, None, None, None, weight, cast)
         return
     start = 0
-    for index, end in enumerate(call.ends.tolist()):  # waits for the device, in steps that are watched
+    for index, end in enumerate(call.ends.tolist()):  # waits for the device, only in watched steps
         weight = partial(_matrix, labels="ekn", at={"e": index}, order=("n", "k"))
-        suffix = f".{found.first + index}"
+        suffix = f".{source.first + index}"
         if end > start:
             take = partial(_rows, start=start, stop=end)
             yield Part(suffix, (call.a,), call.b, y, take, take, weight, cast)
-        else:  # no token came its way
+        else:  # this expert got no token
             yield Part(suffix, (), call.b, None, None, None, weight, cast)
         start = max(start, end)
 
@@ -229,15 +229,14 @@ def _digits(index: int, sizes: list[int]) -> list[int]:
 
 
 def _matrix(t: Tensor, labels: str, at: Mapping[str, int], order: tuple[str, str]) -> Tensor:
-    """t at one index of its batch, as (rows, columns)."""
+    """One matrix of t, at one index of its batch, as (rows, columns)."""
     for label, index in at.items():
         if label in labels:
             dim = labels.index(label)
             t = t.select(dim, index if t.shape[dim] > 1 else 0)
             labels = labels.replace(label, "")
     rows, columns = ("".join(label for label in side if label in labels) for side in order)
-    left = "".join(label for label in labels if label not in rows + columns)  # of size 1, or expanded
-    for label in left:
+    for label in [label for label in labels if label not in rows + columns]:  # dimensions of size 1, or expanded
         t = t.select(labels.index(label), 0)
         labels = labels.replace(label, "")
     t = t.permute([labels.index(label) for label in rows + columns])
@@ -245,32 +244,32 @@ def _matrix(t: Tensor, labels: str, at: Mapping[str, int], order: tuple[str, str
 
 
 def weights_of_gemms(root: Tensor) -> list[Tensor]:
-    """The parameters that GEMMs take in the graph of a result, as far as it is there: a segment that reentrant
-    checkpointing will compute again is not, nor what is in an autograd.Function or in compiled code.
+    """The parameters that GEMMs use in the graph of a result. The graph lacks segments of reentrant checkpointing, the
+    inside of an autograd.Function, and compiled code.
 
     Example:
         >>> table, x = nn.Parameter(torch.ones(4, 3)), torch.ones(2, 3)
         >>> [weight is table for weight in weights_of_gemms((x @ table.t()).sum())]
         [True]
     """
-    found: dict[int, Tensor] = {}
+    weights: dict[int, Tensor] = {}
     waiting = [root.grad_fn] if root.grad_fn is not None else []
-    passed = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         for following, number in node.next_functions:
             if following is None:
                 continue
             if _GEMM_NODE.fullmatch(node.name().rpartition("::")[2]) and (weight := _leads_to(following, number)):
-                found[id(weight.parameter)] = weight.parameter
-            if following not in passed:
-                passed.add(following)
+                weights[id(weight.parameter)] = weight.parameter
+            if following not in visited:
+                visited.add(following)
                 waiting.append(following)
-    return list(found.values())
+    return list(weights.values())
 
 
 def owns_a_matrix(module: nn.Module) -> bool:
-    """Whether a module has a parameter of its own that a GEMM could take.
+    """Whether a module has a parameter of its own that a GEMM could use.
 
     Example:
         >>> owns_a_matrix(nn.Embedding(4, 2)), owns_a_matrix(nn.LayerNorm(4))
@@ -280,18 +279,17 @@ def owns_a_matrix(module: nn.Module) -> bool:
 
 
 def calls_compiled(module: nn.Module) -> bool:
-    """Whether the code of a module's forward names compiled functions: under a mode Dynamo would run them eagerly."""
+    """Whether a module's forward calls compiled functions, which Dynamo would run eagerly under a mode."""
     functions = [type(module).forward, inspect.unwrap(type(module).forward)]
-    known = [value for f in functions for value in getattr(f, "__globals__", {}).values() if callable(value)]
-    own = [value for value in vars(module).values() if callable(value)]
+    values = [value for f in functions for value in getattr(f, "__globals__", {}).values()] + [*vars(module).values()]
     return any(
-        hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "_torchdynamo_disable")
-        for value in known + own
+        callable(value) and hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "_torchdynamo_disable")
+        for value in values
     )
 
 
 class Owner:
-    """A module with parameters of its own that GEMMs of its forward may take."""
+    """A module with parameters of its own that GEMMs of its forward may use."""
 
     __slots__ = ("compiled", "fruitless", "module")
 
@@ -301,7 +299,7 @@ class Owner:
         self.fruitless = 0
 
     def promises(self, module: nn.Module) -> bool:
-        """Whether to look into this forward of it; counts it."""
+        """Whether to watch this forward of the module; counts the forward."""
         if self.module() is not module or self.compiled or not torch.is_grad_enabled():
             return False
         self.fruitless += 1
@@ -323,23 +321,23 @@ class _Mode(TorchFunctionMode):
 
 
 class _Running:
-    """A forward that has begun."""
+    """A running forward."""
 
     __slots__ = ("below", "mode", "module")
 
     def __init__(self, module: nn.Module, mode: _Mode | None) -> None:
         self.module, self.mode = module, mode
         self.below: int | None = None
-        """Modes of others that lay on ours when it was taken off, for a module that is called; None: it is on."""
+        """Number of other modes above ours when we took it off for an inner module; None: ours is on."""
 
 
 class FunctionalTap:
-    """Hands every product of an activation and a parameter to `took`, while code of a module runs that was entered.
+    """Calls `took` with every product of an activation and a parameter in the code of an entered module.
 
     Args:
-        took: called with where the weight comes from, and an iterator of the linears.
+        took: called with the origin of the weight and an iterator of the linears.
 
-    `enter` and `leave` are to be called around every forward of the process, `leave` also where it raised.
+    Call `enter` and `leave` around every forward of the process, `leave` also if the forward raises.
 
     Example:
         >>> seen, weight = [], nn.Parameter(torch.eye(2))
@@ -356,7 +354,7 @@ class FunctionalTap:
         self._threads = threading.local()
 
     def enter(self, module: nn.Module, *, looks: bool) -> None:
-        """A forward begins; looks: products in its own code are of interest."""
+        """Begins a forward; looks: watch the products in its own code."""
         stack = self._stack()
         if not looks and not stack:
             return
@@ -367,7 +365,7 @@ class FunctionalTap:
             _put_on(mode, 0)
 
     def leave(self, module: nn.Module) -> None:
-        """It has ended."""
+        """Ends a forward."""
         stack = self._stack()
         if not stack or stack[-1].module is not module:
             return
@@ -389,13 +387,13 @@ class FunctionalTap:
             return
         of_a, of_b = origin(call.a), origin(call.b)
         if of_a is not None and of_b is not None and name != "linear":
-            return  # a product of weights, as of LoRA's
-        if (found := of_b or of_a) is not None:
-            self._took(found, parts(call, y, found, weight_first=of_b is None))
+            return  # a product of two weights, as in LoRA
+        if (source := of_b or of_a) is not None:
+            self._took(source, parts(call, y, source, weight_first=of_b is None))
 
 
 def _take_off(mode: _Mode) -> int | None:
-    """Takes a mode off the stack and leaves those on it; how many they are, or None where it is not there."""
+    """Removes a mode from the stack; returns the number of modes above it, which stay, or None if it is not there."""
     stack = _get_current_function_mode_stack()
     if mode not in stack:
         return None
@@ -407,7 +405,7 @@ def _take_off(mode: _Mode) -> int | None:
 
 
 def _put_on(mode: _Mode, below: int) -> None:
-    """Puts it back under so many others."""
+    """Puts the mode back below so many others."""
     taken = [_pop_mode() for _ in range(min(below, len(_get_current_function_mode_stack())))]
     for other in (mode, *reversed(taken)):
         _push_mode(other)

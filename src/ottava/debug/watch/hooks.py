@@ -1,7 +1,7 @@
-"""torch's global forward hooks, taken away and put back without torch.compile noticing.
+"""Attaches and detaches torch's global forward hooks so that torch.compile does not recompile.
 
-Dynamo guards compiled code on the numbers of the hooks that were there when it compiled. A hook that is registered anew
-for every step has a new number each time: every step would compile again, until Dynamo gives up and runs eagerly.
+Dynamo guards compiled code on the numbers of the hooks that existed when it compiled. A hook that is registered again
+for every step gets a new number each time. Every step would then compile again, until Dynamo gives up and runs eagerly.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Left = Callable[[nn.Module, Any, Any], None]
 
 
 class GlobalHooks:
-    """Hooks on every module of the process, which keep their numbers for life.
+    """Hooks on every module of the process, with numbers that never change.
 
     Args:
         before: called with (module, args) before every forward.
-        after: called with (module, args, kwargs, output) after it, unless it raised.
-        left: called with (module, args, output) after that, also where it raised; then output is None.
+        after: called with (module, args, kwargs, output) after it, unless the forward raised.
+        left: called with (module, args, output) last; output is None if the forward raised.
 
-    All must begin with `if torch.compiler.is_compiling(): return`, for Dynamo traces them.
+    All must begin with `if torch.compiler.is_compiling(): return`, because Dynamo traces them.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class GlobalHooks:
         self.attached = False
 
     def attach(self) -> None:
-        """They are called from now on."""
+        """Starts calling the hooks."""
         if self.attached:
             return
         self.attached = True
@@ -68,8 +68,8 @@ class GlobalHooks:
             torch_module._global_forward_hooks_always_called[handle.id] = True
 
     def detach(self) -> None:
-        """No more. Nothing of them is left in torch."""
+        """Removes every trace of the hooks from torch."""
         self.attached = False
         for handle in self._handles:
             handle.remove()
-            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # which torch forgets to do
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)  # torch forgets this one

@@ -1,7 +1,7 @@
-"""Runs a training script as Python would, in this process: `train.py ARGUMENTS` or `-m package.module ARGUMENTS`.
+"""Runs a training script in this process as Python would: `train.py ARGUMENTS` or `-m package.module ARGUMENTS`.
 
-The script is `__main__`, now and after its last line, so that pickling, spawned workers, threads and atexit handlers
-find what they would find. It cannot tell the difference, but for the modules that are imported already.
+The script is `__main__`, also after its last line, so pickling, spawned workers, threads and atexit handlers work as
+usual. Only the modules that are already imported tell the script that something launched it.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from typing import Any
 
 
 class LaunchError(ValueError):
-    """There is no such script; the message says what was looked for."""
+    """The script or module does not exist, or is no Python code; the message names it."""
 
     exit_code = 2
 
 
 def check_script(words: Sequence[str]) -> None:
-    """Refuses what `run_script` cannot run, as far as that shows without running anything.
+    """Refuses words that `run_script` could not run, without running anything.
 
     Raises:
-        LaunchError: no script, an option of Python, or no such file.
+        LaunchError: the words have no script, begin with an option of Python, or name a missing file.
     """
     if not words or list(words) == ["-m"]:
-        raise LaunchError("watch: got no script; needs one after --, such as: ottava watch -- train.py --lr 1e-3")
+        raise LaunchError("watch: got no script; give one after --, such as: ottava watch -- train.py --lr 1e-3")
     if words[0].startswith("-") and words[0] != "-m":
-        raise LaunchError(f"watch: {words[0]!r} is an option of Python; after -- needs a script, or -m and a module")
+        raise LaunchError(f"watch: {words[0]!r} is an option of Python; give a script, or -m and a module, after --")
     if words[0] != "-m" and not Path(words[0]).exists():
-        raise LaunchError(f"watch: there is no file {words[0]!r}; needs a script, or -m and a module")
+        raise LaunchError(f"watch: there is no file {words[0]!r}; give a script, or -m and a module, after --")
 
 
 def run_script(words: Sequence[str]) -> None:
     """Runs a script to its end.
 
     Args:
-        words: as after `python`: a file, a folder or archive with a __main__.py, or -m and a module; then its
+        words: as after `python`: a file, a folder or archive with a __main__.py, or -m and a module; then the
             arguments.
     Raises:
-        LaunchError: no such file or module.
-        SystemExit: the script's own.
-        Exception, KeyboardInterrupt: whatever the script let pass, with a traceback that begins in the script, see
-            `own_traceback`.
+        LaunchError: the file or module does not exist.
+        SystemExit: the script exits.
+        Exception, KeyboardInterrupt: the script raised it; `own_traceback` gives its traceback.
     """
     check_script(words)
     if words[0] == "-m":
@@ -59,8 +58,8 @@ def run_script(words: Sequence[str]) -> None:
 
 
 def own_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of what a script raised, without the frames that launched it; None if only those are in it, as for
-    a SyntaxError of the script.
+    """The traceback of a script's error without the frames that launched the script; None if there are no others, as
+    for a SyntaxError of the script.
 
     Example:
         >>> try:
@@ -89,19 +88,19 @@ def _run_file(name: str, arguments: list[str]) -> None:
         runpy.run_path(name, run_name="__main__")
         return
     _first_on_path(str(path.resolve().parent))
-    full = os.path.join(os.getcwd(), name)  # as Python has it since 3.9, not normalized; sys.argv[0] is as given
+    full = os.path.join(os.getcwd(), name)  # not normalized, as in Python since 3.9; sys.argv[0] stays as given
     _run(compile(path.read_bytes(), full, "exec", dont_inherit=True), {"__file__": full, "__cached__": None})
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
     _first_on_path(str(Path.cwd()))
     spec = _main_spec(name)
-    code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # _main_spec has looked
+    code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # _main_spec checked the loader
     if code is None:
         raise LaunchError(f"watch: module {name!r} is no Python code, it cannot be run")
     sys.argv = [str(spec.origin), *arguments]
-    known = {"__file__": spec.origin, "__cached__": spec.cached, "__spec__": spec}
-    _run(code, {**known, "__package__": spec.parent, "__loader__": spec.loader})
+    names = {"__file__": spec.origin, "__cached__": spec.cached, "__spec__": spec}
+    _run(code, {**names, "__package__": spec.parent, "__loader__": spec.loader})
 
 
 def _main_spec(name: str) -> ModuleSpec:
@@ -109,7 +108,7 @@ def _main_spec(name: str) -> ModuleSpec:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # a package of the name is there, and its own import fails
+            raise  # the package exists, but an import in it fails
         spec = None
     if spec is None:
         raise LaunchError(f"watch: there is no module {name!r} on sys.path")
@@ -123,7 +122,7 @@ def _main_spec(name: str) -> ModuleSpec:
 
 
 def _first_on_path(folder: str) -> None:
-    """Python puts the script's folder first, where now that of `python -m ottava` is."""
+    """Puts the script's folder first on sys.path, in place of the folder of `python -m ottava`."""
     if not sys.flags.safe_path:
         sys.path[0:1] = [folder]
 

@@ -1,7 +1,7 @@
-"""Takes the loss from where every training loop has it: what `backward()` is called on.
+"""Finds the loss of any training loop: the tensor on which `backward()` is called.
 
-While attached, `torch.autograd.backward`, which `Tensor.backward` calls, notes its roots first; and
-`torch.amp.GradScaler.scale` notes what it multiplies, for the root then is the loss times its factor.
+The tap patches `torch.autograd.backward`, which `Tensor.backward` calls, to see its roots; and
+`torch.amp.GradScaler.scale` to see the unscaled loss, because with it the root is the loss times a factor.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Told = Callable[..., None]
-
 
 class LossTap:
-    """Hands every scalar loss to `seen` before its backward begins.
+    """Calls `seen` with every scalar loss before its backward begins.
 
     Args:
-        seen: called with a detached tensor of one element, on its device: reading it waits for the device.
-        rooted: called with the root itself, for those who look at the graph behind it.
+        seen: called with a detached tensor of one element, on its device; reading it waits for the device.
+        rooted: called with the root itself, which leads to the graph.
 
-    Edge cases: roots that are no scalars (a pipeline stage hands back gradients) are passed over, and so is a backward
-        inside a backward, as of reentrant checkpointing. A loop that divides its loss by the number of micro-batches
-        has that quotient as its root. `torch.autograd.grad` is not a training step and is not seen, nor is a backward
-        inside compiled code: hand its loss to `Watch.log`.
+    Edge cases: ignores roots that are no scalars (a pipeline stage passes gradients on), and a backward inside a
+        backward (reentrant checkpointing). If a loop divides its loss by the number of micro-batches, the root is the
+        quotient. It does not see `torch.autograd.grad`, which is no training step, nor a backward inside compiled
+        code: give that loss to `Watch.log`.
 
     Example:
         >>> losses = []
@@ -46,7 +44,7 @@ class LossTap:
         self._unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def attach(self) -> None:
-        """From now on losses are seen."""
+        """Starts calling `seen`."""
         if self._active:
             return
         self._active = True
@@ -55,15 +53,15 @@ class LossTap:
             self._patch(torch.amp.GradScaler, "scale", None, self._after_scale)
 
     def detach(self) -> None:
-        """No more; torch is as it was. A function that somebody else has wrapped since stays wrapped, to no effect."""
+        """Stops and restores torch's functions. If others wrapped one since, our wrapper stays inside it, idle."""
         self._active, self._unscaled = False, None
-        kept = []
+        wrapped = []
         for owner, name, ours, original in self._patches:
             if vars(owner).get(name) is ours:
                 setattr(owner, name, original)
             else:
-                kept.append((owner, name, ours, original))
-        self._patches = kept
+                wrapped.append((owner, name, ours, original))
+        self._patches = wrapped
 
     def _patch(
         self, owner: Any, name: str, before: Callable[..., None] | None, after: Callable[..., None] | None
@@ -87,7 +85,7 @@ class LossTap:
             return
         roots: Iterable[Any] = (tensors,) if isinstance(tensors, Tensor) else tensors
         if not isinstance(roots, (tuple, list)):
-            return  # a GradientEdge, or an error that torch will tell
+            return  # a GradientEdge, or an error that torch will raise
         for root in roots:
             if isinstance(root, Tensor) and root.numel() == 1 and root.is_floating_point() and not root.is_meta:
                 self._seen(self._as_it_was(root).detach())

@@ -1,11 +1,12 @@
-"""Sees the linears of any PyTorch model: what goes in and out of their GEMMs, from outside.
+"""Watches the linear layers of any PyTorch model from outside: the tensors that go in and out of their GEMMs.
 
-torch's global forward hooks see every module, those made later too; a hook on the output brings its gradient. Nothing
-is put into the graph: outputs are not replaced, so in-place operations and views after a layer work as ever. Each
-tensor is handed over as the GEMM would get it, detached and (rows, columns), and is not kept.
+torch's global forward hooks see every module, also those made later; a hook on the output gets its gradient. The tap
+adds no node to the graph and replaces no output, so in-place operations and views after a layer work as usual. It
+passes each tensor on as the GEMM gets it, detached and (rows, columns), and keeps none.
 
-A forward counts once, however often it is computed. Under no_grad it is evaluation, or the first pass of reentrant
-checkpointing, whose recomputation then counts; a recomputation of non-reentrant checkpointing does not.
+A forward counts once even if it is computed twice. A forward under no_grad does not count: it is evaluation, or the
+first pass of reentrant checkpointing, whose recomputation counts. A recomputation of non-reentrant checkpointing does
+not count.
 """
 
 from __future__ import annotations
@@ -32,32 +33,33 @@ from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats
 from ottava.quantized_layer import QuantizedLayer
 
 See = Callable[..., None]
-"""(layer, tensor, matrix): layer is the full name, tensor a long name such as "grad_output". Where torch.autocast makes
-the matrix another dtype before its GEMM, that comes as a fourth."""
+"""Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of
+the GEMM is the fourth argument if torch.autocast changes it."""
 
 LOOKS_BEFORE_WARNING = 2
 _AT_DOORS = frozenset({"input", "weight", "grad_output"})
-_COMPILED = "in a compiled region, which calls no hooks; watch with compiled='eager'"
+_COMPILED = "runs in a compiled region, which calls no hooks; watch with compiled='eager'"
 _COMPILED_QUIETLY = (
-    "called no forward hooks: it is compiled (then watch with compiled='eager'), in a CUDA graph, used functionally, "
-    "or did not run"
+    "called no forward hooks: it is compiled (then watch with compiled='eager'), runs in a CUDA graph, is called as a "
+    "function, or did not run"
 )
-_NOT_ASKED = "was not asked for"
+_NOT_ASKED = "the settings do not ask for it"
 _WITHOUT_GRAD = "ran without gradients only"
 _NO_GEMM = (
-    "no GEMM with it was seen: it is used through an operation that is not known, in an autograd.Function, outside of "
-    "the module that owns it, or is no weight"
+    "the watch saw no GEMM with it: an unknown operation or an autograd.Function uses it, a GEMM outside of its module "
+    "does, or it is no weight"
 )
-_ELSEWHERE = "a GEMM takes it outside of the module that owns it, where nothing is seen"
-_CALLS_COMPILED = "its module calls compiled functions, in which nothing can be seen"
+_ELSEWHERE = "a GEMM outside of its module uses it, where the watch sees no calls"
+_CALLS_COMPILED = "its module calls compiled functions, which the watch cannot see into"
 _OTHER_ROWS = (
-    "X has {} rows and Y {}: one is this rank's part, gathered or scattered inside, as with sequence parallelism"
+    "X has {} rows and Y {}: one of them is this rank's part, and the layer gathers or scatters it (sequence "
+    "parallelism)"
 )
 _TORCH_GRUMBLES = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class _Linear:
-    """A layer that was found, or a part of one; what is said of it in the coverage."""
+    """A layer, or a part of one, with what the coverage says about it."""
 
     __slots__ = ("adapter", "found_at", "module", "name", "seen", "shape", "type", "whys", "without_grad")
 
@@ -66,7 +68,7 @@ class _Linear:
     ) -> None:
         self.name, self.module = name, weakref.ref(module)
         self.adapter = adapter
-        """None: a parameter that a GEMM may take, or what takes it, without a layer."""
+        """None: a parameter that a GEMM may use without a layer."""
         self.type = type(module).__name__
         self.shape = None if weight is None or weight.numel() == 0 else _shape(weight, adapter)
         self.found_at = looks
@@ -76,22 +78,21 @@ class _Linear:
 
 
 class ModuleTap:
-    """Hands the tensors of every linear to `see`.
+    """Calls `see` with the tensors of every linear layer.
 
     Args:
-        see: called with (layer, tensor, matrix) and, where autocast makes it another one, the dtype of its GEMM;
-            tensor is one of `tensors`, matrix is detached and (R, C).
-        tensors: long names. The weight is handed over once between `attach` and `detach`; grad_input and grad_weight
-            are what this call of the layer adds to the gradients of its input and weight.
-        model: only its layers; None: all of the process.
-        wants: asked with (layer, tensor) before a tensor is prepared.
-        asked: whether a layer is asked for at all; of one that is not, nobody complains that it gives no sample.
-        own: layers of ottava too, also where their casts are seen at the door; else only Y, dX and dW of those.
-        timed: a context around all that is done for a tensor.
+        see: called with (layer, tensor, matrix), and the dtype of the GEMM if autocast changes it; tensor is one of
+            `tensors`, matrix is detached and (R, C).
+        tensors: long names. The tap passes the weight on once between `attach` and `detach`. grad_input and
+            grad_weight are the gradients that this call of the layer adds.
+        model: the only model to watch; None: every model of the process.
+        wants: whether (layer, tensor) is wanted; called before the tensor is prepared.
+        asked: whether the settings ask for a layer; the tap never warns about other layers.
+        own: True watches ottava's layers completely. False leaves X, W and dY to their doors.
+        timed: a context around the work for a tensor.
 
-    Edge cases: the weight is as the parameter is, whatever autocast makes of it. Of a DTensor it is the local shard.
-        Weights in packed or foreign formats, and whatever has not the shape that its GEMM needs, are passed over and
-        said to be in `coverage`.
+    Edge cases: the weight has the parameter's dtype, also under autocast. Of a DTensor the tap sees the local shard. It
+        skips weights in packed or foreign formats and tensors of the wrong shape; `coverage` gives the reason.
 
     Example:
         >>> seen = []
@@ -133,26 +134,22 @@ class ModuleTap:
     # --- on and off -----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """From now on linears are seen; a new step begins, in which each weight is handed over again."""
+        """Starts watching. A new step begins, in which the tap passes each weight on again."""
         if self._hooks.attached:
             return
-        if not self._period:  # once: to change the list of filters makes Python repeat what it has warned of
+        if not self._period:  # only once: a new filter makes Python repeat earlier warnings
             warnings.filterwarnings("ignore", message=_TORCH_GRUMBLES, category=UserWarning)
         self._period += 1
         self._weights.clear()
         self._hooks.attach()
 
     def detach(self) -> None:
-        """No more; gradients of what ran so far are not handed over either."""
+        """Stops watching; ignores the gradients of forwards that already ran."""
         self._hooks.detach()
         self._period += 1
 
     def looked(self) -> str | None:
-        """Says that a step ended through which the tap was attached; warns once if layers never show up.
-
-        Returns:
-            The warning, in the step in which it is given.
-        """
+        """Ends a watched step; warns once if layers never show up, and returns that warning."""
         self._looks += 1
         if self._warned or self._looks < LOOKS_BEFORE_WARNING:
             return None
@@ -163,7 +160,7 @@ class ModuleTap:
         return text
 
     def look_back(self, root: Tensor) -> None:
-        """Looks for GEMMs that were not seen in the graph of a loss, so that `coverage` can name them; once."""
+        """Searches the graph of a loss once for GEMMs that the hooks missed, so that `coverage` can name them."""
         if self._looked_back or not self._hooks.attached:
             return
         self._looked_back = True
@@ -178,11 +175,11 @@ class ModuleTap:
                     self._linears[layer] = linear
 
     def coverage(self) -> list[dict[str, Any]]:
-        """Every linear that was found: name, type (its class), kind, shape [N, K], seen, tensors, and why not all."""
+        """Every linear layer: name, type (its class), kind, shape [N, K], seen, tensors, and why some are missing."""
         with self._lock:
             return [self._entry(linear) for linear in self._linears.values() if self._listed(linear)]
 
-    # --- what is found --------------------------------------------------------------------------------------------
+    # --- layers -------------------------------------------------------------------------------------------
 
     def _found(self, name: str, module: nn.Module) -> None:
         adapter = adapter_of(module)
@@ -194,12 +191,12 @@ class ModuleTap:
             return
         self._sites[id(module)] = (weakref.ref(module), name, adapter)
         for suffix, weight in adapter.weights(module):
-            known = self._linears.get(name + suffix)
-            if known is None or known.module() is None:
+            linear = self._linears.get(name + suffix)
+            if linear is None or linear.module() is None:
                 self._linears[name + suffix] = _Linear(name + suffix, module, adapter, weight, self._looks)
 
     def _found_owner(self, name: str, module: nn.Module) -> None:
-        """A module that may use its parameters itself; those of three dimensions are hardly there for anything else."""
+        """Adds a module that may use its parameters itself; those of three dimensions are almost surely weights."""
         self._owners[id(module)] = Owner(module)
         if "Conv" in type(module).__name__:
             return
@@ -210,7 +207,7 @@ class ModuleTap:
 
     def _listed(self, linear: _Linear) -> bool:
         module = linear.module()
-        if linear.adapter is None and not linear.seen:  # where its matrices are seen one by one, they stand for it
+        if linear.adapter is None and not linear.seen:  # if its matrices were seen one by one, list those
             return not any(name.startswith(f"{linear.name}.") and x.seen for name, x in self._linears.items())
         return bool(linear.seen) or (module is not None and (self._own or not _has_doors(module)))
 
@@ -235,7 +232,7 @@ class ModuleTap:
             return _WITHOUT_GRAD if linear.adapter is not None else f"{_WITHOUT_GRAD}, or inside an autograd.Function"
         module = linear.module()
         if module is None:
-            return "is gone, and never ran while it was watched"
+            return "was deleted before it ran in a watched step"
         if any(module is inner for outer in self.names.compiled() for inner in outer.modules()):
             return _COMPILED
         if linear.adapter is None:
@@ -255,8 +252,8 @@ class ModuleTap:
             nothing = not self._linears
         if nothing and (living := _living_linears()):
             return (
-                f"watch: no layer was seen in {self._looks} steps, though {living} linear layers are in this process: "
-                f"what runs them {_COMPILED_QUIETLY}"
+                f"watch: saw no layer in {self._looks} steps, though this process has {living} linear layers: the code "
+                f"that runs them {_COMPILED_QUIETLY}"
             )
         if not mute:
             return None
@@ -268,8 +265,8 @@ class ModuleTap:
         return "\n".join([head, *shown, *more])
 
     # --- hooks ----------------------------------------------------------------------------------------------------
-    # Dynamo traces hooks that are there while it compiles: is_compiling has to be the first thing that is asked, so
-    # that nothing of a tap gets into a graph or its guards.
+    # Dynamo traces hooks that exist while it compiles. Each hook must ask is_compiling first, so that nothing of a tap
+    # gets into a graph or its guards.
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -307,18 +304,18 @@ class ModuleTap:
     def _doors_tell(self, module: nn.Module | None) -> bool:
         return not self._own and module is not None and _has_doors(module) and _casts(module)
 
-    def _took(self, found: Origin, parts: Iterator[Part]) -> None:
-        """A product that no layer made."""
-        holder = self.names.holder(found.parameter) if self._hooks.attached else None
+    def _took(self, source: Origin, parts: Iterator[Part]) -> None:
+        """Handles a product outside of a layer."""
+        holder = self.names.holder(source.parameter) if self._hooks.attached else None
         if holder is None:
             return
         module, layer = holder[0], _layer_of(holder)
         if (owner := self._owners.get(id(module))) is not None:
             owner.fruitless = 0
-        if not torch.is_grad_enabled() or found.gathered:
+        if not torch.is_grad_enabled() or source.gathered:
             linear = self._linears.setdefault(layer, _Linear(layer, module, None, None, self._looks))
-            linear.without_grad = linear.without_grad or not found.gathered
-            if found.gathered:
+            linear.without_grad = linear.without_grad or not source.gathered
+            if source.gathered:
                 linear.whys.setdefault(GATHERED, None)
         elif not (torch._C._current_graph_task_id() != -1 and repeats_a_forward()):
             with self._timed():
@@ -334,7 +331,7 @@ class ModuleTap:
         if weight is not None and weight.numel() and (linear.shape is None or len(linear.shape) > 2):
             sizes = linear.shape = list(arrange_weight(weight.detach()).shape)
         if sizes is not None and weight is not None and not weight.is_floating_point():
-            sizes = None  # packed: its shape says nothing
+            sizes = None  # packed: its shape is not [N, K]
         dtype = None
         for x in part.inputs:
             dtype = autocast_dtype(x) if part.cast else None
@@ -356,21 +353,21 @@ class ModuleTap:
         if "grad_output" in self._tensors:
             width = sizes[0] if sizes else None
             dtype = dtype or (autocast_dtype(y) if part.cast else None)
-            told = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
-            whole(y).register_hook(told)
+            hook = partial(self._gradient, linear, "grad_output", self._period, dtype, width, arrange, y.shape)
+            whole(y).register_hook(hook)
         self._hook_edges(linear, part, arrange_weight)
 
     def _hook_edges(self, linear: _Linear, part: Part, arrange_weight: Callable[[Tensor], Tensor]) -> None:
-        """grad_input, grad_weight: what flows along the edge of the graph that leads from the layer to that tensor."""
-        wanted = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
+        """Watches grad_input and grad_weight: the gradients on the graph's edges from the layer to these tensors."""
+        targets = [("grad_input", x) for x in part.inputs if "grad_input" in self._tensors]
         if part.weight is not None and "grad_weight" in self._tensors:
-            wanted.append(("grad_weight", part.weight))
-        for tensor, target in wanted:
+            targets.append(("grad_weight", part.weight))
+        for tensor, target in targets:
             if not target.requires_grad or part.output is None:
                 continue
             edges = list(edges_to(target, part.output, part.inputs))
             if not edges:
-                linear.whys.setdefault(f"{SYMBOLS[tensor]}: not found in the graph", None)
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: the graph does not lead to it", None)
             arrange = arrange_weight if tensor == "grad_weight" else part.arrange_input or torch.Tensor.detach
             for node, index in edges:
                 node.register_hook(partial(self._edge, linear, tensor, self._period, index, arrange))
@@ -431,10 +428,8 @@ class ModuleTap:
             matrix = arrange(numbers)
             matrix = matrix.reshape(-1, matrix.shape[-1])
             if width is not None and matrix.shape[1] != width:
-                linear.whys.setdefault(
-                    f"{SYMBOLS[tensor]}: is {matrix.shape[1]} wide, the weight needs {width}: gathered or split inside",
-                    None,
-                )
+                why = f"is {matrix.shape[1]} wide, but the weight needs {width}: the layer gathers or splits it"
+                linear.whys.setdefault(f"{SYMBOLS[tensor]}: {why}", None)
                 return
             with self._lock:
                 linear.seen[tensor] = linear.seen.get(tensor, 0) + 1
@@ -442,7 +437,7 @@ class ModuleTap:
 
 
 def _layer_of(holder: tuple[nn.Module, str, str]) -> str:
-    """The name of the GEMM that takes a parameter of a module, from that module, its name and the parameter's."""
+    """The layer name of a GEMM, from (module, name of the module, name of its weight)."""
     _, name, key = holder
     return name if key == "weight" else f"{name}.{key}" if name else key
 
@@ -453,7 +448,7 @@ def _shape(weight: Tensor, adapter: Adapter | None) -> list[int]:
 
 
 def _upright(weight: Tensor | None, adapter: Adapter | None) -> Callable[[Tensor], Tensor]:
-    """From a weight as it is kept to (N, K)."""
+    """A function from the stored weight to (N, K)."""
     turned = adapter is not None and adapter.transposed and weight is not None and weight.dim() == 2
     return torch.Tensor.t if turned else torch.Tensor.detach
 
@@ -467,14 +462,14 @@ def _has_doors(module: nn.Module) -> bool:
 
 
 def _casts(layer: Any) -> bool:
-    """Whether the last call of an ottava layer cast anything: in high precision its doors stay shut."""
+    """Whether the last call of an ottava layer cast anything: in high precision it does not use its doors."""
     call = layer.last_call
     recipe = layer.resolved if call is None else call.recipe
     return bool(recipe.casts)
 
 
 def _living_linears() -> int:
-    """How many layers of classes that we know there are in the process; looks at every object, so asked once."""
+    """The number of layers of known classes in this process. Reads every object, so call it once."""
     count = 0
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module) and adapter_of(thing) is not None and not _has_doors(thing):

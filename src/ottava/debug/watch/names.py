@@ -1,7 +1,7 @@
-"""Full names of modules: where a layer is in the model that is watched, however it is wrapped.
+"""Finds the full names of modules in the watched model, also inside wrappers.
 
-Nothing has to be registered. A module that is met for the first time is looked for in the models known so far; if it is
-in none of them, it is the outermost module of another model, since a forward starts outside and goes in.
+Users register nothing. A new module is looked up in the models known so far. If no model has it, it is the outermost
+module of another model, because a forward begins with the outermost module.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from ottava.debug.watch.adapters import adapter_of
 
 TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Attributes in which torch.compile, FSDP and checkpoint_wrapper keep the module that they wrap."""
+"""Attributes of torch.compile, FSDP and checkpoint_wrapper that hold the wrapped module."""
 WRAPPERS = frozenset(
     {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module", "FullyShardedDataParallel"}
 )
-"""Classes whose attribute `module` is the model; so is that of any class which has nothing else."""
+"""Classes whose attribute `module` is the model. In any class that has no other child it is, too."""
 
 
 class ModuleNames:
-    """The name of every module that was met.
+    """The names of all modules met so far.
 
     Args:
-        model: only its modules have names; None: those of every model whose forward runs.
-        found: told name and module of each one, once.
+        model: the only model whose modules get names; None: every model whose forward runs.
+        found: called once with name and module of each module.
 
-    Edge cases: a module in two places has the name of the first, as in `named_modules`. Where a second model has layers
-        of the same names, its names start with its class. A model that has gone frees its names.
+    Edge cases: a module in two places has the name of the first place, as in `named_modules`. If a second model has
+        layers of the same names, its names begin with its class. The names of a deleted model are free again.
 
     Example:
         >>> names = ModuleNames()
@@ -46,7 +46,7 @@ class ModuleNames:
         self._found = found
         self._only = model is not None
         self._roots: list[tuple[weakref.ref[nn.Module], str]] = []
-        self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}  # by id; None: of a model not watched
+        self._names: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}  # by id; None: the model is not watched
         self._owners: dict[str, weakref.ref[nn.Module]] = {}
         self._holders: dict[int, tuple[weakref.ref[Tensor], weakref.ref[nn.Module] | None, str]] = {}
         self._lock = threading.RLock()
@@ -54,23 +54,23 @@ class ModuleNames:
             self._take_in(model, "")
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether `learn` has nothing to do for it."""
-        known = self._names.get(id(module))
-        return known is not None and known[0]() is module
+        """Whether the module has been met."""
+        entry = self._names.get(id(module))
+        return entry is not None and entry[0]() is module
 
     def of(self, module: nn.Module) -> str | None:
-        """Its full name; None for a module that was not met, or is of another model than the one given."""
-        known = self._names.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
+        """The module's full name; None if the module has not been met or belongs to a model that is not watched."""
+        entry = self._names.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else None
 
     def learn(self, module: nn.Module) -> None:
-        """Finds the names of a module whose forward begins, and of all in it."""
+        """Finds the names of a module whose forward begins, and of all modules in it."""
         with self._lock:
             if self.knows(module):
                 return
             self._roots = [(root, prefix) for root, prefix in self._roots if root() is not None]
             if module._modules or module._parameters or adapter_of(module) is not None:
-                for root, prefix in self._roots:  # made after its model was met?
+                for root, prefix in self._roots:  # perhaps a late addition to a known model
                     if (alive := root()) is not None:
                         self._scan(alive, prefix)
                 if self.knows(module):
@@ -78,31 +78,31 @@ class ModuleNames:
                 if not self._only:
                     self._take_in(module, self._prefix(module))
                     return
-            for inner in module.modules():  # of no interest: an activation, a loss, another model
+            for inner in module.modules():  # an activation, a loss, or another model: never ask again
                 if not self.knows(inner):
                     self._names[id(inner)] = (weakref.ref(inner), None)
 
     def holder(self, parameter: Tensor) -> tuple[nn.Module, str, str] | None:
-        """The module whose own parameter it is, that module's full name and the parameter's own; None if none is known.
-        Of several, as where an embedding and a head share it, one that is a layer with a GEMM."""
-        found = self._holders.get(id(parameter))
-        if found is not None and found[0]() is parameter and (found[1] is None or found[1]() is not None):
-            module = None if found[1] is None else found[1]()
-            return None if module is None else (module, self.of(module) or "", found[2])
+        """(module, full name of the module, name of the parameter in it) for a parameter; None if unknown. Of several
+        modules that share it, such as embedding and head, it prefers a layer with a GEMM."""
+        entry = self._holders.get(id(parameter))
+        if entry is not None and entry[0]() is parameter and (entry[1] is None or entry[1]() is not None):
+            module = None if entry[1] is None else entry[1]()
+            return None if module is None else (module, self.of(module) or "", entry[2])
         best: tuple[nn.Module, str, str] | None = None
-        for known, name in [*self._names.values()]:
-            module = known()
+        for reference, name in [*self._names.values()]:
+            module = reference()
             if name is None or module is None:
                 continue
-            own = next((key for key, p in module._parameters.items() if p is parameter), None)
-            if own is not None and (best is None or adapter_of(best[0]) is None):
-                best = (module, name, own)
+            key = next((key for key, p in module._parameters.items() if p is parameter), None)
+            if key is not None and (best is None or adapter_of(best[0]) is None):
+                best = (module, name, key)
         place = (None, "") if best is None else (weakref.ref(best[0]), best[2])
         self._holders[id(parameter)] = (weakref.ref(parameter), *place)
         return best
 
     def compiled(self) -> Iterator[nn.Module]:
-        """Modules that run as compiled code, as far as can be told from outside."""
+        """Modules that are known to run as compiled code."""
         for root, _ in self._roots:
             if (alive := root()) is not None:
                 for _, module in walk(alive):
@@ -124,7 +124,7 @@ class ModuleNames:
             self._found(full, module)
 
     def _prefix(self, root: nn.Module) -> str:
-        """What goes before the names of another model, so that no two living modules have the same."""
+        """A prefix for the names of another model, so that no two living modules share a name."""
 
         def taken(prefix: str) -> bool:
             for name, module in walk(root):
@@ -144,7 +144,7 @@ class ModuleNames:
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`, without the names of wrappers.
+    """`named_modules` without the names of wrappers.
 
     Example:
         >>> [name for name, _ in walk(nn.Sequential(nn.Sequential(nn.Linear(2, 2))))]

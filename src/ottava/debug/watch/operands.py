@@ -1,4 +1,4 @@
-"""What a tensor is to a GEMM, read from outside: its dtype there, its numbers, its place in the graph."""
+"""Reads a GEMM's operand from outside: its dtype in the GEMM, its numbers, its place in the graph."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _HIGH_PRECISION_INSIDE = MappingProxyType({"WeightWithDynamicFloat8CastTensor": "_tensor"})
-"""Tensor classes that quantize themselves, and where they keep what they quantize."""
+"""Tensor classes that quantize themselves -> the attribute with the tensor before the cast."""
 _EDGE_SEARCH = 64
-"""Nodes of one layer's graph that are looked through."""
+"""Largest number of nodes to search in one layer's graph."""
 
 
 def repeats_a_forward() -> bool:
-    """Inside a backward: whether this forward was computed with a graph before. What recomputes such a forward does it
-    to unpack a saved tensor; reentrant checkpointing does it because there is no graph yet."""
+    """Inside a backward: whether this forward already ran with a graph. Non-reentrant checkpointing repeats such a
+    forward to unpack a saved tensor; reentrant checkpointing runs it because it has no graph yet."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "unpack_hook":
@@ -30,7 +30,7 @@ def repeats_a_forward() -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What torch.autocast makes of an operand; None: what it is."""
+    """The dtype that torch.autocast gives an operand; None: its own."""
     device = x.device.type
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -39,8 +39,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 @contextmanager
 def unobserved(x: Tensor) -> Iterator[None]:
-    """Inside, operations on x are nobody's business: no graph, no autocast, no dispatch modes. Selective checkpointing
-    is such a mode: it counts operations, and would take those of a tap for the model's."""
+    """Hides operations on x: no graph, no autocast, no dispatch modes. Selective checkpointing is a dispatch mode that
+    counts operations; it would mistake those of a tap for the model's."""
     device = x.device.type
     cast = device != "meta" and torch.is_autocast_enabled(device)
     with (
@@ -52,15 +52,15 @@ def unobserved(x: Tensor) -> Iterator[None]:
 
 
 def plain(x: Tensor) -> tuple[Tensor | None, str]:
-    """A dense tensor with numbers that can be read now, and what is to be said of it; or None and why not."""
+    """(x as a dense tensor with readable numbers, a remark or ""), or (None, the reason)."""
     kind, why = type(x).__name__, ""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return None, "inside a transform of torch.func"
+        return None, "is inside a transform of torch.func"
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None, "in a CUDA graph"
+        return None, "is captured in a CUDA graph"
     if kind == "DTensor":
         placements: Any = x.placements  # type: ignore[attr-defined]
-        why = "" if all(placement.is_replicate() for placement in placements) else "this rank's shard"
+        why = "" if all(placement.is_replicate() for placement in placements) else "is this rank's shard"
         x = x.to_local()  # type: ignore[attr-defined]
         kind = type(x).__name__
     if kind == "AsyncCollectiveTensor":
@@ -74,14 +74,14 @@ def plain(x: Tensor) -> tuple[Tensor | None, str]:
     if x.dim() == 0 or x.numel() == 0:
         return None, "" if x.dim() else "is a single number"
     x = x.detach()
-    return (x.to(torch.float32), "float64, seen as float32") if x.dtype == torch.float64 else (x, why)
+    return (x.to(torch.float32), "is float64, measured as float32") if x.dtype == torch.float64 else (x, why)
 
 
 def whole(y: Tensor) -> Tensor:
-    """The tensor whose gradient to ask for: y, or what y is only another shape of.
+    """The tensor whose gradient the tap hooks: y, or the tensor of which y is only another shape.
 
-    torch's linear returns a view of its 2-D result, and an in-place operation on a view, as of nn.ReLU(inplace=True),
-    cuts the view out of the graph, hooks and all. The gradient of the result itself arrives all the same.
+    torch's linear returns a view of its 2-D result. An in-place operation on that view, such as nn.ReLU(inplace=True),
+    cuts the view and its hooks out of the graph. The gradient of the 2-D result still arrives.
     """
     base = y._base
     if base is None or base.grad_fn is None or base.numel() != y.numel():
@@ -90,23 +90,23 @@ def whole(y: Tensor) -> Tensor:
 
 
 def edges_to(target: Tensor, output: Tensor, inputs: tuple[Tensor, ...] = ()) -> Iterator[tuple[Any, int]]:
-    """The nodes between output and target whose gradient number `index` goes to target; what lies before the inputs is
-    not looked at: a tied weight is met again there, at the embedding."""
-    passed: set[Any] = {x.grad_fn for x in inputs}
+    """(node, index) for nodes between output and target whose gradient number `index` goes to target. The search stops
+    at the inputs, because a tied weight appears again behind them, at the embedding."""
+    visited: set[Any] = {x.grad_fn for x in inputs}
     waiting: list[Any] = [output.grad_fn]
-    while waiting and len(passed) < _EDGE_SEARCH:
+    while waiting and len(visited) < _EDGE_SEARCH:
         node = waiting.pop(0)
-        if node is None or node in passed:
+        if node is None or node in visited:
             continue
-        passed.add(node)
+        visited.add(node)
         for index, (following, number) in enumerate(node.next_functions):
             if following is None:
                 continue
             if target.is_leaf:
-                found = getattr(following, "variable", None) is target
+                reached = getattr(following, "variable", None) is target
             else:
-                found = following is target.grad_fn and number == target.output_nr
-            if found:
+                reached = following is target.grad_fn and number == target.output_nr
+            if reached:
                 yield node, index
             else:
                 waiting.append(following)

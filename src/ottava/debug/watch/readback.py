@@ -1,7 +1,7 @@
-"""Numbers on their way from a device to the host: copied without waiting, read once they have arrived.
+"""Copies numbers from a device to the host without waiting, and reads them when they have arrived.
 
-Reading a number of a GPU waits for all work that was queued before it, and the GPU then idles while the host queues the
-next step. A copy into pinned memory is queued like any kernel; an event behind it tells when it is done.
+To read a number from a GPU, the host waits for all queued work, and the GPU then idles while the host queues the next
+step. A copy into pinned memory is queued like a kernel instead; an event behind it tells when it is done.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 
 
 class Reading(Protocol):
-    """Numbers that were asked for."""
+    """Numbers that are being copied."""
 
     def ready(self) -> bool:
-        """Whether they are there; never waits."""
+        """Whether they have arrived; never waits."""
 
     def values(self) -> list[list[float]]:
-        """Of each tensor, in its order; waits if they are not there yet.
+        """The numbers of each tensor; waits for them.
 
         Raises:
-            RuntimeError: the device failed before it got that far.
+            RuntimeError: the device failed before the copy.
         """
 
 
 Read = Callable[[Sequence[Tensor]], Reading]
-"""Begins to read."""
+"""A function that begins to copy tensors."""
 
 
 class _Copies:
-    """One copy for each device, and an event behind that of a CUDA device."""
+    """One copy per device, with an event behind each copy from a CUDA device."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sizes = [tensor.numel() for tensor in tensors]
@@ -53,20 +53,20 @@ class _Copies:
         return all(arrived is None or arrived.query() for _, _, arrived in self._copies)
 
     def values(self) -> list[list[float]]:
-        found: dict[int, list[float]] = {}
+        numbers: dict[int, list[float]] = {}
         for members, host, arrived in self._copies:
             if arrived is not None:
                 arrived.synchronize()
             parts = host.split([self._sizes[i] for i in members])
-            found |= {i: part.tolist() for i, part in zip(members, parts, strict=True)}
-        return [found[i] for i in range(len(self._sizes))]
+            numbers |= {i: part.tolist() for i, part in zip(members, parts, strict=True)}
+        return [numbers[i] for i in range(len(self._sizes))]
 
 
 def read_back(tensors: Sequence[Tensor]) -> Reading:
-    """Begins to read tensors, of any shape, as they are at this point of their streams.
+    """Begins to copy tensors of any shape, with their values at this point of their streams.
 
     Args:
-        tensors: of any device. Those of a CUDA device arrive as fp32, later; of all others, now.
+        tensors: on any device. Those of a CUDA device arrive later, as fp32; all others at once.
 
     Example:
         >>> reading = read_back([torch.tensor([1.0, 2.0]), torch.tensor(3.5)])

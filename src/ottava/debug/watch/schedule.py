@@ -1,4 +1,4 @@
-"""Which steps are looked at in full, and what makes the watch look at more of them."""
+"""Decides which steps get a full look, and which numbers trigger a burst of looks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ottava.debug.watch.config import Triggers
 
 @dataclass(frozen=True)
 class Trigger:
-    """Why the watch looks closer."""
+    """The reason for a burst of full looks."""
 
     reason: str
     """loss_z, clipping, row_sqnr or nonfinite."""
@@ -30,17 +30,17 @@ class Trigger:
     tensor: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """For an event; without empty places."""
+        """Facts of the event; without layer and tensor if they are empty."""
         place = {"layer": self.layer, "tensor": self.tensor} if self.layer else {}
         return {"reason": self.reason, "value": self.value, "threshold": self.threshold, **place}
 
 
 class Schedule:
-    """Decides, step by step.
+    """Decides for each step.
 
     Args:
-        every: distance of full looks; between 1 and it there is one at every power of two.
-        triggers: their thresholds, and how long a burst is.
+        every: distance of full looks; before the first of them, every power of two has one too.
+        triggers: thresholds, and the length of a burst.
 
     Example:
         >>> schedule = Schedule(50, Triggers())
@@ -56,12 +56,12 @@ class Schedule:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def looks(self, step: int) -> bool:
-        """Whether that step is looked at in full."""
+        """Whether this step gets a full look."""
         early = 0 < step < self.every and step & (step - 1) == 0
         return early or step % self.every == 0 or step <= self.burst_until
 
     def start_burst(self, step: int) -> bool:
-        """Looks at the next steps in full; False where the last burst is too close."""
+        """Starts a burst of full looks; False if the last burst is too close."""
         if step < self._next_burst:
             return False
         self.burst_until = step + self.triggers.burst
@@ -69,11 +69,11 @@ class Schedule:
         return True
 
     def resume(self, events: Iterable[Mapping[str, Any]], losses: Iterable[float]) -> None:
-        """Takes up the schedule of a run that is gone on with.
+        """Restores the schedule of a resumed run.
 
         Args:
-            events: lines of events.jsonl, up to the step of the resumption: a burst goes on, and so does its rest.
-            losses: of its steps, which the next ones are compared with.
+            events: lines of events.jsonl up to the resumed step. A burst goes on, and so does its cooldown.
+            losses: losses of earlier steps, to compare the next ones with.
         """
         for event in events:
             if event.get("kind") == "burst":
@@ -82,19 +82,19 @@ class Schedule:
         self._losses.extend(value for value in losses if math.isfinite(value))
 
     def loss(self, value: float) -> Trigger | None:
-        """Takes in the loss of a step."""
+        """Adds the loss of a step; the trigger, if it is one."""
         if not math.isfinite(value):
             return Trigger("nonfinite", value, 0.0) if self.triggers.nonfinite else None
-        found = None
+        trigger = None
         if self.triggers.loss_z is not None and len(self._losses) >= LEAST:
             z = robust_z(value, self._losses)
-            found = Trigger("loss_z", z, self.triggers.loss_z) if z > self.triggers.loss_z else None
+            trigger = Trigger("loss_z", z, self.triggers.loss_z) if z > self.triggers.loss_z else None
         self._losses.append(value)
-        return found
+        return trigger
 
     def tallies(self, seen: Mapping[SlotKey, Tally]) -> list[Trigger]:
-        """Takes in a full look; at most one trigger a reason, the worst."""
-        found: list[Trigger] = []
+        """The triggers of a full look: for each reason only the worst cast."""
+        triggers: list[Trigger] = []
         keys, rows = list(seen), Tallies.of(seen).rows
         simulated = np.array([only_simulated(key.layer, key.source) for key in keys], dtype=bool)
         for name, reason, limit, scale in (
@@ -105,16 +105,16 @@ class Schedule:
             if limit is None or not keys:
                 continue
             badness = scale * STATISTICS[name].finish(rows)
-            left_out = np.isnan(badness) | (simulated & (reason != "nonfinite"))
-            badness = np.where(left_out, -math.inf, badness)
+            excluded = np.isnan(badness) | (simulated & (reason != "nonfinite"))
+            badness = np.where(excluded, -math.inf, badness)
             worst = int(badness.argmax())
             if badness[worst] > (limit if scale > 0 else -limit):
                 value = float(badness[worst]) * math.copysign(1, scale)
-                found.append(Trigger(reason, value, limit, keys[worst].layer, keys[worst].tensor))
-        return found
+                triggers.append(Trigger(reason, value, limit, keys[worst].layer, keys[worst].tensor))
+        return triggers
 
     def light(self, keys: Iterable[SlotKey], amaxes: Iterable[float]) -> Trigger | None:
-        """Takes in the amaxes of a step."""
+        """The trigger of the amaxes of a step, if any is not finite."""
         if not self.triggers.nonfinite:
             return None
         wrong = ((key, amax) for key, amax in zip(keys, amaxes, strict=True) if not math.isfinite(amax))

@@ -1,11 +1,11 @@
 """`watch`: one watched run from its first step to its end.
 
-A step ends where torch's optimizer does: nothing in the training code changes. What was seen in it is then put on
-record, triggers are asked, and hooks are attached or removed for the next step: a step that nobody looks at has none,
-or only those that note amaxes. Watching takes part in no collective: every rank writes its own files.
+A step ends with the step of torch's optimizer, so the training code needs no change. The watch then records the step,
+checks the triggers, and attaches or removes hooks for the next step. A step without a look has no hooks, or only the
+hooks that note amaxes. A watch takes part in no collective: every rank writes its own files.
 
-Between looks nothing waits for a GPU: loss and amaxes of a step are copied to the host and read when they have arrived,
-steps later perhaps, under the number of their own step (`_Ended`). On a CPU that is at once.
+Between looks the watch never waits for a GPU. It copies loss and amaxes to the host and reads them when they have
+arrived, perhaps steps later, under the number of their own step (`_Ended`). On a CPU they arrive at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ottava.errors import need
 from ottava.settings import ConfigError
 
 _FLUSH_SECONDS = 5.0
-"""Looks of so long may wait in memory: writing a file takes as long as a look at a small model."""
+"""Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
 
 
 def watch(
@@ -63,17 +63,17 @@ def watch(
     """Watches the casts of a training run and writes them to a folder; see `Watch`.
 
     Args:
-        model: whose layers are watched; None: every layer of the process, also those made later.
-        folder: where to; None: runs/watch-DATE-TIME.
-        config: a WatchConfig, a mapping, or a YAML file of it.
-        step: optimizer steps done so far, where a run is resumed.
-        append: go on in a folder that holds a watched run.
-        settings: fields of WatchConfig, which have the last word.
+        model: the model to watch; None: every layer of the process, also those made later.
+        folder: the run folder; None: runs/watch-DATE-TIME.
+        config: a WatchConfig, a mapping of settings, or a YAML file.
+        step: optimizer steps done so far, for a resumed run.
+        append: go on in a folder that already has a watched run.
+        settings: fields of WatchConfig; they override `config`.
     Raises:
-        ConfigError: unknown or wrong settings; a layer pattern that matches nothing.
-        RunError: the folder holds a run already.
-    Edge cases: works on any torch model. Layers converted by ottava show the operands that their GEMMs get; for all
-        others the casts of `recipes` are simulated beside the GEMM. Training is bit for bit what it is unwatched.
+        ConfigError: a setting is unknown or wrong, or a layer pattern matches nothing.
+        RunError: the folder already has a run.
+    Edge cases: works on any torch model. Layers converted by ottava show the operands of their GEMMs; for other layers
+        the watch simulates the casts of `recipes` beside the GEMM. Training keeps every bit.
 
     Example:
         >>> import tempfile, ottava
@@ -96,7 +96,7 @@ def watch(
 
 
 class _Amaxes(NamedTuple):
-    """Of one step."""
+    """The amaxes of one step."""
 
     step: int
     keys: Sequence[SlotKey]
@@ -106,13 +106,13 @@ class _Amaxes(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A step that has ended, and whose numbers may still be on their way."""
+    """A step that has ended, but whose numbers may not have arrived yet."""
 
     step: int
     numbers: dict[str, float]
     tallies: Tallies[SlotKey]
     keys: Sequence[SlotKey]
-    """Of the amaxes."""
+    """Casts of the amaxes."""
     reading: Reading
     """Amaxes, scales, and the loss of each micro-batch."""
     looked: bool
@@ -143,7 +143,7 @@ class Watch:
             self.rank = torch.distributed.get_rank()
         if model is not None:
             names = [name for name, module in model.named_modules() if module._parameters]
-            for name, parameter in model.named_parameters():  # those of experts are layers of their own
+            for name, parameter in model.named_parameters():  # experts are layers of their own
                 names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
@@ -174,7 +174,7 @@ class Watch:
         self._started = self._step_started = self._mark = self._flushed = time.perf_counter()
         self._light_every = 1
         self._light_seconds = self._seconds_before = 0.0
-        if append and step > 0 and (folder / MANIFEST).is_file():  # rank 0 may not have made a new folder's yet
+        if append and step > 0 and (folder / MANIFEST).is_file():  # rank 0 writes it
             self._resume(Run.open(folder))
         self._stance: Any = None
         self._closed = False
@@ -184,24 +184,24 @@ class Watch:
         self._arm(step + 1)
 
     def log(self, **numbers: float) -> None:
-        """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without it the
-        loss is what backward() is called on, averaged over micro-batches."""
+        """Adds numbers to the line of the running step: loss, grad_norm, lr, tokens, or any other name. Without a loss
+        here, the watch averages over micro-batches the loss on which backward() was called."""
         self._logged |= {name: float(value) for name, value in numbers.items()}
 
     def describe(self, **facts: Any) -> None:
-        """Adds facts to the manifest; config={...} is what `compare` shows as different between two runs."""
+        """Adds facts to the manifest. `compare` shows how config={...} differs between two runs."""
         self.writer.describe(**facts)
 
     def step(self) -> None:
-        """Ends a step; only for loops whose optimizer is none of torch's."""
+        """Ends a step. Only loops without a torch optimizer need it."""
         self._end_step()
 
     def on_look(self, callback: Callable[[int, Table], object]) -> None:
-        """From now on, calls this with the step and its statistics after every full look; a `Fallback`'s, for one."""
+        """Calls the callback, such as a `Fallback`, with the step and its statistics after every full look."""
         self._callbacks.append(callback)
 
     def rewind(self, step: int) -> None:
-        """Goes back to the end of an earlier step, as the training does: what is on record of later ones goes."""
+        """Goes back to the end of an earlier step, as the training did, and deletes the record of later steps."""
         self._settle(wait=True)
         self.writer.rewind(step)
         self._disarm()
@@ -211,7 +211,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is none of the run: no hook is there, and no step ends."""
+        """Stops watching inside the context: no hooks, and no step ends."""
         self._disarm()
         self.losses.detach()
         self._paused = True
@@ -224,13 +224,13 @@ class Watch:
                 self._arm(self.steps_done + 1)
 
     def flush(self) -> None:
-        """Puts all that was seen on disk; waits for what is still on its way from a device."""
+        """Writes everything to disk; waits for numbers that have not arrived from a device."""
         if not self._closed:
             self._settle(wait=True)
             self._write()
 
     def close(self) -> None:
-        """Removes every hook and writes what waits."""
+        """Removes every hook and writes the rest."""
         if self._closed:
             return
         self._closed = True
@@ -254,7 +254,7 @@ class Watch:
         self.close()
 
     def _at_exit(self) -> None:
-        """The process ends without a word to us."""
+        """Closes the watch if the process ends without `close`."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._closed:
             self._settle(wait=True)
@@ -263,10 +263,10 @@ class Watch:
 
     @property
     def overhead(self) -> float:
-        """Share of the time since the start that went into watching, on the host."""
+        """Share of the host's time since the start that watching took."""
         return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
 
-    # --- what the taps tell ---------------------------------------------------------------------------------------
+    # --- calls from the taps --------------------------------------------------------------------------------------
 
     def _disagrees(self, facts: Mapping[str, Any]) -> None:
         self.writer.event(self.steps_done + 1, "check", **facts)
@@ -284,10 +284,10 @@ class Watch:
         self._stepped.add(id(optimizer))
 
     def _ends_step(self, optimizer: Optimizer) -> bool:
-        """Of several optimizers that step after one backward, the first."""
+        """Whether this optimizer ends the step: of several that step after one backward, the first does."""
         if self._active:
             return True
-        # no loss was seen: a stage of a pipeline gets gradients, by ways of its own
+        # no loss: a stage of a pipeline gets gradients from the next stage
         if self.collector.looking or self.collector.noting:
             return self.collector.holds
         return id(optimizer) in self._stepped
@@ -299,7 +299,7 @@ class Watch:
         return any(id(p) in stepped for p in model.parameters())
 
     def _resume(self, run: Run) -> None:
-        """Takes up what the run that is gone on with had learned; only rank 0 left its losses."""
+        """Restores schedule and thrift from the resumed run; only rank 0 recorded losses."""
         mine = [e for e in run.events if e.get("rank", 0) == self.rank and e["step"] <= self.steps_done]
         losses = run.steps["loss"][run.steps["step"] <= self.steps_done].tolist() if self.rank == 0 else []
         self.schedule.resume(mine, losses)
@@ -327,20 +327,21 @@ class Watch:
         numbers = {"seconds": entered - self._step_started} | self._logged
         self._loss_parts, self._logged = [], {}
         self._ended.append(_Ended(step, numbers, tallies, light.keys, reading, looked))
-        self._settle(wait=looked)  # the tallies of a look were waited for: so nothing is on its way any more
+        self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
         self._arm(step + 1)
         now = time.perf_counter()
         self.collector.seconds = self._seconds_before = before + (now - entered)
         self._step_started = now
 
     def _settle(self, *, wait: bool) -> None:
-        """Puts ended steps on record, in their order: those whose numbers have arrived, or all of them."""
+        """Records ended steps in order, as far as their numbers have arrived; all of them if `wait`."""
         while self._ended and (wait or self._ended[0].reading.ready()):
             ended = self._ended.popleft()
             try:
                 amax, scale_inv, *losses = ended.reading.values()
-            except RuntimeError as error:  # a device that failed; the training's own error must be the one that is seen
-                self.writer.event(ended.step, "warning", text=f"loss and amaxes could not be read back: {error}")
+            except RuntimeError as error:  # the device failed: the user must see the error of the training, not ours
+                text = f"the device failed before loss and amaxes arrived: {error}"
+                self.writer.event(ended.step, "warning", text=text)
                 self.writer.step(ended.step, **ended.numbers)
                 continue
             parts = [part for (part,) in losses]
@@ -357,11 +358,11 @@ class Watch:
                 self._after_look(ended.step, ended.tallies, numbers)
 
     def _ask_triggers(self, ended: _Ended, loss: float | None, amax: Sequence[float]) -> None:
-        found: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
-        found += self.schedule.tallies(ended.tallies)
+        answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
+        answers += self.schedule.tallies(ended.tallies)
         if ended.keys:
-            found.append(self.schedule.light(ended.keys, amax))
-        triggers = [trigger for trigger in found if trigger is not None]
+            answers.append(self.schedule.light(ended.keys, amax))
+        triggers = [trigger for trigger in answers if trigger is not None]
         if not triggers or not self.schedule.start_burst(self.steps_done):
             return
         for trigger in triggers:
@@ -371,16 +372,17 @@ class Watch:
         self.writer.event(self.steps_done, "burst", until=self.schedule.burst_until)
 
     def _keep_flight(self, why: str) -> None:
-        """Puts the amaxes of the last steps on record."""
+        """Writes the amaxes of the last steps to the run folder."""
         if not self._flight:
             return
         for step, keys, amaxes, scales in self._flight:
             for key, amax, scale_inv in zip(keys, amaxes, scales, strict=True):
                 scale = 1 / scale_inv if scale_inv > 0 else None
-                known: dict[str, Any] = {} if scale is None else {"scale_max": scale, "scale_min": scale}
+                scales_of_cast: dict[str, Any] = {} if scale is None else {"scale_max": scale, "scale_min": scale}
                 finite = amax if amax < float("inf") else 0.0
-                lost = 0.0 if finite == amax else 1.0
-                self.writer.tally(step, key, Tally(amax=finite, n_nonfinite=lost, **known), phase="light")
+                nonfinite = 0.0 if finite == amax else 1.0
+                tally = Tally(amax=finite, n_nonfinite=nonfinite, **scales_of_cast)
+                self.writer.tally(step, key, tally, phase="light")
         self.writer.event(self.steps_done, "flight", first=self._flight[0].step, last=self._flight[-1].step, why=why)
         self._flight.clear()
         self.writer.flush()
@@ -405,7 +407,7 @@ class Watch:
         self._flushed = time.perf_counter()
 
     def _be_thrifty(self, step: int, limit: float) -> None:
-        """Half of what watching may take is for amaxes; what takes more comes half as often."""
+        """Doubles the distance of noted amaxes if they take half of the limit, or of looks if watching exceeds it."""
         now = time.perf_counter()
         settled = step >= 2 * self.schedule.every and step > self.schedule.burst_until
         if self._light_seconds > 0.5 * limit * (now - self._mark) and self._light_every < self.config.flight:
@@ -421,10 +423,10 @@ class Watch:
     def _check_patterns(self, names: Sequence[str]) -> None:
         for pattern in self.config.layers:
             if pattern == "*" and not names:
-                self.writer.event(self.steps_done, "warning", text="no layer with a GEMM was found")
+                self.writer.event(self.steps_done, "warning", text="the model has no layer with a GEMM")
             elif not any(matches(name, (pattern,)) for name in names):
                 shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-                raise ConfigError(f"watch: the pattern {pattern!r} matches no layer; there are: {shown or 'none'}")
+                raise ConfigError(f"watch: the pattern {pattern!r} matches no layer; the layers are: {shown or 'none'}")
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -470,14 +472,12 @@ class Watch:
 
     def _describe_run(self) -> None:
         total = time.perf_counter() - self._started
-        own = [
+        doors = self.doors.layers
+        layers = [
             {"name": name, "source": "door", "seen": name in self.doors.seen, **_facts(ref())}
             for name, ref in self.doors.expected().items()
         ]
-        foreign = [
-            {**layer, "source": "hook"} for layer in self.modules.coverage() if layer["name"] not in self.doors.layers
-        ]
-        layers = own + foreign
+        layers += [{**layer, "source": "hook"} for layer in self.modules.coverage() if layer["name"] not in doors]
         skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
         self.writer.describe(
             layers=layers,

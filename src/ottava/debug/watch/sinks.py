@@ -1,8 +1,8 @@
-"""Where numbers of a watched run go besides its folder: a terminal, TensorBoard, Weights & Biases, trackio.
+"""Shows the numbers of a watched run in a terminal, TensorBoard, Weights & Biases or trackio.
 
-The folder holds everything; a sink gets a choice that stays readable and fast: aggregates over all tensors, and the
-worst tensors by name, at most `MAX_TAGS` names in a run (TensorBoard takes 1.6 minutes to list 12,345 of them). A name
-that was shown once is shown in every later look. Adding a sink is one class and one entry of `SINKS`.
+The run folder has all numbers. A sink gets fewer, so that it stays readable and fast: aggregates over all tensors, and
+the worst tensors by name, at most `MAX_TAGS` names in a run (TensorBoard takes 1.6 minutes to list 12,345). Once a sink
+has shown a name, every later look shows it too. A new sink is one class and one entry of `SINKS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ottava.formats import E4M3, E5M2
 _LOG = logging.getLogger(__name__)
 MAX_TAGS = 200
 TOP_K = 12
-"""Worst tensors that a look shows."""
+"""Number of worst tensors that a look shows."""
 AGGREGATED = (
     "row_sqnr_p50_db",
     "underflow_pct",
@@ -45,15 +45,15 @@ AGGREGATED = (
     "nonfinite",
     "scale_error_max",
 )
-"""Statistics of which the worst and the median tensor are shown, for X, W, dY, ... apart."""
+"""A sink shows the worst and the median of these statistics, separately for X, W, dY, ..."""
 PER_TENSOR = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
-"""Statistics that are shown of single tensors."""
+"""Statistics of a single tensor that a sink shows."""
 WARN_DB = MappingProxyType({fmt.name: (limits.warn_db(fmt), limits.critical_db(fmt)) for fmt in (E4M3, E5M2)})
-"""Row SQNR under which a tensor is marked ! and !!, by format."""
+"""Format -> row SQNR below which a tensor gets the mark !, and below which it gets !!."""
 
 
 class SinkError(ValueError):
-    """A sink that nobody knows or settings that it does not have; the message names what there is."""
+    """A sink or one of its settings is unknown; the message names the known ones."""
 
     exit_code = 2
 
@@ -69,40 +69,37 @@ class Row(NamedTuple):
 
     slot: SlotKey
     values: Mapping[str, float]
-    """By name of a statistic; NaN where it is not known."""
+    """Statistic -> value; NaN if unknown."""
     marks: Mapping[str, int]
-    """By name of a statistic: 1 for !, 2 for !!."""
+    """Statistic -> 1 for !, 2 for !!."""
 
     @property
     def tag(self) -> str:
-        """Name in a logger: the layer, the symbol of the tensor, and what tells casts of one tensor apart."""
+        """Name in a logger: the layer and the symbol of the tensor."""
         return f"tensor/{self.slot.layer}/{symbol(self.slot.tensor, self.slot.direction)}"
 
 
 class Sink(Protocol):
-    """What a sink offers."""
+    """Shows looks."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a look, by tag."""
+        """Shows the numbers of a look, by tag."""
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """A histogram of a look; len(edges) == len(counts) + 1."""
+        """Shows a histogram of a look; len(edges) == len(counts) + 1."""
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
-        """The worst tensors of a look, worst first, and what is known of the step: loss, grad_norm, ..."""
-
-    def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        """Something that happened."""
+        """Shows the worst tensors of a look, worst first, with the numbers of the step: loss, grad_norm, ..."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends the run."""
 
 
 def make_sinks(config: Sequence[Any], run_dir: Path) -> list[Sink]:
-    """The sinks that a config asks for: names, or {name: settings}.
+    """Makes the sinks of the settings: names, or {name: settings}.
 
     Raises:
-        SinkError: unknown name or setting.  SinkMissingError: its package is not installed.
+        SinkError: a name or setting is unknown.  SinkMissingError: the package of a sink is not installed.
 
     Example:
         >>> [type(sink).__name__ for sink in make_sinks(["terminal", {"terminal": {"top_k": 3}}], Path("."))]
@@ -121,11 +118,11 @@ def make_sinks(config: Sequence[Any], run_dir: Path) -> list[Sink]:
 
 
 def publish(sinks: Sequence[Sink], step: int, table: Table, numbers: Mapping[str, float]) -> None:
-    """Shows one look to every sink.
+    """Shows one look in every sink.
 
     Args:
-        table: the casts of this step.
-        numbers: its line of steps.jsonl: loss, grad_norm, ...
+        table: the casts of the step.
+        numbers: the step's line of steps.jsonl: loss, grad_norm, ...
     """
     if not sinks:
         return
@@ -133,8 +130,8 @@ def publish(sinks: Sequence[Sink], step: int, table: Table, numbers: Mapping[str
     per_tensor = {f"{row.tag}/{name}": row.values[name] for row in rows for name in PER_TENSOR}
     first = {f"train/{name}": float(value) for name, value in numbers.items()} | aggregates(table, rows)
     for sink in sinks:
-        known = sink.tags if isinstance(sink, Limited) else ()
-        chosen = {tag: per_tensor[tag] for tag in known if tag in per_tensor}
+        earlier = sink.tags if isinstance(sink, Limited) else ()
+        chosen = {tag: per_tensor[tag] for tag in earlier if tag in per_tensor}
         chosen |= {f"{row.tag}/{name}": row.values[name] for row in rows[:TOP_K] for name in PER_TENSOR}
         sink.scalars(step, first | chosen)
         if len(table):
@@ -155,7 +152,7 @@ def ranked(table: Table) -> list[Row]:
 
 
 def aggregates(table: Table, rows: Sequence[Row]) -> dict[str, float]:
-    """Worst and median over the layers, for every kind of tensor; and how many are marked."""
+    """Worst and median over layers for each kind of tensor, and the numbers of marked tensors."""
     result = {
         f"fp8/marked_{word}": float(sum(max(row.marks.values(), default=0) >= least for row in rows))
         for word, least in (("warning", 1), ("critical", 2))
@@ -184,26 +181,26 @@ def _marks(slot: SlotKey, values: Mapping[str, float]) -> dict[str, int]:
 
 
 class Limited:
-    """A sink that takes at most MAX_TAGS names: known ones always, new ones while there is room, in their order; and
-    that never fails: who trains must not end because a disk is full or a server is away."""
+    """Limits a sink to MAX_TAGS names, the first ones, and catches its errors: a full disk or a lost server must not
+    end a training."""
 
     def __init__(self, sink: Sink, limit: int = MAX_TAGS) -> None:
         self.sink, self.limit = sink, limit
         self.tags: dict[str, None] = {}
         self.dropped = 0
-        """Numbers whose names were one too many."""
+        """Numbers left out because the limit was reached."""
         self.failed = 0
-        """Calls that the sink did not take."""
+        """Calls that failed."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        kept = {}
+        shown = {}
         for tag, value in values.items():
             if tag in self.tags or len(self.tags) < self.limit:
                 self.tags[tag] = None
-                kept[tag] = value
+                shown[tag] = value
             else:
                 self.dropped += 1
-        self._try(self.sink.scalars, step, kept)
+        self._try(self.sink.scalars, step, shown)
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         self._try(self.sink.histogram, step, tag, edges, counts)
@@ -211,21 +208,18 @@ class Limited:
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None:
         self._try(self.sink.worst, step, rows, numbers)
 
-    def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        self._try(self.sink.event, step, kind, facts)
-
     def close(self) -> None:
         self._try(self.sink.close)
         if self.failed:
-            _LOG.warning("watch: %s did not take %s calls", type(self.sink).__name__, f"{self.failed:,}")
+            _LOG.warning("watch: %s: %s calls failed", type(self.sink).__name__, f"{self.failed:,}")
 
     def _try(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # of any kind: most sinks are other people's code
+        except Exception as error:  # most sinks are other packages: they raise errors of any kind
             if not self.failed:
                 name = type(self.sink).__name__
-                text = "watch: %s failed (%s: %s). The training goes on, and so does the run folder; it is tried again"
+                text = "watch: %s failed (%s: %s). Training and run folder go on; the next look tries the sink again"
                 _LOG.warning(text, name, type(error).__name__, error)
             self.failed += 1
 
@@ -250,14 +244,14 @@ def _cell(name: str, row: Row) -> str:
 
 
 def _headline(step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> str:
-    known = [f"{name} {numbers[name]:.4g}" for name in ("loss", "grad_norm") if name in numbers]
+    losses = [f"{name} {numbers[name]:.4g}" for name in ("loss", "grad_norm") if name in numbers]
     counts = [sum(max(row.marks.values(), default=0) == mark for row in rows) for mark in (2, 1)]
-    fp8 = f"FP8: {counts[0]} critical, {counts[1]} warning" if any(counts) else "FP8: no tensor beyond its marks"
-    return "  ".join([f"step {step:,}", *known, fp8])
+    fp8 = f"FP8: {counts[0]} critical, {counts[1]} warning" if any(counts) else "FP8: no marked tensor"
+    return "  ".join([f"step {step:,}", *losses, fp8])
 
 
 class TerminalSink:
-    """A table of the worst tensors that stays in place; one line a look where the output is no terminal."""
+    """A table of the worst tensors that stays in place; one line per look if the output is no terminal."""
 
     def __init__(self, run_dir: Path, *, top_k: int = 8, console: Console | None = None) -> None:
         self.console, self.top_k = console or Console(stderr=True), top_k
@@ -271,10 +265,6 @@ class TerminalSink:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
         self._live.update(_picture(step, rows[: self.top_k], _headline(step, rows, numbers)), refresh=True)
-
-    def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        words = ", ".join(f"{name} {value}" for name, value in facts.items())
-        self.console.print(Text(f"step {step:,}  {kind}: {words}"), soft_wrap=True)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -320,16 +310,12 @@ class TensorBoardSink:
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
 
-    def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        words = ", ".join(f"{name} {value}" for name, value in facts.items())
-        self.writer.text(step, f"events/{kind}", words)
-
     def close(self) -> None:
         self.writer.close()
 
 
 class LoggerSink:
-    """A module with init, log and finish: wandb, trackio. A run that the training script began is used as it is."""
+    """A module with init, log and finish: wandb, trackio. It uses the script's run if the script has begun one."""
 
     def __init__(self, module: str, run_dir: Path, *, project: str = "ottava", **settings: Any) -> None:
         try:
@@ -349,9 +335,6 @@ class LoggerSink:
 
     def worst(self, step: int, rows: Sequence[Row], numbers: Mapping[str, float]) -> None: ...
 
-    def event(self, step: int, kind: str, facts: Mapping[str, Any]) -> None:
-        self._log(step, {f"events/{kind}": 1.0})
-
     def close(self) -> None:
         if self._own:
             self.module.finish()
@@ -359,7 +342,7 @@ class LoggerSink:
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if self._own:
             self.module.log(dict(values), step=step)
-        else:  # steps of a run must not go back, and its owner counts them
+        else:  # the script counts the steps of its run
             self.module.log({**values, "watch/step": step})
 
 
@@ -367,4 +350,4 @@ SINKS: Mapping[str, Callable[..., Sink]] = MappingProxyType(
     {"terminal": TerminalSink, "tensorboard": TensorBoardSink}
     | {name: partial(LoggerSink, name) for name in ("wandb", "trackio")}
 )
-"""By name in a config."""
+"""Name in the settings -> sink."""
