@@ -7,6 +7,7 @@ from ottava.nn.convert import ConversionReport, convert, default_filter, keep_fi
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.kv_cache import KVCache
+from ottava.nn.grouped import GroupedLinear
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
 from ottava.nn.multihead import MultiheadAttention
@@ -27,6 +28,7 @@ __all__ = [
     "DotProductAttention",
     "GraphedStep",
     "KVCache",
+    "GroupedLinear",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
