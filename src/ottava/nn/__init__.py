@@ -11,12 +11,15 @@ from ottava.nn.grouped import GroupedLinear
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
 from ottava.nn.multihead import MultiheadAttention
+from ottava.nn.moe import MoE
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import LayerNorm, RMSNorm
+from ottava.nn.permutation import Permutation, permute, sort_by_expert, unpermute
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
+from ottava.nn.router import Router, Routing
 from ottava.nn.tune import tune
 
 __all__ = [
@@ -33,13 +36,17 @@ __all__ = [
     "Linear",
     "LinearCrossEntropy",
     "MultiheadAttention",
+    "MoE",
     "NormLinear",
     "NormMLP",
+    "Permutation",
     "RMSNorm",
     "Receipt",
     "RotaryEmbedding",
     "RotaryScaling",
     "TransformerLayer",
+    "Router",
+    "Routing",
     "assert_fp8",
     "calibrate",
     "convert",
@@ -50,5 +57,8 @@ __all__ = [
     "packed_positions",
     "receipt",
     "smooth_swiglu",
+    "permute",
+    "sort_by_expert",
     "tune",
+    "unpermute",
 ]

@@ -21,6 +21,7 @@ from ottava.casts import cast_both, refuse_turn, turn
 from ottava.errors import need_type
 from ottava.functional import Call, backward_gemms, flattened, forward_gemm, unflattened
 from ottava.nn.layer import ready_input
+from ottava.nn.permutation import Permutation, permute
 from ottava.nn.part import Part, bind, unstacked
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -95,13 +96,14 @@ class GroupedLinear(nn.Module):
             part.adopt(recipe, f"{name}.groups.{number}" if name else f"groups.{number}")
         self.recipe = recipe
 
-    def forward(self, input: Tensor, splits: Splits, rows: Tensor | None = None) -> Tensor:
-        """(tokens, K), rows of each group -> (tokens, N).
+    def forward(self, input: Tensor, splits: Splits, plan: Permutation | None = None) -> Tensor:
+        """(tokens, K), rows of each group -> (rows, N).
 
-        rows: which row of the input each row of the result is made of; None: they are the input's, in order.
+        plan: sends rows of the input to their groups first, as codes where they can be cast before; None: the input is
+            sorted by group.
         """
         return grouped_linear(
-            self, self.groups, input, splits, self.weight, self.bias, rows=rows, cast_once=self.cast_once
+            self, self.groups, input, splits, self.weight, self.bias, plan=plan, cast_once=self.cast_once
         )
 
     def extra_repr(self) -> str:
@@ -135,7 +137,7 @@ def grouped_linear(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    rows: Tensor | None = None,
+    plan: Permutation | None = None,
     cast_once: bool = False,
 ) -> Tensor:
     """Runs the layers of a stack, see `GroupedLinear`.
@@ -144,7 +146,7 @@ def grouped_linear(
         owner: the module that has the stack.
         weight: (G, N, K), any strides.  bias: (G, N) or None.
     """
-    sizes = _sizes(input, splits, len(groups), weight.shape[-1], rows)
+    sizes = _sizes(input, splits, len(groups), weight.shape[-1], plan)
     bind(owner, groups)
     busy, start = [], 0
     for number, size in enumerate(sizes):
@@ -153,9 +155,9 @@ def grouped_linear(
         start += size
     shared, remark = _together(busy, cast_once, torch.is_grad_enabled() and weight.requires_grad)
     if shared is not None:
-        return _run_together(busy, shared, input, weight, bias, rows, remark)
-    if rows is not None:
-        input = input.index_select(0, rows)
+        return _run_together(busy, shared, input, weight, bias, plan, remark)
+    if plan is not None:
+        input = permute(input, plan)
     weights, biases = unstacked(weight, len(groups)), unstacked(bias, len(groups))
     if not busy:
         return nn.functional.linear(input, weights[0], biases[0])  # (0, N): nobody came, and gradients are zeros
@@ -176,9 +178,9 @@ class _Group(NamedTuple):
     end: int
 
 
-def _sizes(input: Tensor, splits: Splits, count: int, features: int, rows: Tensor | None) -> list[int]:
+def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permutation | None) -> list[int]:
     sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-    total = input.shape[0] if rows is None else rows.shape[0]
+    total = input.shape[0] if plan is None else len(plan.rows)
     if input.dim() != 2 or input.shape[1] != features:
         raise ValueError(f"GroupedLinear: got input {tuple(input.shape)}; needs (tokens, {features})")
     if len(sizes) != count or any(size < 0 for size in sizes) or sum(sizes) != total:
@@ -217,7 +219,7 @@ def _run_together(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: Tensor | None,
+    plan: Permutation | None,
     remark: str,
 ) -> Tensor:
     calls = []
@@ -226,7 +228,7 @@ def _run_together(
         call.remark, call.casts = remark, 1
         calls.append(call)
     input = ready_input(busy[0].part.name, input, weight, bias, calls[0])
-    return _Together.apply(busy, calls, torch.is_grad_enabled(), rows, input, weight, bias)  # type: ignore[no-any-return]
+    return _Together.apply(busy, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
 
 
 class _Together(torch.autograd.Function):
@@ -238,13 +240,13 @@ class _Together(torch.autograd.Function):
         busy: list[_Group],
         calls: list[Call],
         grad_enabled: bool,
-        rows: Tensor | None,
+        plan: Permutation | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = (grad_enabled and needed for needed in ctx.needs_input_grad[4:])
-        codes = _rows_cast(busy, calls, x, rows, grad_enabled)
+        codes = _rows_cast(busy, calls, x, plan, grad_enabled)
         y = x.new_empty(codes.shape[0], weight.shape[1])
         kept: list[Operand | None] = [codes if needs_dw else None]
         for (number, _, start, end), call in zip(busy, calls, strict=True):
@@ -257,8 +259,8 @@ class _Together(torch.autograd.Function):
             call.saved_bytes = w_bytes + (x_row.nbytes if needs_dw else 0)
             call.high_precision_bytes = (end - start) * x.shape[1] * x.element_size() if needs_dw else 0
         tensors, ctx.described = flattened(kept)
-        ctx.save_for_backward(rows, *tensors)
-        ctx.busy, ctx.calls, ctx.shapes = busy, calls, (x.shape, weight.shape)
+        ctx.save_for_backward(*tensors)
+        ctx.busy, ctx.calls, ctx.plan, ctx.shapes = busy, calls, plan, (x.shape, weight.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
@@ -270,8 +272,7 @@ class _Together(torch.autograd.Function):
                 "that forward under ottava.autocast(enabled=False)"
             )
         (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
-        rows, *tensors = ctx.saved_tensors
-        codes, *w_cols = unflattened(tensors, ctx.described)
+        codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
         needs: tuple[bool, bool, bool] = ctx.needs_input_grad[4:]
         dx = dy.new_empty(dy.shape[0], x_shape[1], dtype=x_dtype) if needs[0] else None
         dw = dy.new_zeros(weight_shape, dtype=weight_dtype) if needs[1] else None
@@ -288,19 +289,19 @@ class _Together(torch.autograd.Function):
                     whole[place] = part
             if call.after_backward is not None:
                 call.after_backward()
-        if dx is not None and rows is not None:
-            dx = dx.new_zeros(x_shape).index_add_(0, rows, dx)
+        if dx is not None and ctx.plan is not None:
+            dx = ctx.plan.combine(dx)
         return None, None, None, None, dx, dw, db
 
 
 def _rows_cast(
-    busy: list[_Group], calls: list[Call], x: Tensor, rows: Tensor | None, record: bool
+    busy: list[_Group], calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
 ) -> QuantizedTensor:
     """The rows of all groups, cast: by the door of each group where somebody watches doors, else before they are sent."""
     spec = calls[0].recipe.fprop.lhs
     assert spec is not None
     if any(_watched(call.doors.input) for call in calls):
-        own = x if rows is None else x.index_select(0, rows)
+        own = x if plan is None else plan.gather(x)
         cast = [
             call.doors.input(own[group.start : group.end], spec, None, columnwise=False, record=record)[0]
             for group, call in zip(busy, calls, strict=True)
@@ -309,10 +310,10 @@ def _rows_cast(
         return QuantizedTensor(data, torch.cat([one.scale_inv for one in cast]), spec, x.dtype)
     codes = cast_both(x, spec, None, plans=calls[0].doors.input.plans).row
     assert codes is not None
-    if rows is None:
+    if plan is None:
         return codes
-    data = codes.data.view(torch.uint8).index_select(0, rows).view(codes.data.dtype)
-    return QuantizedTensor(data, codes.scale_inv.index_select(0, rows), spec, x.dtype)
+    data = plan.gather(codes.data.view(torch.uint8)).view(codes.data.dtype)
+    return QuantizedTensor(data, plan.gather(codes.scale_inv), spec, x.dtype)
 
 
 def _watched(door: nn.Module) -> bool:
