@@ -42,6 +42,7 @@ class GroupedLinear(nn.Module):
             is cast once. Bits then differ from those of a Linear in the weight's gradient: a number is rounded once
             more where its block of x.T has far larger ones. What the recipe does not allow is cast again, and the
             receipt says why.
+        top_k: groups that each token of the model goes to; predictions of speed (`convert(plan=...)`) count rows by it.
     Shapes: input (tokens, K) -> (tokens, N). Parameters: weight (G, N, K), bias (G, N): one parameter each, as in
         Hugging Face's experts and torch's grouped GEMMs, so that checkpoints load by name, FSDP shards by whole
         experts, an optimizer has one tensor to step, and no parameter is ever without a gradient.
@@ -68,6 +69,7 @@ class GroupedLinear(nn.Module):
         *,
         recipe: Recipe | str = "tensorwise",
         cast_once: bool = False,
+        top_k: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,7 +83,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
-        self.groups = stack(self, "weight", "bias" if bias else None, num_groups)
+        self.groups = stack(self, "weight", "bias" if bias else None, num_groups, top_k=top_k)
         self.adopt(get_recipe(recipe), "")
 
     def reset_parameters(self) -> None:
@@ -94,7 +96,6 @@ class GroupedLinear(nn.Module):
         """Takes a recipe and its full name in the model, for all groups."""
         for number, part in enumerate(self.groups):
             part.adopt(recipe, f"{name}.groups.{number}" if name else f"groups.{number}")
-        self.recipe = recipe
 
     def forward(self, input: Tensor, splits: Splits, plan: Permutation | None = None) -> Tensor:
         """(tokens, K), rows of each group -> (rows, N).
@@ -110,7 +111,7 @@ class GroupedLinear(nn.Module):
         """Shape and recipe."""
         return (
             f"{len(self.groups)} x ({self.in_features} -> {self.out_features}), bias={self.bias is not None}, "
-            f"recipe={self.recipe.name}"
+            f"recipe={self.groups[0].recipe.name}"
         )
 
 
@@ -124,9 +125,15 @@ class Stack(nn.ModuleList):
         return f"{len(self)} x {self[0]!r}" if len(self) else "no group"
 
 
-def stack(owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False) -> Stack:
-    """A layer for each matrix of a parameter (count, N, K), or (count, K, N) where it is turned."""
-    return Stack(Part(owner, weight, bias, number, turned=turned) for number in range(count))
+def stack(owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False, top_k: int = 1) -> Stack:
+    """A layer for each matrix of a parameter (count, N, K), or (count, K, N) where it is turned.
+
+    top_k: how many of them each token goes to; for predictions of speed.
+    """
+    groups = Stack(Part(owner, weight, bias, number, turned=turned) for number in range(count))
+    for part in groups:
+        part.share = top_k / count
+    return groups
 
 
 def grouped_linear(

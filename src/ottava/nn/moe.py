@@ -72,9 +72,10 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: capacity_factor is {capacity_factor}; needs a positive number, or None for all")
         factory: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
         self.router = Router(hidden, num_experts, top_k, **(router or {}), device=device, dtype=dtype)
+        stacked: dict[str, Any] = {"cast_once": cast_once, "top_k": top_k}
         wide = 2 * ffn_hidden if activation.gated else ffn_hidden
-        self.up = GroupedLinear(num_experts, hidden, wide, cast_once=cast_once, **factory)
-        self.down = GroupedLinear(num_experts, ffn_hidden, hidden, cast_once=cast_once, **factory)
+        self.up = GroupedLinear(num_experts, hidden, wide, **stacked, **factory)
+        self.down = GroupedLinear(num_experts, ffn_hidden, hidden, **stacked, **factory)
         self.activation, self.capacity_factor = ActivationFormula(activation), capacity_factor
         self.shared: NormMLP | None = None
         if shared_experts:

@@ -25,6 +25,7 @@ class Part(Layer):
         bias: name of the bias, or None.
         piece: what of the first dimension of both it is: a number (one of a stack), a slice (some rows), or None: all.
         turned: whether the matrix is kept as (K, N).
+        of_bias: which third of the bias it has, where three weights share one; None: the same piece as of the weight.
 
     The module that owns it calls `run` with views that it has made, all of one stack at once: a view for each would
     make a gradient of the size of the whole stack for each.
@@ -37,11 +38,21 @@ class Part(Layer):
     """
 
     def __init__(
-        self, owner: nn.Module, weight: str, bias: str | None, piece: int | slice | None, *, turned: bool = False
+        self,
+        owner: nn.Module,
+        weight: str,
+        bias: str | None,
+        piece: int | slice | None,
+        *,
+        turned: bool = False,
+        of_bias: int | None = None,
     ) -> None:
         super().__init__()
         # the owner's own dict: copies, pickles and whatever puts another parameter in its place keep the two together
         self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
+        self.of_bias = of_bias
+        self.share = 1.0
+        """Of the rows of the model, as many as this layer can be expected to get."""
 
     @property
     def parameter(self) -> Tensor:
@@ -61,7 +72,9 @@ class Part(Layer):
     def bias(self) -> Tensor | None:  # type: ignore[override]
         """(N,) or None."""
         whole = None if self.names[1] is None else self.held[self.names[1]]
-        return whole if whole is None or self.piece is None else whole[self.piece]
+        if whole is None or (self.piece is None and self.of_bias is None):
+            return whole
+        return whole[self.piece] if self.of_bias is None else whole.chunk(3)[self.of_bias]
 
     @property
     def out_features(self) -> int:
@@ -88,3 +101,8 @@ def bind(owner: nn.Module, parts: Iterable[Part]) -> None:
 def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
     """The matrices of a stack, with one gradient for all of them."""
     return [None] * count if whole is None else torch.unbind(whole)
+
+
+def rows_of(layer: nn.Module, tokens: int) -> int:
+    """How many of the tokens of a forward a layer can be expected to get; for predictions of speed."""
+    return max(1, round(tokens * layer.share)) if isinstance(layer, Part) else tokens

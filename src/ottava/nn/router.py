@@ -5,14 +5,13 @@ The GEMM runs in fp32: a rounding error of a logit changes which expert runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ottava.dispatch import no_autocast
 from ottava.errors import need_type, unknown_name
 
 Score = Literal["softmax", "sigmoid", "softmax_of_top_k"]
@@ -64,7 +63,6 @@ class Router(nn.Module):
         (torch.Size([5, 2]), True)
     """
 
-    high_precision = "router: its GEMM runs in fp32, for a rounding error changes which expert runs"
     bias: Tensor | None
     tokens_per_expert: Tensor
 
@@ -120,7 +118,7 @@ class Router(nn.Module):
         """(tokens, hidden) -> Routing."""
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ValueError(f"Router: got input {tuple(x.shape)}; needs (tokens, {self.weight.shape[1]})")
-        with _without_autocast(x):
+        with no_autocast(x.device):
             logits = nn.functional.linear(x.float(), self.weight.float())
             scores = logits.sigmoid() if self.score == "sigmoid" else logits
             if self.score == "softmax":
@@ -219,8 +217,3 @@ class _WithLoss(torch.autograd.Function):
 def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
-
-@contextmanager
-def _without_autocast(x: Tensor) -> Iterator[None]:
-    with torch.autocast(x.device.type, enabled=False):
-        yield
