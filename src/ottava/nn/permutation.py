@@ -149,9 +149,10 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows: Tensor = ctx.plan.gather(grads[0])
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them once
+        if not saved:
             return None, rows, None
-        y, weights = ctx.saved_tensors
+        y, weights = saved
         wide = torch.promote_types(rows.dtype, torch.float32)
         dy = (rows.to(wide) * weights.to(wide)[:, None]).to(y.dtype) if ctx.needs_input_grad[1] else None
         d_weights = (rows.to(wide) * y.to(wide)).sum(1).to(weights.dtype) if ctx.needs_input_grad[2] else None
