@@ -1,6 +1,7 @@
-"""Puts a model under a recipe, in place: every nn.Linear that gains becomes an ottava Linear with the same Parameters.
+"""Puts a model under a recipe, in place: what gains becomes an ottava layer with the same Parameters.
 
-Only the class of a layer changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
+That is every nn.Linear, and what `nn.foreign` knows: torch's attention, GPT-2's Conv1D, Hugging Face's experts.
+Only the class of a module changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
 parameters and references to the layer all stay valid. What was not converted is reported with the reason: five projects
 have shipped FP8 flags that did nothing, silently.
 """
@@ -20,6 +21,7 @@ from torch.nn.utils import parametrize
 from ottava.errors import need, unknown_name
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.foreign import layers_of, parts_of, take
+from ottava.nn.grouped import Stack
 from ottava.nn.linear import Linear
 from ottava.nn.outside import weights_outside
 from ottava.nn.part import Part, rows_of
@@ -30,7 +32,8 @@ from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
-"""(full name, layer) -> True or None: convert it; False or a reason: do not."""
+"""(full name, layer) -> True or None: convert it; False or a reason: do not. True converts a head that is tied to an
+embedding, too. What is no nn.Linear comes as a `nn.part.Part`, which has in_features, out_features, weight and bias."""
 
 _HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
@@ -50,7 +53,7 @@ class ConversionReport:
     skipped: Mapping[str, str]
     """Full name -> why not."""
     outside: Mapping[str, str]
-    """Weights that are multiplied, but not by an nn.Linear: full name of the parameter -> why no recipe reaches it."""
+    """Weights that are multiplied, but by no layer: full name of the parameter -> why no recipe reaches it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -66,7 +69,7 @@ class ConversionReport:
         lines = [f"{len(self.converted)} of {total} linear layers under recipe {self.recipe.name!r}"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
         if self.outside:
-            lines.append("multiplied outside linear layers, in high precision:")
+            lines.append("multiplied outside layers, in high precision:")
             lines += [f"  {name}: {reason}" for name, reason in self.outside.items()]
         return "\n".join(lines)
 
@@ -79,10 +82,12 @@ def convert(
     plan: int | bool | None = None,
     device: Device | None = None,
 ) -> ConversionReport:
-    """Puts the nn.Linear layers of a model under a recipe, in place.
+    """Puts the linear layers of a model under a recipe, in place.
 
     Args:
-        model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe.
+        model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe. Beside
+            nn.Linear it takes nn.MultiheadAttention (and so torch's encoder and decoder layers, whose fused operator
+            for evaluation it switches off), the Conv1D of GPT-2, and the experts of transformers 5, each expert a layer.
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
@@ -95,9 +100,8 @@ def convert(
         ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
         TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
     Warns: when no layer at all was converted under a recipe that quantizes.
-    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported, and so are
-        weights that no nn.Linear multiplies (nn.MultiheadAttention's in_proj, GPT-2's Conv1D, stacks of experts). A
-        second call leaves layers that it skips under the recipe they have, so that two calls may share a model out.
+    Edge cases: subclasses of these with a forward of their own stay as they are and are reported, and so are weights
+        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. A second call leaves layers that it skips under the recipe they have, so that two calls may share a model out.
 
     Example:
         >>> import torch, ottava
@@ -127,12 +131,11 @@ def convert(
     for name, (module, parts) in foreign.items():
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
             take(module, parts)
-    for name, layer in layers.items():
-        if name in skipped:
-            if isinstance(layer, Part) and not hasattr(layer, "recipe"):
-                layer.adopt(get_recipe("bf16"), name)  # its module runs it all the same
-            continue
-        layer = model.get_submodule(name)  # of a module that is a layer itself only its class is known here
+    for name, part in model.named_modules():
+        if isinstance(part, Part) and not hasattr(part, "recipe"):
+            part.adopt(get_recipe("bf16"), name)  # until it is converted: its module runs it all the same
+    for name in converted:
+        layer = model.get_submodule(name)
         if not isinstance(layer, QuantizedLayer):
             layer.__class__ = Linear
             assert isinstance(layer, Linear)
@@ -193,7 +196,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and any(isinstance(m, nn.Linear) for m in module.modules())
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, Stack) and layers_of(module)
     ]
     if not lists:
         raise ValueError("keep_first_last_bf16: the model has no nn.ModuleList of blocks; use recipe.override(pattern)")
@@ -203,7 +206,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
     prefix = f"{name}." if name else ""
     for index in (*range(first), *range(len(blocks) - last, len(blocks))):
         # a block may itself be a linear layer, without a dot behind its number
-        inside = "" if isinstance(blocks[index], nn.Linear) else ".*"
+        inside = "" if isinstance(blocks[index], nn.Linear | QuantizedLayer) else ".*"
         recipe = recipe.override(f"{prefix}{index}{inside}", "bf16")
     return recipe
 

@@ -31,7 +31,7 @@ def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
         >>> list(parts_of(nn.MultiheadAttention(64, 2))), parts_of(nn.ReLU())
         (['in_proj', 'in_proj_q', 'in_proj_kv'], {})
     """
-    if "forward" in vars(module) or any(p.dtype not in _FLOATS for p in module.parameters(recurse=False)):
+    if isinstance(module, Changed) or "forward" in vars(module) or any(p.dtype not in _FLOATS for p in module.parameters(recurse=False)):
         return {}
     if type(module) is nn.MultiheadAttention:
         return attention_parts(module)
@@ -99,8 +99,15 @@ def _empty(ours: type[Changed], theirs: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
+def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """torch's linear rounds before it adds the bias where the weight is turned; Conv1D does not."""
+    return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
+
+
 class TurnedLinear(Changed, Layer):
     """A linear layer whose parameter `weight` is (in, out)."""
+
+    plain = staticmethod(_added_at_once)
 
     @property
     def in_features(self) -> int:  # type: ignore[override]  # of a Layer they are attributes
