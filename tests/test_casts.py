@@ -177,13 +177,13 @@ def test_the_quantize_operator_takes_a_scale() -> None:
 
 
 def test_a_turned_operand_is_the_cast_of_the_decoded_numbers(recipe: Recipe) -> None:
-    """Where scales are powers of two: codes, scales and all; numbers that stay clear of the subnormals do not change."""
+    """Where scales are powers of two: codes, scales and all; numbers clear of the subnormals do not change."""
     row, col = recipe.cells("input")
     if row is None or col is None or (reason := refuse_turn(row, col)) is not None:
         assert recipe.name not in ("rowwise", "blockwise", "mxfp8", "mxfp8_floor"), reason
         return
     for rows, cols in ((1, 1), (40, 300), (129, 33), (0, 32)):
-        x = torch.randn(rows, cols, dtype=torch.bfloat16) * torch.exp2(torch.randint(-3, 4, (rows, 1)))
+        x = (torch.randn(rows, cols) * torch.exp2(torch.randint(-3, 4, (rows, 1)))).bfloat16()
         x_q = quantize(x, row)
         turned, wanted = turn(x_q, col), quantize(x_q.dequantize(torch.float32).t(), col)
         assert torch.equal(turned.data.view(torch.uint8), wanted.data.view(torch.uint8))
@@ -191,8 +191,10 @@ def test_a_turned_operand_is_the_cast_of_the_decoded_numbers(recipe: Recipe) -> 
         assert turned.dtype == torch.bfloat16
         exact, got = x_q.dequantize(torch.float32).t(), turned.dequantize(torch.float32)
         scale = col.granularity.expand(turned.scale_inv, (cols, rows)) if x.numel() else turned.scale_inv
-        assert bool(((got - exact).abs() <= 2.0**-10 * scale).all())  # half the smallest subnormal, 2**-9
-        normal = exact.abs() >= 2.0**-6 * scale
+        fits = exact.abs() <= E4M3.max * scale  # the OCP rule saturates what is near the top of a block, here as in a cast
+        assert bool(fits.all()) or col.scale_format == "e8m0_floor"
+        assert bool(((got - exact).abs() <= 2.0**-10 * scale)[fits].all())  # half the smallest subnormal, 2**-9
+        normal = (exact.abs() >= 2.0**-6 * scale) & fits
         assert torch.equal(got[normal], exact[normal])
 
 

@@ -230,7 +230,9 @@ def forward_gemm(
     w_row, w_col = call.doors.weight(weight, fprop.rhs, call.recipe.dgrad.rhs, columnwise=needs_dx, record=record)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
-    y = multiply(x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop")  # y (M, N) = x (M, K) @ w (N, K).T
+    y = multiply(
+        x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
+    )  # y (M, N) = x (M, K) @ w (N, K).T
     return y, w_col
 
 

@@ -11,12 +11,12 @@ from state_scenarios import World, ddp, same_everywhere
 from torch import nn
 
 import ottava
-from scaling_samples import WIDTH, noise
 from ottava.nn import MoE
+from scaling_samples import WIDTH, noise
 
 
 def experts_that_are_idle_on_some_ranks(world: World) -> None:
-    """Gradients are the mean of the ranks', histories and biases the same everywhere; no parameter is without a gradient."""
+    """Gradients are the mean of the ranks', histories and biases the same everywhere; every parameter has a gradient."""
     moe = MoE(WIDTH, 32, 4, 1, router={"bias_rate": 0.1, "score": "sigmoid"}, recipe="bf16", dtype=torch.bfloat16)
     model = nn.Sequential(moe)
     ottava.convert(model, "delayed", filter=lambda name, layer: True)

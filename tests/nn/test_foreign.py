@@ -120,7 +120,7 @@ def test_a_conv1d_that_does_something_else_is_left_alone() -> None:
 
 
 def test_experts_become_grouped_gemms() -> None:
-    """Turned or not, with and without biases and gates: in fp32 the bits of their own loop, in FP8 all of it counted."""
+    """Turned or not, with and without biases and gates: in fp32 the bits of their loop, in FP8 all of it counted."""
     for turned, bias, gate in ((False, False, True), (True, True, True), (False, True, False)):
         torch.manual_seed(0)
         theirs = Stacked(turned, bias, gate)

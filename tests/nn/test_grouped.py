@@ -176,7 +176,11 @@ def test_the_contract_of_layers_holds_for_each_group() -> None:
     filled = [int((part.quantizers.input.amax_history > 0).sum()) for part in layer.groups if part.name != names[2]]
     assert filled == [3, 1]  # group 1 was idle in both steps
     rows = ottava.receipt(model).rows
-    assert {(row.layer, row.fp8) for row in rows if row.gemm == "wgrad"} == {(names[0], True), (names[1], False), (names[2], False)}
+    assert {(row.layer, row.fp8) for row in rows if row.gemm == "wgrad"} == {
+        (names[0], True),
+        (names[1], False),
+        (names[2], False),
+    }
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     loaded = nn.ModuleDict({"experts": GroupedLinear(3, K, N, recipe="tensorwise", dtype=torch.bfloat16)})
     ottava.convert(loaded, recipe)
@@ -249,11 +253,14 @@ def test_what_does_not_fit_is_refused() -> None:
             layer(x, splits)
     with pytest.raises(ValueError, match=rf"needs \(tokens, {K}\)"):
         layer(x[:, 1:], [2, 2])
-    with pytest.raises(TypeError, match=r"groups\.0: got torch.float32 input for a torch.bfloat16 weight"), torch.no_grad():
+    with (
+        pytest.raises(TypeError, match=r"groups\.0: got torch.float32 input for a torch.bfloat16 weight"),
+        torch.no_grad(),
+    ):
         layer(x.float(), [2, 2])
     with pytest.raises(ValueError, match="num_groups is 0"):
         GroupedLinear(0, K, N)
+    layer.cast_once = True
+    x.requires_grad_()
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        layer.cast_once = True
-        x.requires_grad_()
         torch.autograd.grad(layer(x, [2, 2]).sum(), x, create_graph=True)

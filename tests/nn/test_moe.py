@@ -66,7 +66,10 @@ def test_two_casts_of_activations_and_the_bits_of_one_linear_per_expert(recipe: 
     made = []
     for expert, rows in enumerate(x[plan.rows].split(plan.counts.tolist())):
         if len(rows):
-            up, down = (Linear(w.shape[2], w.shape[1], False, dtype=x.dtype, recipe=recipe) for w in (moe.up.weight, moe.down.weight))
+            up, down = (
+                Linear(w.shape[2], w.shape[1], False, dtype=x.dtype, recipe=recipe)
+                for w in (moe.up.weight, moe.down.weight)
+            )
             with torch.no_grad():
                 up.weight.copy_(moe.up.weight[expert])
                 down.weight.copy_(moe.down.weight[expert])
@@ -81,9 +84,15 @@ def test_two_casts_of_activations_and_the_bits_of_one_linear_per_expert(recipe: 
 
 
 def test_training_goes_down_with_every_way_of_balancing() -> None:
-    """Twenty steps on a fixed batch under mxfp8; dropped tokens, losses and bias at once; recomputation gives the same."""
+    """Twenty steps on a fixed batch under mxfp8; dropped tokens, losses and bias at once; recomputed alike."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"score": "sigmoid", "normalize": True, "aux_loss": 0.01, "z_loss": 1e-3, "bias_rate": 0.01}
+    options: dict[str, Any] = {
+        "score": "sigmoid",
+        "normalize": True,
+        "aux_loss": 0.01,
+        "z_loss": 1e-3,
+        "bias_rate": 0.01,
+    }
     x, target = torch.randn(64, H).bfloat16(), torch.randn(64, H).bfloat16()
     losses: dict[bool, list[float]] = {}
     for recompute in (False, True):

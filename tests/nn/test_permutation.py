@@ -35,7 +35,12 @@ def test_a_full_expert_drops_its_least_likely_rows() -> None:
                 plan = sort_by_expert(index, experts, capacity=capacity, probs=given)
                 kept = set(plan.slots.tolist())
                 for expert in range(experts):
-                    own = [(t * k + j, float(probs[t, j])) for t in range(tokens) for j in range(k) if index[t, j] == expert]
+                    own = [
+                        (t * k + j, float(probs[t, j]))
+                        for t in range(tokens)
+                        for j in range(k)
+                        if index[t, j] == expert
+                    ]
                     own = own if given is None else sorted(own, key=lambda item: -item[1])
                     assert {slot for slot, _ in own[:capacity]} == kept & {slot for slot, _ in own}
                 x = torch.randn(tokens, 6)

@@ -1,4 +1,4 @@
-"""The router against a plain loop over tokens in Python, its losses against their formulas, its bias against its rule."""
+"""The router against a plain loop over tokens in Python, its losses against formulas, its bias against its rule."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_gemm_is_fp32_whatever_surrounds_it() -> None:
 
 
 def test_losses_are_their_formulas_and_reach_the_weights_as_if_added() -> None:
-    """Value and gradient against a loss that is written out in fp64; again through a checkpoint; a GradScaler's scale."""
+    """Value and gradient against a loss that is written out in fp64; through a checkpoint; a GradScaler's scale."""
     for way in WAYS:
         router = Router(12, 8, 2, **{**way, "num_groups": 1, "top_groups": 1}, aux_loss=0.02, z_loss=0.003)
         x, weights = torch.randn(40, 12), torch.randn(40, 2)
@@ -128,7 +128,7 @@ def test_perfect_balance_costs_one() -> None:
 
 
 def test_the_bias_moves_by_its_rule_and_brings_balance() -> None:
-    """bias += rate * sign(mean - count), counts over micro-batches; evaluation counts nothing; the weights never see it."""
+    """bias += rate * sign(mean - count), counts over micro-batches; evaluation counts nothing; weights never see it."""
     router = Router(16, 8, 2, score="sigmoid", bias_rate=0.01)
     with torch.no_grad():
         router.weight[0] += 0.6  # a favourite
@@ -151,7 +151,10 @@ def test_the_bias_moves_by_its_rule_and_brings_balance() -> None:
     assert torch.equal(router(x).probs, router(x).logits.sigmoid().gather(1, router(x).index))
     assert list(router.state_dict()) == ["weight", "bias"]
     moved = copy.deepcopy(router).bfloat16()
-    assert (moved.weight.dtype, moved.bias.dtype, moved.tokens_per_expert.dtype) == (torch.bfloat16, *[torch.float32] * 2)
+    assert (moved.weight.dtype, moved.bias.dtype, moved.tokens_per_expert.dtype) == (
+        torch.bfloat16,
+        *[torch.float32] * 2,
+    )
     assert torch.equal(moved.bias, router.bias)
 
 

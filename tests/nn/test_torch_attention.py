@@ -1,4 +1,4 @@
-"""torch's attention under a recipe: its own bits in high precision, its projections in FP8, its parameters untouched."""
+"""torch's attention under a recipe: its bits in high precision, its projections in FP8, its parameters untouched."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def masks(own: int, other: int, batch: int) -> list[dict[str, Any]]:
 
 
 def test_in_high_precision_it_is_torchs_to_the_bit() -> None:
-    """Every constructor argument, self and cross attention, masks, weights or none, batch first or not, y and gradients."""
+    """Every constructor argument, self and cross attention, masks, weights or none, batch first or not; and gradients."""
     for how, batch_first, alike in product(HOW, (False, True), (True, False)):
         if alike and "kdim" in how:
             continue
@@ -90,7 +90,7 @@ def test_one_sequence_without_a_batch_and_three_inputs() -> None:
 
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise", "delayed"])
 def test_an_encoder_and_a_decoder_run_wholly_in_fp8(name: str) -> None:
-    """Training and evaluation: torch's fused operators, which go past every layer, stay off; state dicts stay theirs."""
+    """Training and evaluation: torch's fused operators, which go past every layer, stay off; keys stay."""
     options: dict[str, Any] = {"batch_first": True, "dropout": 0.0}
     model = nn.Transformer(E, HEADS, 2, 1, 128, **options).bfloat16()
     keys = list(model.state_dict())
@@ -108,7 +108,9 @@ def test_an_encoder_and_a_decoder_run_wholly_in_fp8(name: str) -> None:
     with torch.no_grad():
         again = model(source, target, src_key_padding_mask=padding)
     seen = [row for row in ottava.receipt(model, training=False).rows if row.gemm == "fprop" and row.fp8]
-    assert len(seen) == 2 * 4 + 7  # two linears, in_proj and out_proj; a decoder layer has q and kv of the memory besides
+    assert (
+        len(seen) == 2 * 4 + 7
+    )  # two linears, in_proj and out_proj; a decoder layer has q and kv of the memory besides
     if name != "delayed":  # dropout is off, and scales are those of the tensors
         assert torch.equal(again, y)
 
@@ -122,7 +124,9 @@ def test_what_cannot_be_taken_is_named() -> None:
     report = ottava.convert(model, "tensorwise", filter=lambda name, layer: "in_proj" in name or "no")
     assert report.skipped["own.out_proj"] == "read by an attention whose class has a forward of its own"
     assert report.skipped["part.out_proj"] == "no"
-    assert dict(report.outside) == {"own.in_proj_weight": "multiplied by Own itself, a class that convert does not know"}
+    assert dict(report.outside) == {
+        "own.in_proj_weight": "multiplied by Own itself, a class that convert does not know"
+    }
     assert type(model["part"].out_proj) is not ottava.nn.Linear
     x = torch.randn(L, B, E)
     with pytest.raises(RuntimeError, match="is_causal is a hint"):

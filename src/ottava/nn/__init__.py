@@ -20,6 +20,7 @@ from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.router import Router, Routing
+from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.tune import tune
 
 __all__ = [
@@ -55,9 +56,9 @@ __all__ = [
     "keep_first_last_bf16",
     "linear_cross_entropy",
     "packed_positions",
+    "permute",
     "receipt",
     "smooth_swiglu",
-    "permute",
     "sort_by_expert",
     "tune",
     "unpermute",

@@ -87,7 +87,7 @@ def convert(
     Args:
         model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe. Beside
             nn.Linear it takes nn.MultiheadAttention (and so torch's encoder and decoder layers, whose fused operator
-            for evaluation it switches off), the Conv1D of GPT-2, and the experts of transformers 5, each expert a layer.
+            for evaluation it switches off), the Conv1D of GPT-2, and the experts of transformers 5, each one a layer.
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
@@ -101,7 +101,8 @@ def convert(
         TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
     Warns: when no layer at all was converted under a recipe that quantizes.
     Edge cases: subclasses of these with a forward of their own stay as they are and are reported, and so are weights
-        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. A second call leaves layers that it skips under the recipe they have, so that two calls may share a model out.
+        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. A second call leaves
+        layers that it skips under the recipe they have, so that two calls may share a model out.
 
     Example:
         >>> import torch, ottava

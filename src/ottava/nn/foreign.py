@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,11 @@ def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
         >>> list(parts_of(nn.MultiheadAttention(64, 2))), parts_of(nn.ReLU())
         (['in_proj', 'in_proj_q', 'in_proj_kv'], {})
     """
-    if isinstance(module, Changed) or "forward" in vars(module) or any(p.dtype not in _FLOATS for p in module.parameters(recurse=False)):
+    if (
+        isinstance(module, Changed)
+        or "forward" in vars(module)
+        or any(p.dtype not in _FLOATS for p in module.parameters(recurse=False))
+    ):
         return {}
     if type(module) is nn.MultiheadAttention:
         return attention_parts(module)
@@ -49,8 +53,8 @@ def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    """What `convert` looks at, by full name: layers of torch and of ottava, and those that a module of another kind would
-    have if it were taken.
+    """What `convert` looks at, by full name: layers of torch and of ottava, and those that a module of another kind
+    would have if it were taken.
 
     Example:
         >>> list(layers_of(nn.Sequential(nn.MultiheadAttention(64, 2, kdim=32, vdim=32), nn.ReLU(), nn.Linear(4, 4))))
@@ -89,8 +93,10 @@ class Changed(nn.Module):
 
 
 @functools.cache
-def changed(ours: type[Changed], theirs: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of both."""
+def changed(ours: Hashable, theirs: Hashable) -> Any:
+    """The subclass of both classes."""
+    assert isinstance(ours, type)
+    assert isinstance(theirs, type)
     return type(theirs.__name__, (ours, theirs), {"_made_of": (ours, theirs), "__module__": ours.__module__})
 
 
@@ -127,6 +133,9 @@ class TurnedLinear(Changed, Layer):
 class Experts(Changed):
     """Hugging Face's experts, on grouped GEMMs; what its class says about its weights is obeyed."""
 
+    _apply_gate: Any
+    act_fn: Any
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(tokens, H), the experts of each token, their weights (both (tokens, k)) -> (tokens, H)."""
         index, probs = _routing(type(self)._made_of[1], self, hidden_states, args, kwargs)
@@ -159,7 +168,11 @@ def _is_conv1d(module: nn.Module) -> bool:
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if type(module).__name__ != "Conv1D" or weight is None or bias is None or weight.dim() != 2:
         return False
-    if weight.shape[1] != getattr(module, "nf", None) or bias.shape != weight.shape[1:] or type(weight) is not nn.Parameter:
+    if (
+        weight.shape[1] != getattr(module, "nf", None)
+        or bias.shape != weight.shape[1:]
+        or type(weight) is not nn.Parameter
+    ):
         return False
     if weight.is_meta:
         return True

@@ -3,8 +3,8 @@
     y[rows of g] = x[rows of g] (M_g, K) @ weight[g] (N, K).T + bias[g]
 
 Every group is an ottava layer with doors, scales and a recipe of its own (`nn.part`), so a stack of experts gives the
-bits of one Linear per expert, under every recipe. Where the scales of x run along K, rows of x are cast for all groups at once, before
-they are sent to their experts. What does not hold there goes expert by expert.
+bits of one Linear per expert, under every recipe. Where only rows of x are cast, and their scales run along K, they are
+cast for all groups at once, before they are sent to their groups. Else the groups go one by one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ottava.casts import cast_both, refuse_turn, turn
 from ottava.errors import need_type
 from ottava.functional import Call, backward_gemms, flattened, forward_gemm, unflattened
 from ottava.nn.layer import ready_input
-from ottava.nn.permutation import Permutation, permute
 from ottava.nn.part import Part, bind, unstacked
+from ottava.nn.permutation import Permutation, permute
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
 
@@ -59,6 +59,8 @@ class GroupedLinear(nn.Module):
         >>> layer(torch.ones(5, 64, dtype=torch.bfloat16), [4, 0, 1]).shape, list(layer.state_dict())
         (torch.Size([5, 32]), ['weight', 'bias'])
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -121,11 +123,16 @@ class Stack(nn.ModuleList):
     def __iter__(self) -> Iterator[Part]:
         return super().__iter__()  # type: ignore[return-value]
 
+    def __getitem__(self, number: Any) -> Any:
+        return super().__getitem__(number)
+
     def __repr__(self) -> str:
         return f"{len(self)} x {self[0]!r}" if len(self) else "no group"
 
 
-def stack(owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False, top_k: int = 1) -> Stack:
+def stack(
+    owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False, top_k: int = 1
+) -> Stack:
     """A layer for each matrix of a parameter (count, N, K), or (count, K, N) where it is turned.
 
     top_k: how many of them each token goes to; for predictions of speed.
@@ -165,7 +172,7 @@ def grouped_linear(
         return _run_together(busy, shared, input, weight, bias, plan, remark)
     if plan is not None:
         input = permute(input, plan)
-    weights, biases = unstacked(weight, len(groups)), unstacked(bias, len(groups))
+    weights, biases = torch.unbind(weight), unstacked(bias, len(groups))
     if not busy:
         return nn.functional.linear(input, weights[0], biases[0])  # (0, N): nobody came, and gradients are zeros
     results = []
@@ -292,7 +299,7 @@ class _Together(torch.autograd.Function):
                 x_col = turn(_lines(codes, start, end), call.recipe.wgrad.rhs)
             own = backward_gemms(call, dy[start:end], x_col, w_col, ctx.dtypes, needs)
             for whole, place, part in zip((dx, dw, db), (slice(start, end), number, number), own, strict=True):
-                if whole is not None:
+                if whole is not None and part is not None:
                     whole[place] = part
             if call.after_backward is not None:
                 call.after_backward()
@@ -304,7 +311,7 @@ class _Together(torch.autograd.Function):
 def _rows_cast(
     busy: list[_Group], calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
 ) -> QuantizedTensor:
-    """The rows of all groups, cast: by the door of each group where somebody watches doors, else before they are sent."""
+    """The rows of all groups, cast: by the door of each group where somebody watches it, else before they are sent."""
     spec = calls[0].recipe.fprop.lhs
     assert spec is not None
     if any(_watched(call.doors.input) for call in calls):

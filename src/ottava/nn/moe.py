@@ -4,8 +4,8 @@
     h = activation(up(rows of x, sorted by expert))           cast before they are sent, where scales run along K
     y = sum over a token's experts of probs * down(h)         in the order of the experts, in fp32
 
-An expert layer casts activations twice in its forward, x and h, if the recipe allows it: what each weight gradient needs is
-then made from the codes that the forward GEMM had (`casts.turn`). Else it casts again, and the receipt says why.
+An expert layer casts activations twice in its forward, x and h, if the recipe allows it: what each weight gradient needs
+is then made from the codes that the forward GEMM had (`casts.turn`). Else it casts again, and the receipt says why.
 """
 
 from __future__ import annotations

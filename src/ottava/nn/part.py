@@ -69,7 +69,7 @@ class Part(Layer):
         return matrix.t() if self.turned else matrix
 
     @property
-    def bias(self) -> Tensor | None:  # type: ignore[override]
+    def bias(self) -> Tensor | None:
         """(N,) or None."""
         whole = None if self.names[1] is None else self.held[self.names[1]]
         if whole is None or (self.piece is None and self.of_bias is None):
@@ -77,12 +77,12 @@ class Part(Layer):
         return whole[self.piece] if self.of_bias is None else whole.chunk(3)[self.of_bias]
 
     @property
-    def out_features(self) -> int:
+    def out_features(self) -> int:  # type: ignore[override]
         """N."""
         return self.weight.shape[0]
 
     @property
-    def in_features(self) -> int:
+    def in_features(self) -> int:  # type: ignore[override]
         """K."""
         return self.weight.shape[1]
 

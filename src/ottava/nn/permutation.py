@@ -32,7 +32,7 @@ class Permutation:
 
     def combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """(M, N) -> (tokens, N): the sum of a token's rows, each times its weight (M,); without a gradient."""
-        tokens, k = self.places.shape
+        tokens = self.places.shape[0]
         total = y.new_zeros(tokens, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
         if not y.shape[0]:
             return total.to(y.dtype)

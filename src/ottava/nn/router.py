@@ -95,8 +95,8 @@ class Router(nn.Module):
                 raise ValueError(f"Router: {unknown_name(name, value, get_args(kind))}")
         if num_experts % num_groups or top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
             raise ValueError(
-                f"Router: {num_experts} experts in {num_groups} groups, of which {top_groups} are used, give no {top_k} "
-                "experts: needs groups of equal size, and top_k experts in the groups that are used"
+                f"Router: {num_experts} experts in {num_groups} groups, of which {top_groups} are used, give no "
+                f"{top_k} experts: needs groups of equal size, and top_k experts in the groups that are used"
             )
         self.top_k, self.score, self.normalize, self.scaling = top_k, score, normalize, scaling
         self.num_groups, self.top_groups, self.group_score = num_groups, top_groups, group_score
@@ -216,4 +216,3 @@ class _WithLoss(torch.autograd.Function):
 
 def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-

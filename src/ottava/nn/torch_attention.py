@@ -1,7 +1,7 @@
 """torch's MultiheadAttention with its projections as layers under a recipe; its parameters and their names stay.
 
-torch multiplies `in_proj_weight` and `out_proj.weight` inside one function, past any layer, and in evaluation inside one
-fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers; what lies between
+torch multiplies `in_proj_weight` and `out_proj.weight` inside one function, past any layer, and in evaluation inside
+one fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers; what lies between
 the projections is in high precision, with torch's own operations.
 """
 
@@ -17,8 +17,8 @@ from ottava.nn.part import Part, bind
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """What `convert` makes of torch's: of `in_proj_weight` (3 E, E) one layer each for self-attention, for the query and
-    for a memory that is key and value; with sizes of their own (kdim, vdim) one each for query, key and value."""
+    """What `convert` makes of torch's: of `in_proj_weight` (3 E, E) one layer each for self-attention, for the query
+    and for a memory that is key and value; with sizes of their own (kdim, vdim) one each for query, key and value."""
 
     in_proj: Part
     in_proj_q: Part
@@ -45,7 +45,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "enable_nested_tensor=False"
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("MultiheadAttention: is_causal is a hint about attn_mask, and there is none: give the mask")
+            raise RuntimeError(
+                "MultiheadAttention: is_causal is a hint about attn_mask, and there is none: give the mask"
+            )
         batched = query.dim() == 3
         q, k, v = self._projected(query, key, value)
         if not batched:
@@ -65,7 +67,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         parts = [part for part in self.children() if isinstance(part, Part)]
         bind(self, parts)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        if self.in_proj_weight is None:
+        if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             own = zip((self.q_proj, self.k_proj, self.v_proj), (query, key, value), weights, biases, strict=True)
             return tuple(part.run(x, weight, bias) for part, x, weight, bias in own)
@@ -134,12 +136,14 @@ def attention_parts(attention: nn.MultiheadAttention) -> dict[str, Part]:
     """The layers of the projections in, by the name that each will have as a child.
 
     Example:
-        >>> list(attention_parts(nn.MultiheadAttention(64, 2))), list(attention_parts(nn.MultiheadAttention(64, 2, kdim=8)))
-        (['in_proj', 'in_proj_q', 'in_proj_kv'], ['q_proj', 'k_proj', 'v_proj'])
+        >>> list(attention_parts(nn.MultiheadAttention(64, 2)))
+        ['in_proj', 'in_proj_q', 'in_proj_kv']
+        >>> list(attention_parts(nn.MultiheadAttention(64, 2, kdim=8)))
+        ['q_proj', 'k_proj', 'v_proj']
     """
     bias = None if attention.in_proj_bias is None else "in_proj_bias"
     size = attention.embed_dim
-    if attention.in_proj_weight is not None:
+    if attention._qkv_same_embed_dim:
         pieces = {"in_proj": None, "in_proj_q": slice(0, size), "in_proj_kv": slice(size, None)}
         return {name: Part(attention, "in_proj_weight", bias, piece) for name, piece in pieces.items()}
     return {f"{n}_proj": Part(attention, f"{n}_proj_weight", bias, None, of_bias=i) for i, n in enumerate("qkv")}
