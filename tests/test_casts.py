@@ -191,7 +191,9 @@ def test_a_turned_operand_is_the_cast_of_the_decoded_numbers(recipe: Recipe) -> 
         assert turned.dtype == torch.bfloat16
         exact, got = x_q.dequantize(torch.float32).t(), turned.dequantize(torch.float32)
         scale = col.granularity.expand(turned.scale_inv, (cols, rows)) if x.numel() else turned.scale_inv
-        fits = exact.abs() <= E4M3.max * scale  # the OCP rule saturates what is near the top of a block, here as in a cast
+        fits = (
+            exact.abs() <= E4M3.max * scale
+        )  # the OCP rule saturates what is near the top of a block, here as in a cast
         assert bool(fits.all()) or col.scale_format == "e8m0_floor"
         assert bool(((got - exact).abs() <= 2.0**-10 * scale)[fits].all())  # half the smallest subnormal, 2**-9
         normal = (exact.abs() >= 2.0**-6 * scale) & fits

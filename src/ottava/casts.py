@@ -315,7 +315,8 @@ def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
     """x.T cast to spec_t, from the codes of x: between scales that are powers of two a code moves by whole octaves.
 
     Nothing is lost but where a number falls among the subnormals of its new block: there it is rounded once more, by
-    half the smallest subnormal at most. ("e8m0_floor" saturates what is near the top, as in any cast.) x itself is not needed any longer, nor kept.
+    half the smallest subnormal at most. ("e8m0_floor" saturates what is near the top, as in any cast.) x itself is
+    not needed any longer, nor kept.
 
     Raises:
         ValueError: `refuse_turn` says why.

@@ -255,7 +255,9 @@ def backward_gemms(
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     x_dtype, weight_dtype, bias_dtype = dtypes
     dx = dw = None
-    db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
+    db = (
+        column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
+    )  # first: what made dy has left some of it in a cache
     dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
     if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
         dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
@@ -345,8 +347,10 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
     """Two tensors of each operand, as autograd saves them, and what they are; `unflattened` is the way back."""
     tensors: list[Tensor | None] = []
     for operand in operands:
-        quantized = isinstance(operand, QuantizedTensor)
-        tensors += (operand.data, operand.scale_inv) if quantized else (operand, None)
+        if isinstance(operand, QuantizedTensor):
+            tensors += (operand.data, operand.scale_inv)
+        else:
+            tensors += (operand, None)
     return tensors, tuple((o.spec, o.dtype) if isinstance(o, QuantizedTensor) else None for o in operands)
 
 

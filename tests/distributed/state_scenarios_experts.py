@@ -16,7 +16,7 @@ from scaling_samples import WIDTH, noise
 
 
 def experts_that_are_idle_on_some_ranks(world: World) -> None:
-    """Gradients are the mean of the ranks', histories and biases the same everywhere; every parameter has a gradient."""
+    """Gradients are the mean of the ranks', histories and biases the same everywhere; all parameters get one."""
     moe = MoE(WIDTH, 32, 4, 1, router={"bias_rate": 0.1, "score": "sigmoid"}, recipe="bf16", dtype=torch.bfloat16)
     model = nn.Sequential(moe)
     ottava.convert(model, "delayed", filter=lambda name, layer: True)

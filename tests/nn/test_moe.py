@@ -30,7 +30,7 @@ def test_every_gradient_is_that_of_plain_torch_in_fp64() -> None:
         act, tokens = ACTIVATIONS[name].forward, t.flatten(0, 1)
         probs = (tokens @ wide["router.weight"].T).softmax(-1)
         index = probs.topk(TOP, -1).indices
-        assert torch.equal(index, moe.router(x.flatten(0, 1)).index)
+        assert torch.equal(index, moe.router(x.flatten(0, 1)).experts)
         none = torch.zeros(E, 1, dtype=torch.float64)
         up_bias, down_bias = (wide.get(f"{n}.bias", none) for n in ("up", "down"))
         out = torch.zeros_like(tokens)
@@ -62,7 +62,7 @@ def test_two_casts_of_activations_and_the_bits_of_one_linear_per_expert(recipe: 
     x = torch.randn(70, H, dtype=moe.up.weight.dtype)
     y = moe(x)
     routing = moe.router(x)
-    plan = sort_by_expert(routing.index, E)
+    plan = sort_by_expert(routing.experts, E)
     made = []
     for expert, rows in enumerate(x[plan.rows].split(plan.counts.tolist())):
         if len(rows):

@@ -59,7 +59,7 @@ def test_routing_is_that_of_a_loop_over_tokens() -> None:
         bias = [0.0] * 16 if router.bias is None else router.bias.tolist()
         for token in range(50):
             index, probs = route(routing.logits[token].tolist(), 3, way, bias)
-            assert routing.index[token].tolist() == index
+            assert routing.experts[token].tolist() == index
             for got, wanted in zip(routing.probs[token].tolist(), probs, strict=True):
                 assert abs(got - wanted) <= 16 * 2.0**-24 * max(abs(wanted), 1e-3)
 
@@ -88,7 +88,7 @@ def test_losses_are_their_formulas_and_reach_the_weights_as_if_added() -> None:
             logits = x.double() @ wide.T
             quiet = copy.deepcopy(router).double()
             quiet.aux_loss = quiet.z_loss = 0.0
-            index = router(x).index
+            index = router(x).experts
             scores = {"sigmoid": logits.sigmoid(), "softmax": logits.softmax(-1)}.get(router.score, logits)
             probs = scores.gather(1, index)
             if router.score == "softmax_of_top_k":
@@ -136,7 +136,7 @@ def test_the_bias_moves_by_its_rule_and_brings_balance() -> None:
     first = None
     for _ in range(200):
         routing = router(x[:256]), router(x[256:])
-        index = torch.cat([r.index for r in routing])
+        index = torch.cat([r.experts for r in routing])
         counts = torch.bincount(index.flatten(), minlength=8).float()
         assert torch.equal(router.tokens_per_expert, counts)
         router.eval()
@@ -148,7 +148,7 @@ def test_the_bias_moves_by_its_rule_and_brings_balance() -> None:
         assert not router.tokens_per_expert.any()
         first = counts if first is None else first
     assert counts.max() < 1.5 * counts.mean() < first.max()
-    assert torch.equal(router(x).probs, router(x).logits.sigmoid().gather(1, router(x).index))
+    assert torch.equal(router(x).probs, router(x).logits.sigmoid().gather(1, router(x).experts))
     assert list(router.state_dict()) == ["weight", "bias"]
     moved = copy.deepcopy(router).bfloat16()
     assert (moved.weight.dtype, moved.bias.dtype, moved.tokens_per_expert.dtype) == (

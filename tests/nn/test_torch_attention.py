@@ -45,7 +45,7 @@ def masks(own: int, other: int, batch: int) -> list[dict[str, Any]]:
 
 
 def test_in_high_precision_it_is_torchs_to_the_bit() -> None:
-    """Every constructor argument, self and cross attention, masks, weights or none, batch first or not; and gradients."""
+    """Every constructor argument, self and cross attention, masks, weights or none, batch first or not; gradients."""
     for how, batch_first, alike in product(HOW, (False, True), (True, False)):
         if alike and "kdim" in how:
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,10 +75,10 @@ def take(module: nn.Module, parts: Mapping[str, Part | Stack]) -> None:
     if type(module) is nn.MultiheadAttention:
         module.__class__ = MultiheadAttention
     elif "" in parts:
-        module.__class__ = changed(TurnedLinear, type(module))
+        module.__class__ = changed(TurnedLinear, module)
         return
     else:
-        module.__class__ = changed(Experts, type(module))
+        module.__class__ = changed(Experts, module)
     for name, part in parts.items():
         module.add_module(name, part)
 
@@ -93,15 +93,18 @@ class Changed(nn.Module):
 
 
 @functools.cache
-def changed(ours: Hashable, theirs: Hashable) -> Any:
-    """The subclass of both classes."""
-    assert isinstance(ours, type)
-    assert isinstance(theirs, type)
-    return type(theirs.__name__, (ours, theirs), {"_made_of": (ours, theirs), "__module__": ours.__module__})
+def _subclass(made_of: tuple[Any, Any]) -> Any:
+    ours, theirs = made_of
+    return type(theirs.__name__, made_of, {"_made_of": made_of, "__module__": ours.__module__})
 
 
-def _empty(ours: type[Changed], theirs: type[nn.Module]) -> nn.Module:
-    made = changed(ours, theirs)
+def changed(ours: type[Changed], module: nn.Module) -> Any:
+    """The class that a module gets: what is ours, and what it was."""
+    return _subclass((ours, type(module)))
+
+
+def _empty(*made_of: type) -> Any:
+    made = _subclass(made_of)
     return made.__new__(made)
 
 

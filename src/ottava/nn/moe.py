@@ -4,7 +4,7 @@
     h = activation(up(rows of x, sorted by expert))           cast before they are sent, where scales run along K
     y = sum over a token's experts of probs * down(h)         in the order of the experts, in fp32
 
-An expert layer casts activations twice in its forward, x and h, if the recipe allows it: what each weight gradient needs
+An expert layer casts activations twice in its forward, x and h, if the recipe allows it: what a weight's gradient needs
 is then made from the codes that the forward GEMM had (`casts.turn`). Else it casts again, and the receipt says why.
 """
 
@@ -94,8 +94,8 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         experts, capacity = self.router.weight.shape[0], None
         if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * routing.index.numel() / experts) or 1
-        plan = sort_by_expert(routing.index, experts, capacity=capacity, probs=routing.probs)
+            capacity = math.ceil(self.capacity_factor * routing.experts.numel() / experts) or 1
+        plan = sort_by_expert(routing.experts, experts, capacity=capacity, probs=routing.probs)
         splits = plan.counts.tolist()
         rows = produced(self.activation, self.up(tokens, splits, plan))
         output = unpermute(self.down(rows, splits), plan, routing.probs)

@@ -23,8 +23,8 @@ class Routing(NamedTuple):
 
     probs: Tensor
     """fp32 (tokens, top_k): the weights of the experts' outputs."""
-    index: Tensor
-    """int64 (tokens, top_k): the experts, by falling score."""
+    experts: Tensor
+    """int64 (tokens, top_k): which, by falling score."""
     logits: Tensor
     """fp32 (tokens, experts)."""
 
@@ -59,7 +59,7 @@ class Router(nn.Module):
         >>> import ottava
         >>> router = ottava.nn.Router(64, 8, 2, normalize=True)
         >>> routing = router(torch.randn(5, 64))
-        >>> routing.index.shape, bool((routing.probs.sum(1) - 1).abs().max() < 1e-6)
+        >>> routing.experts.shape, bool((routing.probs.sum(1) - 1).abs().max() < 1e-6)
         (torch.Size([5, 2]), True)
     """
 
@@ -90,9 +90,9 @@ class Router(nn.Module):
             need_type(f"Router: {name}", value, int)
             if value < 1:
                 raise ValueError(f"Router: {name} is {value}; needs 1 or more")
-        for name, value, kind in (("score", score, Score), ("group_score", group_score, GroupScore)):
-            if value not in get_args(kind):
-                raise ValueError(f"Router: {unknown_name(name, value, get_args(kind))}")
+        for name, word, words in (("score", score, Score), ("group_score", group_score, GroupScore)):
+            if word not in get_args(words):
+                raise ValueError(f"Router: {unknown_name(name, word, get_args(words))}")
         if num_experts % num_groups or top_groups > num_groups or top_k > num_experts // num_groups * top_groups:
             raise ValueError(
                 f"Router: {num_experts} experts in {num_groups} groups, of which {top_groups} are used, give no "

@@ -1,8 +1,8 @@
 """torch's MultiheadAttention with its projections as layers under a recipe; its parameters and their names stay.
 
 torch multiplies `in_proj_weight` and `out_proj.weight` inside one function, past any layer, and in evaluation inside
-one fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers; what lies between
-the projections is in high precision, with torch's own operations.
+one fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers; between the
+projections all is in high precision, by torch's own operations.
 """
 
 from __future__ import annotations
