@@ -84,12 +84,12 @@ class Advice:
         if self._asked_idle:
             return
         layers = list(layers)
-        self._stepped.update(id(layer.weight) for layer in layers if id(layer.weight) in stepped)
+        self._stepped.update(id(layer.parameter) for layer in layers if id(layer.parameter) in stepped)
         count = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if count < _STEPS or not all(_readable(layer) for layer in layers):
             return
         self._asked_idle = True
-        idle = [m for m in layers if m.weight.requires_grad and id(m.weight) not in self._stepped and _waits(m)]
+        idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
         if idle:
             names = ", ".join(layer.name or type(layer).__name__ for layer in idle[:3])
             more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""

@@ -42,6 +42,9 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """That one door or one layer keeps."""
 
+_POWERS = ("pow2", "e8m0", "e8m0_floor")
+"""Scale formats whose every scale is a power of two."""
+
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
@@ -288,6 +291,52 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
     ):
         return native_quantize.dequantize(x_q, wanted)
     return x_q.dequantize(wanted)
+
+
+def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
+    """Why x.T is not made from the codes of x; None if `turn` makes it.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> refuse_turn(*RECIPES["blockwise"].cells("input")), refuse_turn(*RECIPES["blockwise_fp32"].cells("input"))
+        (None, 'fp32 scales are no powers of two, so that codes would be rounded twice')
+    """
+    if spec.format != spec_t.format:
+        return f"x is cast to {spec.format} and x.T to {spec_t.format}"
+    for one in (spec, spec_t):
+        if one.scale_format not in _POWERS:
+            return f"{one.scale_format} scales are no powers of two, so that codes would be rounded twice"
+        if one.rounding != "nearest_even" or one.predicted:
+            return f"{one} is cast from x alone"
+    return None
+
+
+def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
+    """x.T cast to spec_t, from the codes of x: between scales that are powers of two a code moves by whole octaves.
+
+    Nothing is lost but where a number falls among the subnormals of its new block: there it is rounded once more, by
+    half the smallest subnormal at most. ("e8m0_floor" saturates what is near the top, as in any cast.) x itself is
+    not needed any longer, nor kept.
+
+    Raises:
+        ValueError: `refuse_turn` says why.
+    Source: FP8-Flow-MoE (arXiv 2511.02302), whose 128x128 tiles take the largest scale of their rows; here each block
+        of x.T has the scale that its own amax asks for.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> row, col = RECIPES["mxfp8"].cells("input")
+        >>> x = torch.tensor([[1.0, 300.0], [2.0, 500.0]])
+        >>> turn(quantize(x, row), col).dequantize()                                 # 500 is no number of E4M3
+        tensor([[  1.,   2.],
+                [288., 512.]])
+    """
+    if reason := refuse_turn(x_q.spec, spec_t):
+        raise ValueError(f"turn: {reason}: quantize x.T itself")
+    numbers = dequantize(x_q, torch.float32)  # exact: a code times a power of two
+    turned = cast_both(numbers, None, spec_t).col
+    assert turned is not None
+    return QuantizedTensor(turned.data, turned.scale_inv, spec_t, x_q.dtype)
 
 
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:

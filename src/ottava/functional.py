@@ -69,8 +69,8 @@ class Call:
     """
 
     __slots__ = (
-        *("after_backward", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
-        *("plans", "produce", "recipe", "records", "saved_bytes", "trained", "training"),
+        *("after_backward", "casts", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
+        *("plans", "produce", "recipe", "records", "remark", "saved_bytes", "trained", "training"),
     )
 
     def __init__(
@@ -91,6 +91,10 @@ class Call:
         self.dtype: torch.dtype | None = None
         self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
         self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
+        self.casts = 0
+        """How often the forward has cast its input."""
+        self.remark = ""
+        """What a receipt says about these casts besides."""
         self.after_backward: Callable[[], None] | None = None
         self.training, self.trained = training, None if training or before is None else before.last_training
 
@@ -168,29 +172,27 @@ class _Linear(torch.autograd.Function):
         _, _, *needed = ctx.needs_input_grad
         needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of what makes the rows
         needs_dw = grad_enabled and needed[1]
-        fprop, dgrad, wgrad = call.recipe.fprop, call.recipe.dgrad, call.recipe.wgrad
+        fprop, wgrad = call.recipe.fprop, call.recipe.wgrad
         made: tuple[Tensor | None, ...] = ()
         rows = x
         if call.produce is not None:
             rows, made = _made(call.produce, x, parameters, weight.shape[1], call.dtype)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
-        w_row, w_col = call.doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=grad_enabled)
+        casts = casts_made(x_row, x_col)
         if call.exchange is not None:
             x_row = call.exchange.gather(x_row, 0)
         dtype = rows.dtype
+        y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=grad_enabled)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
         made = made if needs_dx else ()
         saved_bytes = _save(ctx, x_col, w_col, made)
         if not torch.compiler.is_compiling():
             call.saved_bytes, call.high_precision_bytes = saved_bytes, rows.nbytes if needs_dw else 0
+            call.casts = casts
             if made:  # parameters live anyway
                 call.saved_bytes += sum(t.nbytes for t in made if t is not None and all(t is not p for p in parameters))
                 call.high_precision_bytes += x.nbytes
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
-        return multiply(
-            x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
-        )  # y (M, N) = x (M, K) @ w (N, K).T
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,27 +204,77 @@ class _Linear(torch.autograd.Function):
         (dy,), call = grads, ctx.call
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
-        dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         x_col, w_col, made = _saved(ctx)
-        dx = dw = None
+        dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db))
         d_parameters: Sequence[Tensor | None] = ()
-        db = column_sums(dy, bias_dtype) if needs_db else None  # first: what made dy has left some of it in a cache
-        dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
-        if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
-            dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
-            if call.exchange is not None:
-                dx = call.exchange.scatter(dx)
-            if call.produce is not None:
-                with no_autocast(dx.device):
-                    dx, *d_parameters = call.produce.backward(dx, made)
-        if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
-            if call.exchange is not None:
-                x_col = call.exchange.gather(x_col, 1)
-            dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
+        if dx is not None and call.produce is not None:
+            with no_autocast(dx.device):
+                dx, *d_parameters = call.produce.backward(dx, made)
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
+
+
+def forward_gemm(
+    call: Call,
+    x_row: Operand | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    needs_dx: bool,
+    record: bool,
+) -> tuple[Tensor, Operand | None]:
+    """y (M, N) in `dtype` from the operand of x (M, K), and the operand of w.T (K, N) that dx will need."""
+    fprop = call.recipe.fprop
+    w_row, w_col = call.doors.weight(weight, fprop.rhs, call.recipe.dgrad.rhs, columnwise=needs_dx, record=record)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
+    y = multiply(
+        x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
+    )  # y (M, N) = x (M, K) @ w (N, K).T
+    return y, w_col
+
+
+def backward_gemms(
+    call: Call,
+    dy: Tensor,
+    x_col: Operand | None,
+    w_col: Operand | None,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), each where it is needed.
+
+    Args:
+        x_col, w_col: the operands of x.T (K, M) and w.T (K, N).
+        dtypes: of x, weight and bias.
+        needs: dx, dw, db.
+    """
+    needs_dx, needs_dw, needs_db = needs
+    dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
+    x_dtype, weight_dtype, bias_dtype = dtypes
+    dx = dw = None
+    db = (
+        column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
+    )  # first: what made dy has left some of it in a cache
+    dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+    if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
+        dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
+        if call.exchange is not None:
+            dx = call.exchange.scatter(dx)
+    if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
+        if call.exchange is not None:
+            assert x_col is not None
+            x_col = call.exchange.gather(x_col, 1)
+        dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
+    return dx, dw, db
+
+
+def casts_made(row: Operand | None, col: Operand | None) -> int:
+    """How often a tensor was cast for these operands of x and x.T: twice, unless one cast serves both."""
+    made = [operand for operand in (row, col) if isinstance(operand, QuantizedTensor)]
+    return 1 if len(made) == 2 and made[0].spec == made[1].spec and made[0].spec.granularity.transposes else len(made)
 
 
 class _Produced(torch.autograd.Function):
@@ -275,26 +327,36 @@ def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Te
 
     Returns the bytes that live on for backward; a weight in high precision lives anyway.
     """
-    x_spec = w_spec = x_scale = w_scale = None
-    nbytes, counted = 0, not torch.compiler.is_compiling()
-    if isinstance(x_col, QuantizedTensor):
-        x_spec, x_scale, x_col = (x_col.spec, x_col.dtype), x_col.scale_inv, x_col.data
-        nbytes += x_col.nbytes + x_scale.nbytes if counted else 0
-    elif x_col is not None and counted:
-        nbytes += x_col.nbytes
-    if isinstance(w_col, QuantizedTensor):
-        w_spec, w_scale, w_col = (w_col.spec, w_col.dtype), w_col.scale_inv, w_col.data
-        nbytes += w_col.nbytes + w_scale.nbytes if counted else 0
-    ctx.save_for_backward(x_col, x_scale, w_col, w_scale, *made)
-    ctx.specs = x_spec, w_spec
-    return nbytes
+    tensors, ctx.described = flattened((x_col, w_col))
+    ctx.save_for_backward(*tensors, *made)
+    if torch.compiler.is_compiling():
+        return 0
+    return (0 if x_col is None else x_col.nbytes) + (w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0)
 
 
 def _saved(ctx: Any) -> tuple[Operand | None, Operand | None, Sequence[Tensor | None]]:
-    x_col, x_scale, w_col, w_scale, *made = ctx.saved_tensors
-    x_spec, w_spec = ctx.specs
-    if x_spec is not None:
-        x_col = QuantizedTensor(x_col, x_scale, *x_spec)
-    if w_spec is not None:
-        w_col = QuantizedTensor(w_col, w_scale, *w_spec)
-    return x_col, w_col, made
+    saved = ctx.saved_tensors
+    x_col, w_col = unflattened(saved[:4], ctx.described)
+    return x_col, w_col, saved[4:]
+
+
+Described = tuple[tuple[QuantizationSpec, torch.dtype] | None, ...]
+
+
+def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described]:
+    """Two tensors of each operand, as autograd saves them, and what they are; `unflattened` is the way back."""
+    tensors: list[Tensor | None] = []
+    for operand in operands:
+        if isinstance(operand, QuantizedTensor):
+            tensors += (operand.data, operand.scale_inv)
+        else:
+            tensors += (operand, None)
+    return tensors, tuple((o.spec, o.dtype) if isinstance(o, QuantizedTensor) else None for o in operands)
+
+
+def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
+    """The operands of `flattened`."""
+    return [
+        tensors[2 * i] if said is None else QuantizedTensor(tensors[2 * i], tensors[2 * i + 1], *said)  # type: ignore[arg-type]
+        for i, said in enumerate(described)
+    ]

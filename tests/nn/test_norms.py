@@ -125,7 +125,10 @@ def test_modules_compile_checkpoint_and_say_what_is_wrong() -> None:
             y.float().square().sum().backward()
             grads.append((y, x.grad, norm.weight.grad))
         for other in grads[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+            for a, b in zip(grads[0], other, strict=True):
+                # traced, a LayerNorm of 16 bits is one of fp32, where sums have another order
+                exact = other is not grads[1] or isinstance(norm, RMSNorm)
+                assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=2.0**-7, atol=1e-4)
         with pytest.raises(ValueError, match=r"got input \(2, 3\).*needs floats \(..., 64\)"):
             norm(torch.zeros(2, 3))
         x = torch.randn(2, 64, requires_grad=True)

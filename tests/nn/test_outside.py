@@ -11,8 +11,8 @@ import ottava
 from ottava.nn.outside import weights_outside
 
 
-class Conv1D(nn.Module):
-    """GPT-2's linear layer: a weight of (in, out), no nn.Linear."""
+class Other(nn.Module):
+    """A linear layer with a weight of (in, out), under a name that nobody knows."""
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
@@ -36,15 +36,19 @@ def names(model: nn.Module) -> list[str]:
     return [weight.name for weight in weights_outside(model)]
 
 
-def test_a_transformer_layer_is_two_thirds_fp8_not_nine_tenths() -> None:
+class OwnAttention(nn.MultiheadAttention):
+    """A subclass, of whose forward nobody knows anything."""
+
+
+def test_a_transformer_layer_of_unknown_attention_is_two_thirds_fp8_not_nine_tenths() -> None:
     """linear1 and linear2 hold 8 of 12 d^2; in_proj holds 3 and out_proj, a class of its own, 1."""
-    model = nn.Sequential(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True)).bfloat16()
+    layer = nn.TransformerEncoderLayer(64, 2, 256, batch_first=True)
+    layer.self_attn = OwnAttention(64, 2, batch_first=True)
+    model = nn.Sequential(layer).bfloat16()
     report = ottava.convert(model, "tensorwise")
-    reason = "multiplied by MultiheadAttention itself: convert reaches nn.Linear alone"
+    reason = "multiplied by OwnAttention itself, a class that convert does not know"
     assert dict(report.outside) == {"0.self_attn.in_proj_weight": reason}
-    assert f"multiplied outside linear layers, in high precision:\n  0.self_attn.in_proj_weight: {reason}" in str(
-        report
-    )
+    assert f"multiplied outside layers, in high precision:\n  0.self_attn.in_proj_weight: {reason}" in str(report)
     assert report.to_dict()["outside"] == dict(report.outside)
     model(torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
     assert ottava.receipt(model).fp8_fraction == pytest.approx(2 / 3, abs=1e-15)
@@ -54,10 +58,10 @@ def test_a_transformer_layer_is_two_thirds_fp8_not_nine_tenths() -> None:
         ottava.assert_fp8(model, 0.7)
 
 
-def test_gpt2s_layers_are_seen() -> None:
-    """A model of Conv1D has no nn.Linear at all: its receipt is not empty, and convert's warning says why."""
-    model = nn.ModuleDict({"h": nn.ModuleList(nn.ModuleDict({"c_attn": Conv1D(96, 64)}) for _ in range(2))})
-    with pytest.warns(UserWarning, match=r"nothing will run in FP8[\s\S]*h\.0\.c_attn\.weight: multiplied by Conv1D"):
+def test_layers_of_an_unknown_class_are_seen() -> None:
+    """A model without any layer that convert takes: its receipt is not empty, and convert's warning says why."""
+    model = nn.ModuleDict({"h": nn.ModuleList(nn.ModuleDict({"c_attn": Other(96, 64)}) for _ in range(2))})
+    with pytest.warns(UserWarning, match=r"nothing will run in FP8[\s\S]*h\.0\.c_attn\.weight: multiplied by Other"):
         ottava.convert(model)
     (row, _), text = ottava.receipt(model).rows, str(ottava.receipt(model))
     assert (row.layer, row.gemm, row.weight, row.fp8) == ("h.0.c_attn.weight", "all", 3 * 64 * 96, False)

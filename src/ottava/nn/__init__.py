@@ -6,14 +6,18 @@ from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ottava.nn.graphed import GraphedStep, graphed_step
+from ottava.nn.grouped import GroupedLinear
 from ottava.nn.kv_cache import KVCache
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
+from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import LayerNorm, RMSNorm
+from ottava.nn.permutation import Permutation, permute, sort_by_expert, unpermute
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
+from ottava.nn.router import Router, Routing
 from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.tune import tune
@@ -26,17 +30,22 @@ __all__ = [
     "ConversionReport",
     "DotProductAttention",
     "GraphedStep",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "MoE",
     "MultiheadAttention",
     "NormLinear",
     "NormMLP",
+    "Permutation",
     "RMSNorm",
     "Receipt",
     "RotaryEmbedding",
     "RotaryScaling",
+    "Router",
+    "Routing",
     "TransformerLayer",
     "assert_fp8",
     "calibrate",
@@ -46,7 +55,10 @@ __all__ = [
     "keep_first_last_bf16",
     "linear_cross_entropy",
     "packed_positions",
+    "permute",
     "receipt",
     "smooth_swiglu",
+    "sort_by_expert",
     "tune",
+    "unpermute",
 ]

@@ -1,6 +1,7 @@
-"""Puts a model under a recipe, in place: every nn.Linear that gains becomes an ottava Linear with the same Parameters.
+"""Puts a model under a recipe, in place: what gains becomes an ottava layer with the same Parameters.
 
-Only the class of a layer changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
+That is every nn.Linear, and what `nn.foreign` knows: torch's attention, GPT-2's Conv1D, Hugging Face's experts.
+Only the class of a module changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
 parameters and references to the layer all stay valid. What was not converted is reported with the reason: five projects
 have shipped FP8 flags that did nothing, silently.
 """
@@ -14,19 +15,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from ottava.errors import need, unknown_name
 from ottava.nn.attention import DotProductAttention
-from ottava.nn.layer import Layer
+from ottava.nn.foreign import layers_of, parts_of, take
+from ottava.nn.grouped import Stack
 from ottava.nn.linear import Linear
 from ottava.nn.outside import weights_outside
+from ottava.nn.part import Part, rows_of
 from ottava.nn.plan import TOKENS, Device, plan_layer
+from ottava.nn.torch_attention import MultiheadAttention, without_fused_layers
+from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
-"""(full name, layer) -> True or None: convert it; False or a reason: do not."""
+"""(full name, layer) -> True or None: convert it; False or a reason: do not. True converts a head that is tied to an
+embedding, too. What is no nn.Linear comes as a `nn.part.Part`, which has in_features, out_features, weight and bias."""
 
 _HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
@@ -46,7 +53,7 @@ class ConversionReport:
     skipped: Mapping[str, str]
     """Full name -> why not."""
     outside: Mapping[str, str]
-    """Weights that are multiplied, but not by an nn.Linear: full name of the parameter -> why no recipe reaches it."""
+    """Weights that are multiplied, but by no layer: full name of the parameter -> why no recipe reaches it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -62,7 +69,7 @@ class ConversionReport:
         lines = [f"{len(self.converted)} of {total} linear layers under recipe {self.recipe.name!r}"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped.items()]
         if self.outside:
-            lines.append("multiplied outside linear layers, in high precision:")
+            lines.append("multiplied outside layers, in high precision:")
             lines += [f"  {name}: {reason}" for name, reason in self.outside.items()]
         return "\n".join(lines)
 
@@ -75,10 +82,12 @@ def convert(
     plan: int | bool | None = None,
     device: Device | None = None,
 ) -> ConversionReport:
-    """Puts the nn.Linear layers of a model under a recipe, in place.
+    """Puts the linear layers of a model under a recipe, in place.
 
     Args:
-        model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe.
+        model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe. Beside
+            nn.Linear it takes nn.MultiheadAttention (and so torch's encoder and decoder layers, whose fused operator
+            for evaluation it switches off), the Conv1D of GPT-2, and the experts of transformers 5, each one a layer.
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
@@ -91,9 +100,9 @@ def convert(
         ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
         TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
     Warns: when no layer at all was converted under a recipe that quantizes.
-    Edge cases: subclasses of nn.Linear with a forward of their own stay as they are and are reported, and so are
-        weights that no nn.Linear multiplies (nn.MultiheadAttention's in_proj, GPT-2's Conv1D, stacks of experts). A
-        second call leaves layers that it skips under the recipe they have, so that two calls may share a model out.
+    Edge cases: subclasses of these with a forward of their own stay as they are and are reported, and so are weights
+        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. A second call leaves
+        layers that it skips under the recipe they have, so that two calls may share a model out.
 
     Example:
         >>> import torch, ottava
@@ -106,25 +115,36 @@ def convert(
     """
     need("convert", model, nn.Module)
     recipe = get_recipe(recipe)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    foreign = {name: (module, parts) for name, module in model.named_modules() if (parts := parts_of(module))}
+    layers = layers_of(model)
     attentions = {name: module for name, module in model.named_modules() if isinstance(module, DotProductAttention)}
     _check_patterns(recipe, {**layers, **attentions})
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    answers = {name: _refusal(name, layer, tied, filter or default_filter) for name, layer in layers.items()}
+    listening = {id(m.out_proj) for m in model.modules() if isinstance(m, MultiheadAttention)}
+    listening |= {id(m.out_proj) for m, _ in foreign.values() if isinstance(m, nn.MultiheadAttention)}
+    answers = {name: _refusal(name, one, tied, listening, filter or default_filter) for name, one in layers.items()}
     if plan is not None and plan is not False:
         tokens = TOKENS if plan is True else plan
         answers = {n: answer or _loss(n, layers[n], recipe, tokens, device) for n, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
-    for name in converted:  # only now: a filter that raises has left the model as it was
-        layer = layers[name]
-        if not isinstance(layer, Layer):
+    # only now: a filter that raises has left the model as it was
+    for name, (module, parts) in foreign.items():
+        if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
+            take(module, parts)
+    for name, part in model.named_modules():
+        if isinstance(part, Part) and not hasattr(part, "recipe"):
+            part.adopt(get_recipe("bf16"), name)  # until it is converted: its module runs it all the same
+    for name in converted:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, QuantizedLayer):
             layer.__class__ = Linear
-        assert isinstance(layer, Layer)
+            assert isinstance(layer, Linear)
         layer.adopt(recipe, name)
     for name, attention in attentions.items():
         attention.adopt(recipe, name)
     if converted:
+        without_fused_layers(model)
         ScalingState(model)
     outside = {weight.name: weight.reason for weight in weights_outside(model)}
     report = ConversionReport(model, recipe, converted, skipped, outside)
@@ -177,7 +197,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and any(isinstance(m, nn.Linear) for m in module.modules())
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, Stack) and layers_of(module)
     ]
     if not lists:
         raise ValueError("keep_first_last_bf16: the model has no nn.ModuleList of blocks; use recipe.override(pattern)")
@@ -187,22 +207,23 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
     prefix = f"{name}." if name else ""
     for index in (*range(first), *range(len(blocks) - last, len(blocks))):
         # a block may itself be a linear layer, without a dot behind its number
-        inside = "" if isinstance(blocks[index], nn.Linear) else ".*"
+        inside = "" if isinstance(blocks[index], nn.Linear | QuantizedLayer) else ".*"
         recipe = recipe.override(f"{prefix}{index}{inside}", "bf16")
     return recipe
 
 
-def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str | None:
+def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter: Filter) -> str | None:
+    ours = isinstance(layer, QuantizedLayer)
     if parametrize.is_parametrized(layer):
         return "parametrized: its weight is computed at every call, by a class of its own"
-    if type(layer) is not nn.Linear and not isinstance(layer, Layer):
+    if not ours and type(layer) is NonDynamicallyQuantizableLinear and id(layer) not in listening:
+        return "read by an attention whose class has a forward of its own"
+    if not ours and type(layer) not in (nn.Linear, NonDynamicallyQuantizableLinear):
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
     if getattr(layer, "_distribute_module_applied", False):  # torch's mark of parallelize_module
         return "tensor-parallel: its weight is a DTensor, which FP8 does not support"
-    if id(layer.weight) in tied:
-        return "weight tied to an embedding"
     if not layer.weight.is_floating_point():
         return f"weight is {layer.weight.dtype}"
     answer = filter(name, layer)
@@ -210,24 +231,28 @@ def _refusal(name: str, layer: nn.Linear, tied: set[int], filter: Filter) -> str
         raise TypeError(f"convert: the filter answered {answer!r} for {name!r}; needs True, False, None or a reason")
     if isinstance(answer, str):
         return answer
+    if answer is None and id(layer.parameter if ours else layer.weight) in tied:
+        return "weight tied to an embedding"
     return "refused by the filter" if answer is False else None
 
 
-def _loss(name: str, layer: nn.Linear, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
+def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
     """Why a layer would lose by the recipe; None if it gains, or if the recipe leaves it alone anyway."""
-    predicted = plan_layer(name, (tokens, layer.in_features, layer.out_features), recipe, device or Device())
+    sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
+    predicted = plan_layer(name, sizes, recipe, device or Device())
     asked = recipe.for_layer(name)
     if predicted.taken or not (asked.fprop.quantized or asked.dgrad.quantized or asked.wgrad.quantized):
         return None
     return f"predicted {predicted.speedup:.2f} x BF16, {predicted.reason}"
 
 
-def _as_it_stays(layer: nn.Linear, reason: str) -> str:
+def _as_it_stays(layer: Any, reason: str) -> str:
     # an earlier conversion is not undone, and must not be mistaken for high precision
-    return f"{reason}; stays under recipe {layer.recipe.name!r}" if isinstance(layer, Layer) else reason
+    own = getattr(layer, "recipe", None)
+    return f"{reason}; stays under recipe {own.name!r}" if isinstance(own, Recipe) else reason
 
 
-def _check_patterns(recipe: Recipe, layers: Mapping[str, nn.Module]) -> None:
+def _check_patterns(recipe: Recipe, layers: Mapping[str, Any]) -> None:
     for override in recipe.overrides:
         if not any(fnmatch.fnmatchcase(name, override.pattern) for name in layers):
             raise ValueError(

@@ -155,10 +155,10 @@ class LinearCrossEntropy(Layer, nn.Linear):
             input = input.to(dtype)
         return _apply(self.settings, Call(self.quantizers, get_recipe("bf16")), input, weight, bias, target)
 
-    def _calibrate(self, input: Tensor, said: Ambient, *more: Any) -> Tensor:
+    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
         """All logits at once, so that the door of their gradient sees it."""
         (target,) = more
-        logits = super()._calibrate(input, said).flatten(0, -2)
+        logits = super()._calibrate(input, weight, bias, said).flatten(0, -2)
         _check(input, self.weight, target, self.settings.ignore_index)
         losses, _ = self.settings.of(logits.float().clone(), target.flatten())
         return _reduced(losses, target, self.settings)

@@ -74,6 +74,11 @@ class Layer(QuantizedLayer):
 
     def forward(self, input: Tensor, *more: Any) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
+        return self.run(input, self.weight, self.bias, *more)
+
+    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+        """`forward` with the weight (N, K) and the bias (N,) or None as the caller has them: a module that keeps its
+        weight in another way makes views of it."""
         if torch.compiler.is_compiling():
             said = ambient()
             call = Call(
@@ -82,17 +87,13 @@ class Layer(QuantizedLayer):
             if said.session is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
 
-                return uncompiled(self, input, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
+                return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
             said = AMBIENT.get()
-            said.ear.heard = True
-            call = self._begin_call(input, said)
+            call = self.begin_call(input, said)
             if said.calibrating:
-                return self._calibrate(input, said, *more)
-            if torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
-                call.after_backward = self._announce(call.recipe, input, said)
-        weight, bias = self.weight, self.bias
+                return self._calibrate(input, weight, bias, said, *more)
         if not call.recipe.casts and (
             torch.compiler.is_compiling()
             or not (input.is_cpu and torch_is_beaten())
@@ -101,15 +102,7 @@ class Layer(QuantizedLayer):
             return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self.produced_with()
-        if (dtype := autocast_dtype(input)) is not None:
-            if self.produce is None:
-                input = input.to(dtype)
-            call.dtype = dtype  # a norm reads what it is given, and its rows are cast
-        else:
-            if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
-                _refuse_mixed(self.name, input, weight, bias)
-            if input.dtype == torch.float32 and not torch.compiler.is_compiling():
-                _warn_fp32(call.recipe.name)
+        input = ready_input(self.name, input, weight, bias, call)
         return self.formula(input, weight, bias, call, *more)
 
     def _rows(self, input: Tensor) -> Tensor:
@@ -120,7 +113,15 @@ class Layer(QuantizedLayer):
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
 
-    def _begin_call(self, input: Tensor, said: Ambient) -> Call:
+    def begin_call(self, input: Tensor, said: Ambient) -> Call:
+        """Notes that a forward begins, outside compiled code, and what it runs under; tells the scaling state."""
+        said.ear.heard = True
+        call = self._next_call(input, said)
+        if not said.calibrating and torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
+            call.after_backward = self._announce(call.recipe, input, said)
+        return call
+
+    def _next_call(self, input: Tensor, said: Ambient) -> Call:
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
         training, before = torch.is_grad_enabled() and not said.calibrating, self.last_call
@@ -150,7 +151,7 @@ class Layer(QuantizedLayer):
     def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
         if not recipe.predicted:
-            if self.weight.device.type not in ("cpu", "meta"):
+            if self.parameter.device.type not in ("cpu", "meta"):
                 self._bound_state().listen(moves=False)  # where a kept cast of the weight is out of date
             return None
         state = self._bound_state()
@@ -161,11 +162,11 @@ class Layer(QuantizedLayer):
                 f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
             )
-        state.saw_forward(self.weight, said.group, moved_by_autocast=said.session is not None)
+        state.saw_forward(self.parameter, said.group, moved_by_autocast=said.session is not None)
         if said.session is None:
             return state.after_backward
         said.session.touch(state)
-        has_backward = any(t is not None and t.requires_grad for t in (input, self.weight, self.bias))
+        has_backward = any(t is not None and t.requires_grad for t in (input, self.parameter, self.bias))
         return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
 
     def _bound_state(self) -> ScalingState:
@@ -176,11 +177,11 @@ class Layer(QuantizedLayer):
         state: ScalingState = self.scaling_state
         return state
 
-    def _calibrate(self, input: Tensor, said: Ambient, *more: Any) -> Tensor:
+    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
         if self.produce is not None:
             input = self._rows(input)
-        y = nn.functional.linear(input, self.weight, self.bias)
+        y = nn.functional.linear(input, weight, bias)
         quantizers = self.quantizers
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
@@ -189,7 +190,7 @@ class Layer(QuantizedLayer):
         if self._unprepared(recipe):
             state.prepare(said.asked_of)
         specs = dict(quantizers.predicted(recipe))
-        for door, tensor in ((quantizers.input, input), (quantizers.weight, self.weight)):
+        for door, tensor in ((quantizers.input, input), (quantizers.weight, weight)):
             if (spec := specs[door]) is not None:
                 door.calibrate(tensor, spec)
         if (spec := specs[quantizers.grad_output]) is not None:
@@ -200,6 +201,22 @@ class Layer(QuantizedLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
+
+
+def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """The input as torch.autocast has it; without one its dtype must be the weight's.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if (dtype := autocast_dtype(input)) is not None:
+        call.dtype = dtype
+        return input if call.produce is not None else input.to(dtype)  # a norm reads what it is given
+    if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+        _refuse_mixed(name, input, weight, bias)
+    if input.dtype == torch.float32 and not torch.compiler.is_compiling():
+        _warn_fp32(call.recipe.name)
+    return input
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:

@@ -19,6 +19,8 @@ from typing import Any
 from torch import nn
 
 from ottava.errors import need
+from ottava.nn.foreign import layers_of
+from ottava.nn.part import rows_of
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
@@ -247,8 +249,8 @@ def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: D
     """
     need("plan_model", model, nn.Module)
     recipe, device = get_recipe(recipe), device or Device()
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    shapes = {name: (tokens, layer.in_features, layer.out_features) for name, layer in linears.items()}
+    linears = layers_of(model)
+    shapes = {name: (rows_of(layer, tokens), layer.in_features, layer.out_features) for name, layer in linears.items()}
     return Plan(recipe, tokens, device, tuple(plan_layer(*item, recipe, device) for item in shapes.items()))
 
 

@@ -50,6 +50,8 @@ class ReceiptRow:
     """Why not FP8, or why a faster kernel did not run."""
     weight: int
     """Share in `fp8_fraction`: elements of the weight if this GEMM ran, else 0."""
+    casts: int = 0
+    """fprop: how often the forward cast the input: 2 where x and x.T have scales of their own."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
     weight = layer.weight.numel()
     record: GemmRecord | None = call.records.get(gemm)
     if record is not None:
-        note = "; ".join(record.refusals)
+        note = "; ".join((*([call.remark] if call.remark and gemm == "fprop" else []), *record.refusals))
         if not record.quantized:
             note = note or _why_high_precision(layer, call.recipe.name, cells)
         return ReceiptRow(
@@ -223,6 +225,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
             high_precision_bytes=call.high_precision_bytes if gemm == "fprop" else 0,
             note=note,
             weight=weight,
+            casts=call.casts if gemm == "fprop" else 0,
         )
     m = "?" if call.input_shape is None else math.prod(call.input_shape[:-1])
     n, k = layer.out_features, layer.in_features

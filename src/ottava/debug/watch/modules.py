@@ -30,7 +30,7 @@ from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, Owner
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
 from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
-from ottava.quantized_layer import QuantizedLayer
+from ottava.quantized_layer import QuantizedLayer, quantized_layers
 
 See = Callable[..., None]
 """Called with (layer, tensor, matrix): the full name, a long name such as "grad_output", and the tensor. The dtype of
@@ -183,7 +183,7 @@ class ModuleTap:
 
     def _found(self, name: str, module: nn.Module) -> None:
         adapter = adapter_of(module)
-        if getattr(module, "_is_replica", False):
+        if getattr(module, "_is_replica", False) or _in_layers(module):
             return
         if adapter is None:
             if owns_a_matrix(module):
@@ -459,6 +459,13 @@ def _rows(x: Tensor) -> int:
 
 def _has_doors(module: nn.Module) -> bool:
     return isinstance(module, QuantizedLayer)
+
+
+def _in_layers(module: nn.Module) -> bool:
+    """Whether layers below a module multiply its parameters: its attention, or its experts, under a recipe."""
+    own = {id(p) for p in module._parameters.values() if p is not None}
+    below = quantized_layers(module) if own and not _has_doors(module) else []
+    return any(id(layer.parameter) in own for layer in below)
 
 
 def _casts(layer: Any) -> bool:

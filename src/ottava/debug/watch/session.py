@@ -495,5 +495,5 @@ class Watch:
 def _facts(layer: Any) -> dict[str, Any]:
     if layer is None:
         return {"type": "gone", "shape": None, "recipe": ""}
-    shape = list(layer.weight.shape) if hasattr(layer, "weight") else None
+    shape = [layer.out_features, layer.in_features] if hasattr(layer, "weight") else None
     return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}

@@ -1,0 +1,344 @@
+"""One linear layer for each group of rows: experts.
+
+    y[rows of g] = x[rows of g] (M_g, K) @ weight[g] (N, K).T + bias[g]
+
+Every group is an ottava layer with doors, scales and a recipe of its own (`nn.part`), so a stack of experts gives the
+bits of one Linear per expert, under every recipe. Where only rows of x are cast, and their scales run along K, they are
+cast for all groups at once, before they are sent to their groups. Else the groups go one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ottava.ambient import AMBIENT
+from ottava.casts import cast_both, refuse_turn, turn
+from ottava.errors import need_type
+from ottava.functional import Call, backward_gemms, flattened, forward_gemm, unflattened
+from ottava.nn.layer import ready_input
+from ottava.nn.part import Part, bind, unstacked
+from ottava.nn.permutation import Permutation, permute
+from ottava.quantized_tensor import Operand, QuantizedTensor
+from ottava.recipe import Recipe, get_recipe
+
+Splits = Sequence[int] | Tensor
+"""Rows of each group, in order; they add up to the rows of x."""
+
+
+class GroupedLinear(nn.Module):
+    """`num_groups` linear layers over rows that are sorted by group, each under a recipe.
+
+    Args:
+        num_groups: G.
+        in_features, out_features: K, N.
+        bias: whether each group has one.
+        recipe: a Recipe or its name.
+        cast_once: make the operand of x.T from the codes of x where the recipe's scales are powers of two, so that x
+            is cast once. Bits then differ from those of a Linear in the weight's gradient: a number is rounded once
+            more where its block of x.T has far larger ones. What the recipe does not allow is cast again, and the
+            receipt says why.
+        top_k: groups that each token of the model goes to; predictions of speed (`convert(plan=...)`) count rows by it.
+    Shapes: input (tokens, K) -> (tokens, N). Parameters: weight (G, N, K), bias (G, N): one parameter each, as in
+        Hugging Face's experts and torch's grouped GEMMs, so that checkpoints load by name, FSDP shards by whole
+        experts, an optimizer has one tensor to step, and no parameter is ever without a gradient.
+    dtypes: as `ottava.nn.Linear`.
+    Raises:
+        ValueError: splits that do not fit; unknown recipe.
+        TypeError: as `ottava.nn.Linear`.
+    Edge cases: groups without a row run nothing, and get zeros as gradients. The layer of group g has the name
+        "NAME.groups.g", which patterns of overrides match.
+
+    Example:
+        >>> import ottava
+        >>> layer = ottava.nn.GroupedLinear(3, 64, 32, recipe="tensorwise", dtype=torch.bfloat16)
+        >>> layer(torch.ones(5, 64, dtype=torch.bfloat16), [4, 0, 1]).shape, list(layer.state_dict())
+        (torch.Size([5, 32]), ['weight', 'bias'])
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str = "tensorwise",
+        cast_once: bool = False,
+        top_k: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            need_type(f"GroupedLinear: {name}", value, int)
+            if value < 1:
+                raise ValueError(f"GroupedLinear: {name} is {value}; needs 1 or more")
+        self.in_features, self.out_features, self.cast_once = in_features, out_features, cast_once
+        shape = num_groups, out_features
+        self.weight = nn.Parameter(torch.empty(*shape, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+        self.groups = stack(self, "weight", "bias" if bias else None, num_groups, top_k=top_k)
+        self.adopt(get_recipe(recipe), "")
+
+    def reset_parameters(self) -> None:
+        """As torch's Linear: uniform in +-1/sqrt(K)."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def adopt(self, recipe: Recipe, name: str) -> None:
+        """Takes a recipe and its full name in the model, for all groups."""
+        for number, part in enumerate(self.groups):
+            part.adopt(recipe, f"{name}.groups.{number}" if name else f"groups.{number}")
+
+    def forward(self, input: Tensor, splits: Splits, plan: Permutation | None = None) -> Tensor:
+        """(tokens, K), rows of each group -> (rows, N).
+
+        plan: sends rows of the input to their groups first, as codes where they can be cast before; None: the input is
+            sorted by group.
+        """
+        return grouped_linear(
+            self, self.groups, input, splits, self.weight, self.bias, plan=plan, cast_once=self.cast_once
+        )
+
+    def extra_repr(self) -> str:
+        """Shape and recipe."""
+        return (
+            f"{len(self.groups)} x ({self.in_features} -> {self.out_features}), bias={self.bias is not None}, "
+            f"recipe={self.groups[0].recipe.name}"
+        )
+
+
+class Stack(nn.ModuleList):
+    """The layers of a stack of matrices; printed in one line."""
+
+    def __iter__(self) -> Iterator[Part]:
+        return super().__iter__()  # type: ignore[return-value]
+
+    def __getitem__(self, number: Any) -> Any:
+        return super().__getitem__(number)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} x {self[0]!r}" if len(self) else "no group"
+
+
+def stack(
+    owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False, top_k: int = 1
+) -> Stack:
+    """A layer for each matrix of a parameter (count, N, K), or (count, K, N) where it is turned.
+
+    top_k: how many of them each token goes to; for predictions of speed.
+    """
+    groups = Stack(Part(owner, weight, bias, number, turned=turned) for number in range(count))
+    for part in groups:
+        part.share = top_k / count
+    return groups
+
+
+def grouped_linear(
+    owner: nn.Module,
+    groups: Stack,
+    input: Tensor,
+    splits: Splits,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    plan: Permutation | None = None,
+    cast_once: bool = False,
+) -> Tensor:
+    """Runs the layers of a stack, see `GroupedLinear`.
+
+    Args:
+        owner: the module that has the stack.
+        weight: (G, N, K), any strides.  bias: (G, N) or None.
+    """
+    sizes = _sizes(input, splits, len(groups), weight.shape[-1], plan)
+    bind(owner, groups)
+    busy, start = [], 0
+    for number, size in enumerate(sizes):
+        if size:
+            busy.append(_Group(number, groups[number], start, start + size))
+        start += size
+    shared, remark = _together(busy, cast_once, torch.is_grad_enabled() and weight.requires_grad)
+    if shared is not None:
+        return _run_together(busy, shared, input, weight, bias, plan, remark)
+    if plan is not None:
+        input = permute(input, plan)
+    weights, biases = torch.unbind(weight), unstacked(bias, len(groups))
+    if not busy:
+        return nn.functional.linear(input, weights[0], biases[0])  # (0, N): nobody came, and gradients are zeros
+    results = []
+    for group in busy:
+        results.append(group.part.run(input[group.start : group.end], weights[group.number], biases[group.number]))
+        if remark and group.part.last_call is not None:
+            group.part.last_call.remark = remark
+    return torch.cat(results)
+
+
+class _Group(NamedTuple):
+    """A group that has rows."""
+
+    number: int
+    part: Part
+    start: int
+    end: int
+
+
+def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permutation | None) -> list[int]:
+    sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    total = input.shape[0] if plan is None else len(plan.rows)
+    if input.dim() != 2 or input.shape[1] != features:
+        raise ValueError(f"GroupedLinear: got input {tuple(input.shape)}; needs (tokens, {features})")
+    if len(sizes) != count or any(size < 0 for size in sizes) or sum(sizes) != total:
+        raise ValueError(
+            f"GroupedLinear: got splits {sizes} for {total} rows; needs {count} numbers, none negative, that add up to "
+            f"{total}"
+        )
+    return sizes
+
+
+def _together(busy: list[_Group], cast_once: bool, needs_dw: bool) -> tuple[Recipe | None, str]:
+    """The recipe under which rows of all groups are cast at once, or None: each group casts its own; and a remark."""
+    if torch.compiler.is_compiling() or not busy or (said := AMBIENT.get()).calibrating:
+        return None, ""
+    recipes = {said.recipe_for(group.part.name, group.part.resolved) for group in busy}
+    recipe = recipes.pop()
+    row, col = recipe.cells("input")
+    if recipes or row is None:
+        return None, ""
+    reason = None
+    if needs_dw:  # then x.T is wanted too
+        if not cast_once or col is None or (row == col and row.granularity.transposes):
+            return None, ""  # nobody asked for more, or one cast serves both anyway
+        reason = refuse_turn(row, col)
+    if reason is not None:
+        return None, f"input cast twice: {reason}"
+    one_by_one = row.predicted or row.granularity.rows != 1 or row.rounding != "nearest_even"
+    if one_by_one or row.scale_format == "e4m3":  # two levels: one of them belongs to the tensor
+        return None, ""
+    return recipe, "x.T made from the codes of x" if needs_dw else ""
+
+
+def _run_together(
+    busy: list[_Group],
+    recipe: Recipe,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Permutation | None,
+    remark: str,
+) -> Tensor:
+    calls = []
+    for group in busy:
+        call = group.part.begin_call(input.new_empty(0).expand(group.end - group.start, 0), AMBIENT.get())
+        call.remark, call.casts = remark, 1
+        calls.append(call)
+    input = ready_input(busy[0].part.name, input, weight, bias, calls[0])
+    return _Together.apply(busy, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
+
+
+class _Together(torch.autograd.Function):
+    """The formulas of `functional` for all groups, on rows that are cast once and sent to their groups as codes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        busy: list[_Group],
+        calls: list[Call],
+        grad_enabled: bool,
+        plan: Permutation | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        needs_dx, needs_dw, _ = (grad_enabled and needed for needed in ctx.needs_input_grad[4:])
+        codes = _rows_cast(busy, calls, x, plan, grad_enabled)
+        y = x.new_empty(codes.shape[0], weight.shape[1])
+        kept: list[Operand | None] = [codes if needs_dw else None]
+        for (number, _, start, end), call in zip(busy, calls, strict=True):
+            x_row, own_bias = _lines(codes, start, end), None if bias is None else bias[number]
+            y[start:end], w_col = forward_gemm(
+                call, x_row, weight[number], own_bias, x.dtype, needs_dx=needs_dx, record=grad_enabled
+            )
+            kept.append(w_col)
+            w_bytes = w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0
+            call.saved_bytes = w_bytes + (x_row.nbytes if needs_dw else 0)
+            call.high_precision_bytes = (end - start) * x.shape[1] * x.element_size() if needs_dw else 0
+        tensors, ctx.described = flattened(kept)
+        ctx.save_for_backward(*tensors)
+        ctx.busy, ctx.calls, ctx.plan, ctx.shapes = busy, calls, plan, (x.shape, weight.shape)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # only so under create_graph=True
+            raise NotImplementedError(
+                "ottava: a grouped linear has no second derivative (backward was asked for create_graph=True); run "
+                "that forward under ottava.autocast(enabled=False)"
+            )
+        (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
+        codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
+        needs: tuple[bool, bool, bool] = ctx.needs_input_grad[4:]
+        dx = dy.new_empty(dy.shape[0], x_shape[1], dtype=x_dtype) if needs[0] else None
+        dw = dy.new_zeros(weight_shape, dtype=weight_dtype) if needs[1] else None
+        db = dy.new_zeros(weight_shape[:2], dtype=bias_dtype) if needs[2] else None
+        for (number, _, start, end), call, w_col in zip(ctx.busy, ctx.calls, w_cols, strict=True):
+            x_col = None
+            if needs[1]:
+                assert isinstance(codes, QuantizedTensor)
+                assert call.recipe.wgrad.rhs is not None
+                x_col = turn(_lines(codes, start, end), call.recipe.wgrad.rhs)
+            own = backward_gemms(call, dy[start:end], x_col, w_col, ctx.dtypes, needs)
+            for whole, place, part in zip((dx, dw, db), (slice(start, end), number, number), own, strict=True):
+                if whole is not None and part is not None:
+                    whole[place] = part
+            if call.after_backward is not None:
+                call.after_backward()
+        if dx is not None and ctx.plan is not None:
+            dx = ctx.plan.combine(dx)
+        return None, None, None, None, dx, dw, db
+
+
+def _rows_cast(
+    busy: list[_Group], calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
+) -> QuantizedTensor:
+    """The rows of all groups, cast: by the door of each group where somebody watches it, else before they are sent."""
+    spec = calls[0].recipe.fprop.lhs
+    assert spec is not None
+    if any(_watched(call.doors.input) for call in calls):
+        own = x if plan is None else plan.gather(x)
+        cast = [
+            call.doors.input(own[group.start : group.end], spec, None, columnwise=False, record=record)[0]
+            for group, call in zip(busy, calls, strict=True)
+        ]
+        data = torch.cat([one.data.view(torch.uint8) for one in cast]).view(spec.format.storage_dtype)
+        return QuantizedTensor(data, torch.cat([one.scale_inv for one in cast]), spec, x.dtype)
+    codes = cast_both(x, spec, None, plans=calls[0].doors.input.plans).row
+    assert codes is not None
+    if plan is None:
+        return codes
+    data = plan.gather(codes.data.view(torch.uint8)).view(codes.data.dtype)
+    return QuantizedTensor(data, plan.gather(codes.scale_inv), spec, x.dtype)
+
+
+def _watched(door: nn.Module) -> bool:
+    everywhere = nn.modules.module
+    return bool(
+        door._forward_hooks
+        or door._forward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+    )
+
+
+def _lines(codes: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
+    return QuantizedTensor(codes.data[start:end], codes.scale_inv[start:end], codes.spec, codes.dtype)

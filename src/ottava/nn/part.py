@@ -1,0 +1,108 @@
+"""A quantized layer whose weight is a piece of a parameter that another module holds.
+
+An expert's matrix in a stack, or the `in_proj` of an attention: whoever steps, shards, saves or loads sees the one
+parameter and its name, while state, receipt, calibration, plan and watch see a layer with doors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ottava.groups import ddp_around
+from ottava.nn.layer import Layer
+from ottava.state import ScalingState
+
+
+class Part(Layer):
+    """One matrix of a parameter of `owner`, as a layer.
+
+    Args:
+        owner: the module that holds the parameters, under the names that follow.
+        weight: name of the parameter.
+        bias: name of the bias, or None.
+        piece: what of the first dimension of both it is: a number (one of a stack), a slice (some rows), or None: all.
+        turned: whether the matrix is kept as (K, N).
+        of_bias: which third of the bias it has, where three weights share one; None: the same piece as of the weight.
+
+    The module that owns it calls `run` with views that it has made, all of one stack at once: a view for each would
+    make a gradient of the size of the whole stack for each.
+
+    Example:
+        >>> attention = nn.MultiheadAttention(64, 2)
+        >>> part = Part(attention, "in_proj_weight", "in_proj_bias", slice(64, None))
+        >>> part.out_features, part.in_features, part.bias.shape, list(part.parameters())
+        (128, 64, torch.Size([128]), [])
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        weight: str,
+        bias: str | None,
+        piece: int | slice | None,
+        *,
+        turned: bool = False,
+        of_bias: int | None = None,
+    ) -> None:
+        super().__init__()
+        # the owner's own dict: copies, pickles and whatever puts another parameter in its place keep the two together
+        self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
+        self.of_bias = of_bias
+        self.share = 1.0
+        """Of the rows of the model, as many as this layer can be expected to get."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """What the weight is a piece of."""
+        held: Tensor | None = self.held[self.names[0]]
+        assert held is not None
+        return held
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # a layer's own is an attribute
+        """(N, K)."""
+        whole = self.parameter
+        matrix = whole if self.piece is None else whole[self.piece]
+        return matrix.t() if self.turned else matrix
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(N,) or None."""
+        whole = None if self.names[1] is None else self.held[self.names[1]]
+        if whole is None or (self.piece is None and self.of_bias is None):
+            return whole
+        return whole[self.piece] if self.of_bias is None else whole.chunk(3)[self.of_bias]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return self.weight.shape[1]
+
+    def extra_repr(self) -> str:
+        """Shape and recipe."""
+        return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
+
+
+def bind(owner: nn.Module, parts: Iterable[Part]) -> None:
+    """Gives parts that no state knows (they were made by hand, or unpickled) one state, of their owner."""
+    if any(not part.scaling_state.bound for part in parts):
+        wrapper = ddp_around([owner])
+        ScalingState(owner if wrapper is None else wrapper.module)
+
+
+def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """The matrices of a stack, with one gradient for all of them."""
+    return [None] * count if whole is None else torch.unbind(whole)
+
+
+def rows_of(layer: nn.Module, tokens: int) -> int:
+    """How many of the tokens of a forward a layer can be expected to get; for predictions of speed."""
+    return max(1, round(tokens * layer.share)) if isinstance(layer, Part) else tokens
