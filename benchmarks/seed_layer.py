@@ -3,9 +3,9 @@
     python benchmarks/seed_layer.py [--scale 1] [--rounds 5]
 
 One TransformerLayer (sequence 1024, batch 32, hidden 4096, FFN 16384, 32 heads over 8, no mask), forward, backward and
-an AdamW step. On a CPU every size is divided so that it takes seconds; --scale multiplies the tokens. Rows: parameters
-and inputs in FP32; the same under torch.autocast; all in BF16. Columns: the recipes, each built from `ottava.nn` and from
-plain torch that `ottava.convert` converted. Times are medians of ratios to BF16's own row, in turns.
+an AdamW step. On a CPU every size is divided, so that it takes seconds; --scale multiplies the tokens. The rows are
+parameters and inputs in FP32, the same under torch.autocast, and all in BF16. Each is built from `ottava.nn` and from
+plain torch after `ottava.convert`, under each recipe. Times are medians of ratios to BF16's own row, in turns.
 """
 
 from __future__ import annotations

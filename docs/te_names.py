@@ -1,4 +1,4 @@
-"""Prints the tables of docs/from_transformer_engine.md: every public name of TransformerEngine, from the code itself."""
+"""Prints the tables of docs/from_transformer_engine.md: every public name of TransformerEngine, from the code."""
 
 from __future__ import annotations
 

@@ -299,7 +299,7 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
     rows: list[TensorState] = []
     recipes: dict[str, None] = {}
     for name, value in entries.items():
-        state = _extra_state(path, name, value)
+        state = read_extra_state(path, name, value)
         if not isinstance(state, dict) or "scale_fwd" not in state:
             continue  # empty, or a recipe without state
         recipe, extra = state.get("recipe"), state.get("extra_fp8_variables")
@@ -320,7 +320,15 @@ def _transformer_engine(path: Path, entries: Mapping[str, Any]) -> tuple[list[Te
     return rows, list(recipes)
 
 
-def _extra_state(path: Path, name: str, value: Any) -> Any:
+def read_extra_state(path: Path | str, name: str, value: Any) -> Any:
+    """The state of one module in TransformerEngine's format, read without executing it; None if it is empty.
+
+    Args:
+        path, name: of the file and the entry, for messages.
+        value: a uint8 tensor, a BytesIO, or None.
+    Raises:
+        StateFileError: the value is something else, is damaged, or would have to be executed.
+    """
     if isinstance(value, io.BytesIO):
         data = value.getvalue()
     elif isinstance(value, Tensor) and value.dtype == torch.uint8:
@@ -363,7 +371,7 @@ def _columns(layer: str, columns: tuple[str, ...], scale: Tensor, history: Tenso
 def _law(settings: Mapping[str, Any], extra: Mapping[str, Any], direction: str) -> _Law:
     largest = extra.get(f"fp8_max_{direction}")
     if largest is None:
-        largest = dict(zip(("fwd", "bwd"), _maxima(settings.get("fp8_format")), strict=False)).get(direction)
+        largest = dict(zip(("fwd", "bwd"), format_maxima(settings.get("fp8_format")), strict=False)).get(direction)
     formats = tuple(fmt for fmt in (E4M3, E5M2) if fmt.max == largest)
     margin, algorithm = settings.get("margin"), settings.get("amax_compute_algo")
     if settings.get("scaling_factor_compute_algo") is not None or not isinstance(algorithm, str | None):
@@ -371,7 +379,7 @@ def _law(settings: Mapping[str, Any], extra: Mapping[str, Any], direction: str) 
     return _Law(formats or (E4M3, E5M2), margin if isinstance(margin, int) else None, algorithm, forgets=True)
 
 
-def _maxima(fp8_format: Any) -> tuple[Any, ...]:
+def format_maxima(fp8_format: Any) -> tuple[Any, ...]:
     """(largest number forward, backward) of TransformerEngine's Format, an enum whose value is a pair."""
     value = fp8_format.args[0] if isinstance(fp8_format, StandIn) and fp8_format.args else ()
     pair = value.args if isinstance(value, StandIn) else value
@@ -380,6 +388,6 @@ def _maxima(fp8_format: Any) -> tuple[Any, ...]:
 
 def _recipe_in_words(recipe: StandIn, settings: Mapping[str, Any]) -> str:
     words = [f"{k}={v!r}" for k, v in settings.items() if isinstance(v, bool | int | float | str)]
-    maxima = _maxima(settings.get("fp8_format"))
+    maxima = format_maxima(settings.get("fp8_format"))
     words += [f"largest numbers {maxima[0]} forward, {maxima[1]} backward"] if len(maxima) == 2 else []
     return f"{recipe.qualified_name.rpartition('.')[2]}({', '.join(words)})"

@@ -45,6 +45,16 @@ def test_keys_are_theirs_and_writing_through_them_reaches_the_parameters() -> No
         assert broken.unexpected_keys == ["weights"]
 
 
+def test_experts_are_apart_in_theirs_and_a_stack_in_ours() -> None:
+    layer, other = te.GroupedLinear(3, 8, 4), te.GroupedLinear(3, 8, 4)
+    state = layer.state_dict()
+    assert set(state) == {f"{name}{g}" for name in ("weight", "bias") for g in range(3)} | {"_extra_state"}
+    state["weight1"].fill_(2.0)
+    assert layer.weight[1].eq(2.0).all()
+    assert other.load_state_dict(state) == ([], [])
+    assert torch.equal(other.weight, layer.weight)
+
+
 def test_histories_and_scales_are_taken() -> None:
     """Row 0 is where TransformerEngine stages amaxes; the oldest entry lies in row 1. An MLP has six columns."""
     length = 4
@@ -82,7 +92,7 @@ def test_damaged_and_hostile_states_are_refused(tmp_path: Any) -> None:
 
     layer = te.Linear(16, 16)
     for state, words in (
-        (as_saved({"scale_fwd": Evil()}), "is not read"),
+        (as_saved({"scale_fwd": Evil()}), "would run code; it was not read"),
         (torch.arange(9, dtype=torch.uint8), "cut short or damaged"),
         ("text", "no state of TransformerEngine"),
     ):

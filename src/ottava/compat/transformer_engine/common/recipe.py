@@ -307,7 +307,7 @@ class NVFP4BlockScaling(Recipe):
 class CustomRecipe(Recipe):
     """Refused: a recipe of one's own is an `ottava.Recipe`, a table of cells."""
 
-    def __new__(cls, *_: Any, **__: Any) -> NoReturn:  # type: ignore[misc]
+    def __new__(cls, *_: Any, **__: Any) -> NoReturn:
         """Always raises NotImplementedError."""
         raise NotImplementedError(
             "CustomRecipe is not in ottava: an ottava.Recipe is a table of six cells, and ottava.autocast takes it"

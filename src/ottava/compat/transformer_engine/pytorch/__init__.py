@@ -10,7 +10,14 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from ottava.compat.transformer_engine.pytorch.distributed import checkpoint
-from ottava.compat.transformer_engine.pytorch.module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from ottava.compat.transformer_engine.pytorch.module import (
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from ottava.compat.transformer_engine.pytorch.quantization import (
     autocast,
     fp8_autocast,
@@ -30,6 +37,7 @@ from ottava.compat.transformer_engine.pytorch.transformer import TransformerLaye
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -5,7 +5,7 @@ Outside an `autocast` they run in high precision, as TransformerEngine's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -101,7 +101,7 @@ class Unbiased:
     return_bias: bool
     bias: Any
 
-    def run(self, forward: Callable[..., Any], *args: Any) -> Any:
+    def with_bias_apart(self, forward: Callable[..., Any], *args: Any) -> Any:
         """forward(*args), or (that without the bias, the bias)."""
         if not self.return_bias:
             return forward(*args)
@@ -157,7 +157,7 @@ class Linear(TEState, Unbiased, ours.Linear):
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias the bias too."""
         refuse("Linear", others)
-        return self.run(super().forward, inp)
+        return self.with_bias_apart(super().forward, inp)
 
 
 class LayerNormLinear(TEState, Unbiased, ours.NormLinear):
@@ -212,7 +212,7 @@ class LayerNormLinear(TEState, Unbiased, ours.NormLinear):
     ) -> Any:
         """(..., in_features) -> y, or a tuple (y, bias if asked for, normed rows if asked for)."""
         refuse("LayerNormLinear", others)
-        y = self.run(super().forward, inp)
+        y = self.with_bias_apart(super().forward, inp)
         if not (self.return_bias and self.return_norm_output):
             return y
         (y, rows), bias = y
@@ -272,6 +272,47 @@ class LayerNormMLP(TEState, ours.NormMLP):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """(..., hidden_size) -> (..., hidden_size)."""
         return super().forward(inp)
+
+
+class GroupedLinear(TEState, ours.GroupedLinear):
+    """`ottava.nn.GroupedLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
+
+    Args:
+        num_gemms, in_features, out_features, bias: groups, K, N, whether each group has a bias.
+
+    Example:
+        >>> import ottava.compat.transformer_engine.pytorch as te
+        >>> layer = te.GroupedLinear(2, 64, 32, bias=False)
+        >>> layer(torch.ones(5, 64), [4, 1]).shape, sorted(layer.state_dict())
+        (torch.Size([5, 32]), ['_extra_state', 'weight0', 'weight1'])
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **others: Any,
+    ) -> None:
+        refuse("GroupedLinear", others, _COMMON)
+        super().__init__(
+            num_gemms, in_features, out_features, bias, recipe="bf16", device=device_for(device), dtype=params_dtype
+        )
+        start(self.weight, self.bias, init_method)
+        stacked = {name: tuple((f"{name}{g}", 0) for g in range(num_gemms)) for name in ("weight", "bias")}
+        self.uses_their_keys(stacked, {"": tuple(f"groups.{g}" for g in range(num_gemms))})
+
+    def forward(  # type: ignore[override]  # TransformerEngine's signature
+        self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
+    ) -> Tensor:
+        """(tokens, in_features), rows of each group -> (tokens, out_features)."""
+        refuse("GroupedLinear", others)
+        return super().forward(inp, m_splits)
 
 
 class LayerNorm(ours.LayerNorm):

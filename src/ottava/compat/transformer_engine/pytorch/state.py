@@ -31,8 +31,8 @@ class TEState(nn.Module):
         """Renames keys whenever a state dict is made or loaded; called once, at the end of a constructor.
 
         Args:
-            keys: own key -> TransformerEngine's; or its keys and rows, one after the other, of a parameter that lies
-                in one piece here.
+            keys: own key -> TransformerEngine's; or its keys and their rows, one after the other, of a parameter that
+                lies in one piece here; rows 0: each key is one matrix of a stack.
             states: path of TransformerEngine's module that saves histories -> own layers, in the order of its GEMMs.
         """
         self._keys, self._states = dict(keys), dict(states)
@@ -94,7 +94,8 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
         if isinstance(parts, str):
             state[prefix + parts] = tensor
         else:  # views: what is written into them is written into the parameter
-            pieces = tensor.split([rows for _, rows in parts])
+            stacked = parts[0][1] == 0
+            pieces = tensor.unbind() if stacked else tensor.split([rows for _, rows in parts])
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
     for path in module._states:
         state[_state_key(prefix, path)] = torch.empty(0, dtype=torch.uint8)  # as for recipes without a history
@@ -115,7 +116,8 @@ def _rename_in(
         names = [parts] if isinstance(parts, str) else [name for name, _ in parts]
         if all(prefix + name in state for name in names):
             pieces = [state.pop(prefix + name) for name in names]
-            state[prefix + own] = pieces[0] if isinstance(parts, str) else torch.cat(pieces)
+            join = torch.stack if not isinstance(parts, str) and parts[0][1] == 0 else torch.cat
+            state[prefix + own] = pieces[0] if isinstance(parts, str) else join(pieces)
     for path, layers in module._states.items():
         saved = state.pop(_state_key(prefix, path), None)
         try:

@@ -1,0 +1,112 @@
+"""TransformerEngine's modules against ottava's own layers, bit for bit, and against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ottava
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+RECIPES: tuple[Recipe, ...] = (DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling())
+
+
+def run(model: nn.Module, x: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = model(leaf, *more)
+    y.float().square().sum().backward()
+    assert leaf.grad is not None
+    return y, leaf.grad, *(p.grad for p in model.parameters())  # type: ignore[misc]
+
+
+def test_each_is_the_layer_of_ottava() -> None:
+    """Output and every gradient to the bit, under four recipes; the tanh formula of GELU among them."""
+    torch.manual_seed(0)
+    x = torch.randn(48, 64).bfloat16()
+    pairs: list[tuple[Any, Any, tuple[Any, ...]]] = [
+        (te.Linear(64, 32), ottava.nn.Linear(64, 32), ()),
+        (te.LayerNormLinear(64, 32, normalization="RMSNorm"), ottava.nn.NormLinear(64, 32, norm="rmsnorm"), ()),
+        (te.LayerNormMLP(64, 96), ottava.nn.NormMLP(64, 96, activation="gelu_tanh"), ()),
+        (
+            te.LayerNormMLP(64, 96, activation="swiglu", zero_centered_gamma=True, checkpoint=True),
+            ottava.nn.NormMLP(64, 96, activation="swiglu", zero_centered_gamma=True, save="recompute"),
+            (),
+        ),
+        (te.GroupedLinear(3, 64, 32), ottava.nn.GroupedLinear(3, 64, 32), ([20, 0, 28],)),
+    ]
+    for theirs, ours, more in pairs:
+        theirs.bfloat16(), ours.bfloat16()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.data.copy_(b.data)
+        for recipe in RECIPES:
+            with te.autocast(recipe=recipe):
+                expected = run(ours, x, *more)
+                got = run(theirs, x, *more)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (type(theirs), recipe)
+
+
+def test_outside_an_autocast_they_are_torch() -> None:
+    x = torch.randn(8, 32)
+    layer = te.Linear(32, 16)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    norm = te.RMSNorm(32, zero_centered_gamma=True)
+    assert torch.allclose(norm(x), nn.functional.rms_norm(x, (32,), eps=1e-5), atol=1e-6)
+    assert torch.allclose(te.LayerNorm(hidden_size=32)(x), nn.functional.layer_norm(x, (32,)), atol=1e-6)
+    mlp = te.LayerNormMLP(32, 64, activation="srelu", bias=False, normalization="RMSNorm")
+    hidden = nn.functional.linear(nn.functional.rms_norm(x, (32,), eps=1e-5), mlp.fc1_weight).relu().square()
+    assert torch.allclose(mlp(x), nn.functional.linear(hidden, mlp.fc2_weight), rtol=1e-5, atol=1e-5)
+
+
+def test_biases_and_normed_rows_can_be_asked_for() -> None:
+    x = torch.randn(8, 32)
+    layer = te.Linear(32, 16, return_bias=True)
+    layer.bias.data.fill_(1.0)
+    y, bias = layer(x)
+    assert torch.equal(y + bias, nn.functional.linear(x, layer.weight) + layer.bias)
+    assert layer.bias is bias
+    both = te.LayerNormLinear(32, 16, return_bias=True, return_layernorm_output=True)
+    y, bias, rows = both(x)
+    assert torch.allclose(rows, nn.functional.layer_norm(x, (32,)), atol=1e-6)
+    assert torch.equal(y, nn.functional.linear(rows, both.weight))
+    y, rows = te.LayerNormLinear(32, 16, return_layernorm_output=True)(x)
+    assert (y.shape, rows.shape) == ((8, 16), (8, 32))
+
+
+def test_weights_start_as_theirs() -> None:
+    """Normal, a standard deviation of 0.023, biases 0; or by a function of the caller's."""
+    layer = te.Linear(256, 256)
+    assert 0.022 < float(layer.weight.std()) < 0.024
+    assert not layer.bias.any()
+    constant = te.LayerNormMLP(8, 8, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_)
+    assert constant.fc1_weight.eq(1).all()
+    assert constant.fc2_weight.eq(0).all()
+    meta = te.TransformerLayer(32, 64, 4, device="meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+
+
+def test_wrong_arguments_say_what_is_needed() -> None:
+    for make, error, words in (
+        (lambda: te.LayerNorm(), TypeError, "got no size"),
+        (lambda: te.LayerNormLinear(8, 8, normalization="Layernorm"), ValueError, "did you mean 'LayerNorm'"),
+        (lambda: te.LayerNormMLP(8, 8, activation="gelo"), ValueError, "did you mean 'gelu'"),
+        (lambda: te.LayerNormMLP(8, 8, activation_params={"x": 1}), NotImplementedError, "limit and alpha"),
+        (lambda: te.RMSNorm(8, sequence_parallel=True), NotImplementedError, "sequence_parallel=True"),
+    ):
+        with pytest.raises(error, match=words):
+            make()
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="this machine has no CUDA device"):
+            te.Linear(8, 8, device="cuda")
+    clamped = te.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": 2.0, "alpha": 1.0})
+    assert clamped(torch.ones(1, 8)).shape == (1, 8)
