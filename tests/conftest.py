@@ -28,6 +28,8 @@ from ottava.recipe import RECIPES, Recipe
 from ottava.rounding import decode
 from ottava.scaling import Granularity, ScaleFormat
 
+pytest_plugins = ["cost"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is marked `gpu` is skipped where there is none; so is `scaled_mm_on_cpu`."""

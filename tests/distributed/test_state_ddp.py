@@ -18,7 +18,7 @@ import state_scenarios_sharded
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+import warm
 from state_scenarios import World
 
 from scaling_samples import differences, network
@@ -52,10 +52,10 @@ def run_all(rank: int, size: int, folder: str) -> None:
 def start(size: int, folder: Path) -> list[dict[str, str]]:
     """The results of each rank."""
     folder.mkdir()
-    context = mp.spawn(run_all, args=(size, str(folder)), nprocs=size, join=False)
+    context = warm.start_ranks(run_all, (size, str(folder)), size)
     deadline = time.monotonic() + _LIMIT
     try:
-        while not context.join(timeout=5) and time.monotonic() < deadline:
+        while not context.join(timeout=1) and time.monotonic() < deadline:
             pass
     finally:
         for process in context.processes:

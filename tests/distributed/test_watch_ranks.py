@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from watch_scenarios import SCENARIOS
 
 from ottava.debug.run.reader import Run
@@ -45,10 +45,10 @@ def run_all(rank: int, folder: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """The results of each rank; one start of the processes runs all scenarios."""
     folder = tmp_path_factory.mktemp("watch")
-    context = mp.spawn(run_all, args=(str(folder),), nprocs=SIZE, join=False)
+    context = warm.start_ranks(run_all, (str(folder),), SIZE)
     deadline = time.monotonic() + _LIMIT
     try:
-        while not context.join(timeout=5) and time.monotonic() < deadline:
+        while not context.join(timeout=1) and time.monotonic() < deadline:
             pass
     finally:
         for process in context.processes:
@@ -82,6 +82,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_rank_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
