@@ -1,4 +1,4 @@
-"""A pytest plugin: a test that costs too much fails, unless it is marked `slow`. So `./x test` stays a matter of minutes.
+"""A pytest plugin: a test that costs too much fails, unless it is marked `slow`. `./x test` stays a matter of minutes.
 
 What counts is CPU time, of the test and of the processes that it waited for: a busy machine makes nobody fail.
 """

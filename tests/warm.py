@@ -1,4 +1,4 @@
-"""`python ...` in a process of its own that starts at once: a fork of one interpreter that has imported torch and ottava.
+"""`python ...` in a process of its own that starts at once: a fork of an interpreter that has torch imported.
 
 Starting Python with torch costs seconds of CPU time, and the command line is tested by many such starts. Here they cost
 one a test run. The process is as real as another: its own id, signals, exit code, folder, environment and files. Tests
@@ -101,7 +101,8 @@ def become(words: list[str], folder: str, environment: dict[str, str], out: str,
         file = os.open(path, flags | (os.O_APPEND if number else 0))
         os.dup2(file, number)
         os.close(file)
-    sys.stdin, sys.stdout, sys.stderr = (open(number, "r" if number == 0 else "w", buffering=1) for number in range(3))
+    sys.stdin = open(0)  # noqa: SIM115  # they end with the process
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

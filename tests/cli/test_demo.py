@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import warm
 
+import warm
 from ottava.cli.app import main
 from ottava.cli.demo import _given
 from ottava.recipe import RECIPES

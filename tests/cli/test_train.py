@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import warm
 
+import warm
 from ottava.cli.app import main
 from ottava.train.config import TrainConfig, load_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
-import warm
 
+import warm
 from ottava.cli.watch import watch
 from ottava.debug.run.reader import Run
 from ottava.debug.watch.launch import LaunchError

@@ -18,6 +18,7 @@ from ottava.kernels.native import sample as native_sample
 from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_16X16, BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
+from sweep import sweep
 
 E4M3 = QuantizationSpec(ottava.E4M3)
 PHASES = 1 << 12
@@ -151,6 +152,7 @@ def test_blocks_that_are_still_to_be_cast_are_taken_whole() -> None:
     assert sampled(look_at(x, QuantizationSpec(ottava.E4M3, Granularity(3, 5))), 16, 0) is None
 
 
+@sweep
 def test_taking_rows_copies_them_in_every_layout(matrix: Tensor) -> None:
     """Whatever the strides; also no columns at all."""
     if matrix.shape[0] < 2:
@@ -163,6 +165,7 @@ def test_taking_rows_copies_them_in_every_layout(matrix: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows, cols, every", [(640, 200, 8), (300, 129, 16), (128 * 9 + 70, 40, 16)])
+@sweep
 def test_all_looks_together_are_the_whole(
     granularity: Granularity, dtype: torch.dtype, rows: int, cols: int, every: int
 ) -> None:

@@ -18,9 +18,9 @@ import state_scenarios_sharded
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import warm
 from state_scenarios import World
 
+import warm
 from scaling_samples import differences, network
 
 SCENARIOS = (*state_scenarios.SCENARIOS, *state_scenarios_sharded.SCENARIOS)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from watch_scenarios import SCENARIOS
 
+import warm
 from ottava.debug.run.reader import Run
 
 SIZE = 2

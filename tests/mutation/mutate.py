@@ -2,10 +2,10 @@
 
     ./x mutate ROOM [--sample N] [--jobs N]        ROOM: formats, rounding, scaling, recipe, quantizer, state, or all
 
-Cosmic Ray makes the mutants (`OPERATORS`). Each runs in a process of its own on a copy of the source, with the tests that
-`rooms.toml` names for the room, the fastest test first, until the first one fails. A mutant that no test notices has
-survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that cannot be noticed, each with
-the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
+Cosmic Ray makes the mutants (`OPERATORS`). Each runs in a process of its own on a copy of the source, with the tests
+that `rooms.toml` names for the room, the fastest test first, until the first one fails. A mutant that no test notices
+has survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that cannot be noticed, each
+with the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def preload() -> None:
     import hypothesis  # noqa: F401
     import ml_dtypes  # noqa: F401
     import pytest  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch.nn
 
     with contextlib.suppress(ImportError):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
 
+import warm
 from ottava.recipe import RECIPES, Recipe
 from ottava.settings import ConfigError
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config

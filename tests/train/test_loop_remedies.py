@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from test_loop import curve, saved_curve, tiny
 from torch import Tensor
 
+import warm
 from ottava.debug.run.reader import Run
 from ottava.settings import ConfigError
 from ottava.train import Trainer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,9 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import warm
 
 import ottava
+import warm
 from ottava.debug.measure import measure, measure_packed
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import EVENTS, MANIFEST, STATS, STEPS, RunError, SlotKey

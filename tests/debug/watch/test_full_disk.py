@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm
 
+import warm
 from ottava.debug.event_file import read_scalars
 from ottava.debug.run.reader import Run
 from ottava.debug.watch.dumps import TensorDump, read_dump

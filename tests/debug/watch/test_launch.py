@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import warm
 
+import warm
 from ottava.debug.watch.launch import LaunchError, check_script, run_script
 
 LAUNCH = """

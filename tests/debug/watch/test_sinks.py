@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from rich.console import Console
 
 import ottava
+import warm
 from ottava.debug.event_file import read_scalars
 from ottava.debug.measure import measure
 from ottava.debug.run.reader import Table
