@@ -1,7 +1,7 @@
 """`@sweep`: one test that runs all its cases in a loop, and names the case that fails.
 
-The parameters of a test that are names of `AXES` take every registered value; further axes are given by keyword. What is
-`DERIVED` from axes comes with them. Every case starts from the same seed.
+A parameter of the test that `AXES` names takes every registered value; keywords give further axes, and `DERIVED` makes
+parameters of the values of axes. Every case starts from the same seed.
 
     @sweep(rounding=get_args(Rounding))
     def test_x(fmt: Format, rounding: Rounding, matrix: Tensor) -> None: ...

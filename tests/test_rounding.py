@@ -6,6 +6,7 @@ Neither is told how ottava rounds. Numbers are compared by their fp32 bits, whic
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Format
+from ottava.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Format, Specials
 from ottava.rounding import (
     Rounding,
     _round_on_grid,
@@ -204,6 +205,19 @@ def test_every_code_comes_back_from_its_number(fmt: Format, rounding: Any) -> No
     again = decode(back, fmt)
     assert torch.equal(again.isnan(), values.isnan())
     assert torch.equal(again[values.isinf()], torch.copysign(torch.tensor(fmt.max), values[values.isinf()]))
+
+
+def test_codes_of_formats_that_nobody_has_registered_come_back() -> None:
+    """Without a zero but with a mantissa, unsigned with a zero, one bit of exponent: each code, by either rounding."""
+    facts = {"exponent_bits": 2, "mantissa_bits": 2, "bias": 1}
+    for signed, has_zero, specials in itertools.product((True, False), (True, False), get_args(Specials)):
+        fmt = Format(name="X", signed=signed, has_zero=has_zero, specials=specials, **facts)  # type: ignore[arg-type]
+        values, codes = code_values(fmt), torch.arange(1 << fmt.bits, dtype=torch.uint8)
+        finite = values.isfinite()
+        assert values[finite].max() == fmt.max
+        for rounding in get_args(Rounding):
+            assert torch.equal(encode(values, fmt, rounding=rounding)[finite], codes[finite]), (fmt, rounding)
+        assert torch.equal(decode(codes, fmt)[finite], values[finite])
 
 
 @sweep

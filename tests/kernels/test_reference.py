@@ -115,6 +115,7 @@ def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dty
 
 
 @pytest.mark.gpu
+@sweep
 def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
     """Codes, scales and amax of a laptop and of a GPU, for every format, dtype and layout."""
     x = torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))
