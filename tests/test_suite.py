@@ -72,18 +72,10 @@ def test_a_warm_process_is_one_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(code)
     starts = ((["-c", code], "-c"), (["script.py"], "script.py"), (["-m", "script"], str(tmp_path / "script.py")))
     for words, first in starts:
-        (["-c", code], "-c"),
-        (["script.py"], "script.py"),
-        (["-m", "script"], str(tmp_path / "script.py")),
-    ):
         ran = warm.run([*words, "x"], cwd=tmp_path, env={"W": "1"})
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{[first, 'x']} {tmp_path} 1 __main__\n", "e\n")
     ends = (("sys.exit(3)", 3, ""), ("sys.exit('no')", 1, "no\n"), ("1 / 0", 1, "ZeroDivisionError"))
     for end, exit_code, said in ends:
-        ("sys.exit(3)", 3, ""),
-        ("sys.exit('no')", 1, "no\n"),
-        ("1 / 0", 1, "ZeroDivisionError"),
-    ):
         ran = warm.run(["-c", f"import sys; {end}"])
         assert ran.returncode == exit_code
         assert said in ran.stderr
