@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import importlib
 import os
 import random
 import shutil
@@ -43,6 +44,18 @@ OPERATORS = (
 )
 """Cosmic Ray's operators by the end of their name. Of the eleven other operators that it would put in the place of one,
 and the seven other comparisons, the nearest is taken: the rest are noticed more easily and would flatter the figure."""
+
+
+PRELOADED = ("triton_mode", "torch._dynamo", "torch.testing", "pytest", "hypothesis", "gfloat", "ml_dtypes", "triton")
+PRELOADED += (
+    "torchao.float8",
+    "torchao.prototype.mx_formats.mx_tensor",
+    "numpy",
+    "pydantic",
+    "yaml",
+    "pyarrow.parquet",
+)
+"""What every mutant's process needs and no mutant changes; `triton_mode` first, which says how Triton runs."""
 
 
 @dataclass
@@ -152,18 +165,10 @@ class Order:
 def preload() -> None:
     """Import once what every mutant's process needs and no mutant changes: the processes are forks of this one."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import triton_mode  # noqa: F401  # isort: skip  # before Triton, and torch imports that on occasion
-    import gfloat
-    import hypothesis  # noqa: F401
-    import ml_dtypes  # noqa: F401
-    import pytest  # noqa: F401
-    import torch._dynamo
-    import torch.nn
-
-    with contextlib.suppress(ImportError):
-        import torchao.float8  # noqa: F401
-    assert gfloat
-    torch.set_num_threads(1)
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sys.modules["torch"].set_num_threads(1)
 
 
 def start(room: Room, source: str, copy: Path, report: Path, warm: bool) -> int:
@@ -257,8 +262,9 @@ class Runner:
             for copy in [copy for copy in copies if copy not in used][: len(waiting)]:
                 self.launch(room, waiting.pop(), copy)
             mutant = self.wait()
-            if sys.stderr.isatty():
-                print(f"\r{room.name}: {len(waiting) + len(self.running)} to go ", end="", file=sys.stderr)
+            left = len(waiting) + len(self.running)
+            if sys.stderr.isatty() or left % 10 == 0:
+                print(f"\r{room.name}: {left} to go ", end="" if left else "\n", file=sys.stderr, flush=True)
             if not mutant.killer:
                 print(
                     f"  survived  {room.name}.py:{mutant.line}\n      {mutant.before}\n      {mutant.after}", flush=True
