@@ -112,8 +112,9 @@ def become(words: list[str], folder: str, environment: dict[str, str], out: str,
         execute(words)
     except SystemExit as ended:
         code = ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
