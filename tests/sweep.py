@@ -56,17 +56,24 @@ AXES: Mapping[str, Sequence[Any]] = {
     "pair": tuple(PAIRS.values()),  # (lhs, rhs) of every quantized GEMM of every registered recipe, each once
     "dtype": (torch.float32, torch.bfloat16, torch.float16),  # every dtype that is cast from
     "sizes": ((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), *EMPTY),  # (M, N, K)
-    "layout": tuple(LAYOUTS),  # one number, odd, whole blocks, transposed, strided, expanded, empty
+    "layout": tuple(
+        LAYOUTS.values()
+    ),  # makes a matrix: one number, odd, whole blocks, transposed, strided, expanded, empty
 }
 """Everything that is registered, so that a new entry is tested the day it is added."""
 
 
 DERIVED: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "matrix": (("layout", "dtype"), lambda layout, dtype: LAYOUTS[layout](dtype)),
+    "matrix": (("layout", "dtype"), lambda layout, dtype: layout(dtype)),
     "ml_dtypes_type": (("fmt",), lambda fmt: ML_DTYPES[fmt.name]),
     "gfloat_info": (("fmt",), lambda fmt: GFLOAT[fmt.name]),
 }
 """What is made of the values of some axes."""
+
+
+def shown(value: Any) -> Any:
+    """A layout by its name, everything else as it prints."""
+    return next((name for name, make in LAYOUTS.items() if make is value), value)
 
 
 def sweep(test: Callable[..., None] | None = None, /, **axes: Iterable[Any] | None) -> Any:
@@ -100,7 +107,7 @@ def sweep(test: Callable[..., None] | None = None, /, **axes: Iterable[Any] | No
             except pytest.skip.Exception as skip:
                 skipped.append(str(skip))
             except Exception as error:
-                error.add_note(f"in the case {', '.join(f'{name}={value}' for name, value in chosen.items())}")
+                error.add_note(f"in the case {', '.join(f'{name}={shown(value)}' for name, value in chosen.items())}")
                 raise
         if len(skipped) == total:
             pytest.skip("; ".join(dict.fromkeys(skipped)))
