@@ -56,9 +56,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "pair": tuple(PAIRS.values()),  # (lhs, rhs) of every quantized GEMM of every registered recipe, each once
     "dtype": (torch.float32, torch.bfloat16, torch.float16),  # every dtype that is cast from
     "sizes": ((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), *EMPTY),  # (M, N, K)
-    "layout": tuple(
-        LAYOUTS.values()
-    ),  # makes a matrix: one number, odd, whole blocks, transposed, strided, expanded, empty
+    "layout": tuple(LAYOUTS.values()),  # makes a matrix: odd, whole blocks, transposed, strided, expanded, empty
 }
 """Everything that is registered, so that a new entry is tested the day it is added."""
 
