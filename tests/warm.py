@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], out: str,
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
     code: object = 0
     try:
         execute(words)
