@@ -46,7 +46,9 @@ class LayerNormFormula:
         beta = None if bias is None else bias.to(dtype)
         taken = x if x.is_cpu else x.to(dtype)  # CPUs read 16 bits beside an fp32 weight, GPUs want one dtype
         y, mean, rstd = torch.native_layer_norm(taken, x.shape[-1:], gamma, beta, self.eps)
-        return y.to(x.dtype), (x, weight, bias, mean.to(dtype), rstd.to(dtype))
+        if mean.dtype != dtype:  # so torch says of 16 bits while it traces; 2.11 then makes wrong gradients
+            y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], gamma, beta, self.eps)
+        return y.to(x.dtype), (x, weight, bias, mean, rstd)
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, d_weight, d_bias)."""
