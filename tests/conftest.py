@@ -1,32 +1,31 @@
 """What tests of every room share: a fixture for each thing that is registered, and matrices in every layout.
 
 A test that takes `fmt`, `recipe`, `granularity`, `scale_format`, `dtype` or `matrix` runs once for each of them, so a
-new entry is tested the day it is added. The witnesses of a format (`ml_dtypes_type`, `gfloat_info`) are part of that:
-a format without an independent witness fails its tests.
+new entry is tested the day it is added. Under `@sweep` it does so in one loop; `sweep.AXES` lists the values of both.
 """
 
 from __future__ import annotations
 
 import triton_mode  # noqa: F401  # isort: skip
 
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
-from gfloat import formats as gfloat_formats
 from torch import Tensor
 
 from layout_samples import LAYOUTS
-from ottava import scaling
-from ottava.formats import E4M3, FORMATS, Format
+from ottava.formats import Format
 from ottava.kernels import scaled_mm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import RECIPES, Recipe
+from ottava.recipe import Recipe
 from ottava.rounding import decode
 from ottava.scaling import Granularity, ScaleFormat
+from sweep import AXES, PAIRS
+from witnesses import GFLOAT, ML_DTYPES
+
+pytest_plugins = ["cost"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,49 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-REGISTERED_GRANULARITIES = tuple(value for value in vars(scaling).values() if isinstance(value, Granularity))
-GRANULARITIES = (*REGISTERED_GRANULARITIES, Granularity(3, 5), Granularity(None, 4))
-SPECS = [
-    QuantizationSpec(E4M3, granularity, scale_format)
-    for granularity in GRANULARITIES
-    for scale_format in get_args(ScaleFormat)
-    if not (scale_format == "e4m3" and granularity == scaling.PER_TENSOR)  # E4M3 scales belong to blocks
-]
-
-ML_DTYPES: Mapping[str, Any] = {
-    "E4M3": ml_dtypes.float8_e4m3fn,
-    "E5M2": ml_dtypes.float8_e5m2,
-    "E8M0": ml_dtypes.float8_e8m0fnu,
-    "E2M1": ml_dtypes.float4_e2m1fn,
-    "E2M3": ml_dtypes.float6_e2m3fn,
-    "E3M2": ml_dtypes.float6_e3m2fn,
-    "BF16": ml_dtypes.bfloat16,
-    "FP16": np.float16,
-    "FP32": np.float32,
-}
-GFLOAT: Mapping[str, Any] = {
-    "E4M3": gfloat_formats.format_info_ocp_e4m3,
-    "E5M2": gfloat_formats.format_info_ocp_e5m2,
-    "E8M0": gfloat_formats.format_info_ocp_e8m0,
-    "E2M1": gfloat_formats.format_info_ocp_e2m1,
-    "E2M3": gfloat_formats.format_info_ocp_e2m3,
-    "E3M2": gfloat_formats.format_info_ocp_e3m2,
-    "BF16": gfloat_formats.format_info_bfloat16,
-    "FP16": gfloat_formats.format_info_binary16,
-    "FP32": gfloat_formats.format_info_binary32,
-}
-
-
-PAIRS = {
-    f"{gemm.lhs} x {gemm.rhs}": (gemm.lhs, gemm.rhs)
-    for recipe in RECIPES.values()
-    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    if gemm.quantized
-}
-
-EMPTY = ((0, 5, 16), (5, 0, 16), (5, 3, 0), (0, 0, 0))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Sums in one order on every machine; and small tensors on many threads only wait for each other."""
@@ -96,7 +52,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=FORMATS.values(), ids=str)
+@pytest.fixture(params=AXES["fmt"], ids=str)
 def fmt(request: pytest.FixtureRequest) -> Format:
     """Every registered format."""
     return request.param
@@ -114,25 +70,25 @@ def gfloat_info(fmt: Format) -> Any:
     return GFLOAT[fmt.name]
 
 
-@pytest.fixture(params=RECIPES.values(), ids=lambda recipe: recipe.name)
+@pytest.fixture(params=AXES["recipe"], ids=lambda recipe: recipe.name)
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     """Every registered recipe."""
     return request.param
 
 
-@pytest.fixture(params=get_args(ScaleFormat))
+@pytest.fixture(params=AXES["scale_format"])
 def scale_format(request: pytest.FixtureRequest) -> ScaleFormat:
     """Every scale format."""
     return request.param
 
 
-@pytest.fixture(params=GRANULARITIES, ids=str)
+@pytest.fixture(params=AXES["granularity"], ids=str)
 def granularity(request: pytest.FixtureRequest) -> Granularity:
     """Every registered granularity, and two whose blocks are ragged nearly everywhere."""
     return request.param
 
 
-@pytest.fixture(params=SPECS, ids=str)
+@pytest.fixture(params=AXES["spec"], ids=str)
 def spec(request: pytest.FixtureRequest) -> QuantizationSpec:
     """Every granularity with every scale format that goes with it, in E4M3; other formats by `replace`."""
     return request.param
@@ -144,13 +100,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[QuantizationSpec, Quantization
     return request.param
 
 
-@pytest.fixture(params=(torch.float32, torch.bfloat16, torch.float16), ids=lambda dtype: str(dtype).split(".")[1])
+@pytest.fixture(params=AXES["dtype"], ids=lambda dtype: str(dtype).split(".")[1])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Every dtype that is cast from."""
     return request.param
 
 
-@pytest.fixture(params=((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), *EMPTY), ids=str)
+@pytest.fixture(params=AXES["sizes"], ids=str)
 def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int]:
     """(M, N, K): odd, whole blocks, ragged blocks, one, and nothing in each place."""
     return request.param

@@ -121,6 +121,7 @@ def load_x() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> None:
     """One line a phase, arguments and exit code are the command's own, extras come when they are asked for."""
     clone = Clone(tmp_path)
@@ -140,7 +141,6 @@ def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> Non
     code, out, err = clone.run("test", "-k", "scale")
     assert (code, out) == (0, "-k scale\n")
     assert re.fullmatch(r"x: installing what test needs \.\.\. \d+ s\n", err)
-    assert clone.run("test")[1].startswith("-n ")  # the whole suite: in parallel
 
     pyproject = clone.root / "pyproject.toml"
     pyproject.write_text(pyproject.read_text() + "[tool.ruff]\nline-length = 120\n")
@@ -149,6 +149,7 @@ def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> Non
     assert "making .venv" in clone.run("demo")[2]  # a dependency does
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the plain wheels of torch are CPU wheels")
 def test_refuses_to_pull_cuda_onto_a_machine_without_a_gpu(tmp_path: Path) -> None:
     """pip would resolve to a torch with CUDA packages: two lines say so and how to go on; on request it is taken."""
@@ -168,6 +169,7 @@ def test_refuses_to_pull_cuda_onto_a_machine_without_a_gpu(tmp_path: Path) -> No
     assert (code, "'tpu'" in err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals and shared locks are POSIX")
 def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path) -> None:
     """After kill -9 in the middle the next calls start over, and only one of them does the work."""
@@ -193,6 +195,7 @@ def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path)
     assert any("waiting for it" in text for text in said)
 
 
+@pytest.mark.slow
 def test_torch_of_the_interpreter_is_used_as_it_is(tmp_path: Path) -> None:
     """A torch that is there is never installed again, also not a pre-release that pip would find too old."""
     clone = Clone(tmp_path, torch=None)
@@ -205,6 +208,7 @@ def test_torch_of_the_interpreter_is_used_as_it_is(tmp_path: Path) -> None:
     assert "include-system-site-packages = true" in (clone.root / ".venv" / "pyvenv.cfg").read_text()
 
 
+@pytest.mark.slow
 def test_another_torch_has_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test --with` takes what there is of that release, and says how big it is; .venv stays as it is.
 
@@ -223,7 +227,7 @@ def test_another_torch_has_an_environment_of_its_own(tmp_path: Path, monkeypatch
     assert "torch 2.11.0+cu130 (CUDA 13.0)" in err
     assert sys.platform != "linux" or "installing torch==2.11.0 with CUDA, several GB" in err
     code, out, err = clone.run(*words)
-    assert (code, out[:3], err) == (0, "-n ", "")  # the whole suite, nothing to set up
+    assert (code, out[:3], err) == (0, "-n ", "")  # nothing to set up
     assert not (clone.root / ".venv").exists()
 
     x, have = load_x(), tmp_path / "have" / "torch"
@@ -243,6 +247,7 @@ def test_another_torch_is_one_release(wrong: tuple[str, ...], capsys: pytest.Cap
     assert "it takes one release of torch, 2.11 or newer: torch==2.11.0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_failures_are_shown(tmp_path: Path) -> None:
     """pip's own words reach the reader, and what is not ours is not deleted."""
     clone = Clone(tmp_path, torch=None)
@@ -287,14 +292,24 @@ def test_agrees_with_pyproject() -> None:
     assert f"torch>={minimum},<3" in project["dependencies"]
     assert tuple(map(int, x.TORCH_CPU.partition("==")[2].split(".")))[:2] >= x.TORCH_MINIMUM
     assert project["requires-python"] == ">=3.11"
-    assert set(project["optional-dependencies"]) >= {"test", "lint"}
+    assert set(project["optional-dependencies"]) >= {"test", "mutate", "lint"}
+
+
+def test_words_choose_the_tests() -> None:
+    """Nothing: all but the slow ones; --all: all; both share the cores. Anything else is pytest's own."""
+    chosen = load_x().pytest_arguments
+    fast, everything = chosen(()), chosen(("--all", "-x"))
+    assert fast[:1] == everything[:1] == ("-n",)
+    assert fast[-2:] == ("-m", "not slow")
+    assert everything == (*fast[:-2], "-x")
+    assert chosen(("tests/test_files.py", "--all")) == ("tests/test_files.py", "--all")
 
 
 def test_help_needs_no_set_up() -> None:
     """`./x help` prints the words it knows, at once."""
     run = subprocess.run([sys.executable, str(X), "help"], capture_output=True, text=True)
     assert run.returncode == 0
-    assert all(f"./x {word}" in run.stdout for word in ("demo", "test", "lint", "help"))
+    assert all(f"./x {word}" in run.stdout for word in ("demo", "test", "mutate", "lint", "help"))
 
 
 def test_cuda_requirements_of_a_report() -> None:

@@ -16,9 +16,11 @@ from ottava.kernels.native import quantize as native_quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128
+from sweep import PAIRS, sweep
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
-Pair = tuple[QuantizationSpec, QuantizationSpec]
+CONTRACTS = tuple(dict.fromkeys(replace(lhs, rounding="nearest_even") for lhs, _ in PAIRS.values()))
+"""Every left operand of a registered recipe, once; opcheck runs each twice and compares, so none is stochastic."""
 
 
 def raw(x_q: QuantizedTensor) -> Tensor:
@@ -31,6 +33,7 @@ def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
     return quantize(x, spec)
 
 
+@sweep
 def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """On a CPU: the same codes and scales; and the amax that the cast saw."""
     x = torch.randn(130, 300).to(dtype)
@@ -47,6 +50,7 @@ def test_quantize_is_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -
     assert not spec.granularity.transposes or x_q.t().amax is x_q.amax
 
 
+@sweep
 def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """quantize(x.T) has the codes of x.T.contiguous(), and so has every other view."""
     x = (torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))).to(dtype)
@@ -56,6 +60,7 @@ def test_layout_changes_no_code(spec: QuantizationSpec, dtype: torch.dtype) -> N
         assert torch.equal(x_q.scale_inv, copy_q.scale_inv)
 
 
+@sweep
 def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
     """quantize(x).t() is quantize(x.T) where blocks are square: one cast for two GEMMs; elsewhere there is no .t()."""
     x = torch.randn(130, 300)
@@ -68,6 +73,7 @@ def test_square_blocks_serve_both_directions(spec: QuantizationSpec) -> None:
     assert torch.equal(both.scale_inv, anew.scale_inv)
 
 
+@sweep
 def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
     """Gradients are the business of `functional`; a cast of a Parameter records nothing."""
     x_q, _, seen = cast_both(torch.randn(8, 128, requires_grad=True), spec, None)
@@ -76,13 +82,14 @@ def test_codes_carry_no_gradient(spec: QuantizationSpec) -> None:
     assert not any(t.requires_grad for t in (x_q.data, x_q.scale_inv, seen, x_q.dequantize()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+@sweep(dtype=[torch.float64, torch.int32, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     """Said with the remedy."""
     with pytest.raises(TypeError, match=f"quantize: got {dtype}; needs float32, bfloat16 or float16"):
         quantize(torch.zeros(2, 2).to(dtype), E4)
 
 
+@sweep
 def test_both_casts_are_two_casts(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Whoever makes them, at once or one by one, and where a plan is kept: the bits of x and of x.T cast alone."""
     plans: dict[object, casts.CastPlan] = {}
@@ -106,7 +113,7 @@ def test_plans_do_not_pile_up() -> None:
     assert len(plans) <= 32
 
 
-@pytest.mark.parametrize("spec", [E4, QuantizationSpec(E4M3, BLOCK_128X128)], ids=str)
+@sweep(spec=[E4, QuantizationSpec(E4M3, BLOCK_128X128)])
 def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
     """Where they share their scales; the same bits, codes in one place, and an amax kept where `quantize` keeps it."""
     x = torch.randn(130, 140)
@@ -124,7 +131,7 @@ def test_one_cast_serves_x_and_its_transpose(spec: QuantizationSpec) -> None:
         assert alone.amax is None or (operand.amax is not None and torch.equal(operand.amax, alone.amax))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@sweep(recipe=["tensorwise", "rowwise", "blockwise"])
 def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
     """What compiled code runs: two casts where no kernel makes both; its fake agrees, nothing aliases."""
     cells, x = get_recipe(recipe), torch.randn(24, 40).bfloat16()
@@ -149,10 +156,8 @@ def test_both_casts_as_one_operator_are_two_casts(recipe: str) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "view", ["contiguous", "transposed", "strided", "one row", "one column", "one number", "empty"]
-)
-def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> None:
+@sweep(spec=CONTRACTS, view=["contiguous", "transposed", "strided", "one row", "one column", "one number", "empty"])
+def test_the_quantize_operator_keeps_torchs_contract(spec: QuantizationSpec, view: str) -> None:
     """torch.library.opcheck: schema, fake kernel (shapes, dtypes, strides), autograd registration, AOT dispatch."""
     x = torch.randn(40, 130)
     x = {
@@ -164,7 +169,6 @@ def test_the_quantize_operator_keeps_torchs_contract(pair: Pair, view: str) -> N
         "one number": x[:1, :1].t(),
         "empty": x[:0],
     }[view]
-    spec = replace(pair[0], rounding="nearest_even")  # opcheck runs it twice and compares
     torch.library.opcheck(torch.ops.ottava.quantize.default, (x, spec.key, None))
     strides = torch.ops.ottava.quantize(x, spec.key, None)[0].stride()
     assert strides == casts._promised(x, spec.key, None)[0].stride()  # also where a length of 1 makes one meaningless

@@ -13,14 +13,13 @@ import importlib
 import io
 import pkgutil
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import ottava
+import warm
 from ottava.recipe import GEMMS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +30,7 @@ MODULES = sorted(
 NOT_BUILT = ("not built", "尚未实现")
 KERNELS = re.compile(r"\b(native_gemm|bf16_mm|reference)\b")
 """Which of them runs is the machine's affair: its CPU, and whether it has a compiler."""
-X_WORDS = ("test", "lint", "help")
+X_WORDS = ("test", "mutate", "lint", "help")
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ def commands(text: str) -> list[str]:
 
 def command_exists(word: str) -> bool:
     """Whether `ottava WORD --help` answers."""
-    run = subprocess.run([sys.executable, "-m", "ottava", *word.split(), "--help"], capture_output=True, text=True)
-    return run.returncode == 0
+    return warm.run(["-m", "ottava", *word.split(), "--help"]).returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

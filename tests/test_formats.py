@@ -13,6 +13,7 @@ import torch
 
 from ottava.formats import E4M3, E8M0, FORMATS, FP32, Format, get_format
 from ottava.rounding import code_values, round_to_format
+from sweep import sweep
 
 # bits, max, smallest normal, smallest number, distance from 1 to the next, as OFP8 v1.0, OCP MX v1.0 and IEEE 754-2019
 # print them
@@ -29,6 +30,7 @@ PUBLISHED = {
 }
 
 
+@sweep
 def test_derived_numbers_are_the_published_ones(fmt: Format) -> None:
     """E4M3: 1.75 * 2**8 = 448 and not 480, for the code of 480 is the NaN."""
     assert (fmt.bits, fmt.max, fmt.min_normal, fmt.min_subnormal, fmt.eps) == PUBLISHED[fmt.name]
@@ -36,6 +38,7 @@ def test_derived_numbers_are_the_published_ones(fmt: Format) -> None:
     assert math.log2(fmt.min_normal) == fmt.emin
 
 
+@sweep
 def test_clipping_begins_where_a_cast_no_longer_rounds_to_the_largest_number(fmt: Format) -> None:
     """Both sides of the tie, and the tie, cast to the same format with a bit more of exponent, which goes on."""
     wider = replace(fmt, name="wider", exponent_bits=fmt.exponent_bits + 1, specials="none", dtype=None)
@@ -52,6 +55,7 @@ def test_clipping_begins_where_a_cast_no_longer_rounds_to_the_largest_number(fmt
             assert x.to(fmt.dtype).isinf().item() == clips
 
 
+@sweep
 def test_ml_dtypes_agrees(fmt: Format, ml_dtypes_type: Any) -> None:
     """The same numbers in Google's package. Its E8M0 counts 2**-127 as the smallest normal, as ottava does."""
     info = ml_dtypes.finfo(ml_dtypes_type)
@@ -60,6 +64,7 @@ def test_ml_dtypes_agrees(fmt: Format, ml_dtypes_type: Any) -> None:
     assert (fmt.bits, fmt.mantissa_bits) == (info.bits, info.nmant)
 
 
+@sweep
 def test_gfloat_agrees(fmt: Format, gfloat_info: Any) -> None:
     """The same facts in Graphcore's package."""
     assert (fmt.bits, fmt.max, fmt.min_normal) == (gfloat_info.bits, gfloat_info.max, gfloat_info.smallest_normal)
@@ -69,6 +74,7 @@ def test_gfloat_agrees(fmt: Format, gfloat_info: Any) -> None:
     assert (fmt.signed, fmt.has_zero) == (gfloat_info.is_signed, gfloat_info.has_zero)
 
 
+@sweep
 def test_torch_agrees(fmt: Format) -> None:
     """Storage types hold a code each; torch's finfo prints the same numbers where torch has the type."""
     assert fmt.storage_dtype.itemsize * 8 == max(fmt.bits, 8)
@@ -80,6 +86,7 @@ def test_torch_agrees(fmt: Format) -> None:
     assert (fmt.bits, fmt.max, fmt.min_normal, fmt.eps) == (info.bits, info.max, info.smallest_normal, info.eps)
 
 
+@sweep
 def test_extremes_are_the_extremes_of_all_codes(fmt: Format) -> None:
     """max, lowest and min_subnormal are the largest, the smallest and the smallest positive of all finite codes."""
     if fmt == FP32:
@@ -109,6 +116,7 @@ def test_formats_are_frozen_and_so_is_their_register() -> None:
         FORMATS["E4M3"] = E8M0  # type: ignore[index]
 
 
+@sweep
 def test_names_are_unique_and_find_their_format(fmt: Format) -> None:
     """By name in any case, or as themselves."""
     assert get_format(fmt.name) is get_format(fmt.name.lower()) is get_format(fmt) is fmt
@@ -124,6 +132,32 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         get_format(8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean 'mantissa_bits'"):
         Format(name="X", exponent_bits=4, mantisa_bits=3, bias=7, specials="fn")  # type: ignore[call-arg]
+
+
+def test_formats_that_nobody_has_registered_follow_the_definition() -> None:
+    """The narrowest widths, each kind of specials, and an unsigned format with a zero, worked out by hand."""
+    narrow = Format(
+        name="N", exponent_bits=1, mantissa_bits=1, bias=0, specials="none"
+    )  # 0, 1, 2, 3 and their negatives
+    assert code_values(narrow).tolist() == [0, 1, 2, 3, -0.0, -1, -2, -3]
+    assert (narrow.lowest, narrow.max, narrow.clip, narrow.tie_clips) == (-3, 3, 3.5, True)
+    fn = Format(name="F", exponent_bits=2, mantissa_bits=1, bias=1, specials="fn")  # the code of 6 is the NaN
+    assert (fn.max, fn.clip, fn.tie_clips, fn.has_nan, fn.has_infinity) == (4, 5, False, True, False)
+    unsigned = replace(narrow, name="U", signed=False)
+    assert (unsigned.bits, unsigned.lowest, code_values(unsigned).tolist()) == (2, 0, [0, 1, 2, 3])
+    assert replace(E8M0, exponent_bits=2, bias=1).lowest == 0.5
+
+
+def test_clipping_scales_with_the_block() -> None:
+    """E4M3 with scale_inv 4 clips what is above 464 * 4."""
+    assert [E4M3.clips(x, 4.0) for x in (1856.0, 1857.0)] == [False, True]
+    assert E4M3.clips(torch.tensor([464.0, 465.0]), torch.tensor([0.5, 2.0])).tolist() == [True, False]
+
+
+def test_facts_are_given_by_name() -> None:
+    """Three integers in a row are easily exchanged."""
+    with pytest.raises(TypeError, match="positional"):
+        Format("X", 4, 3, 7, "fn")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("exponent_bits, mantissa_bits", [(0, 3), (-1, 3), (4, -1)])

@@ -21,6 +21,7 @@ from ottava.kernels.native import build as native_build
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import GEMMS, GemmRecipe, Recipe
+from sweep import sweep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64,), (1, 64), (48, 64), (2, 3, 64), (0, 64), (2, 0, 64), (7, 33), (5, 1), (17, 130))
@@ -96,9 +97,7 @@ def check_gemm(got: Tensor, a: Tensor, b: Tensor, cells: GemmRecipe, bias: Tenso
     assert torch.all((got.double() - exact).abs() <= limit)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("recipe", RECIPES + DIAGNOSTIC, ids=by_name)
+@sweep(recipe=RECIPES + DIAGNOSTIC, dtype=DTYPES, bias=[True, False])
 def test_values_on_the_grid_pass_every_recipe_exactly(recipe: Recipe, dtype: torch.dtype, bias: bool) -> None:
     """Entries {0, +-1, +-2, +-7} / 4: every scale is a power of two, every sum an integer / 16 below 2**24."""
     formats = [getattr(recipe.fprop.lhs, "format", ottava.E4M3), getattr(recipe.dgrad.lhs, "format", ottava.E4M3)]
@@ -119,8 +118,7 @@ def test_values_on_the_grid_pass_every_recipe_exactly(recipe: Recipe, dtype: tor
     assert got.db is None or torch.equal(got.db, dy64.sum(0).to(dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep(dtype=DTYPES, shape=SHAPES)
 def test_each_cell_of_the_table_reaches_its_operand(recipe: Recipe, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """y, dx, dw and db of random data against float64 on the dequantized operands, for any shape."""
     n, k = 40 if shape[-1] > 1 else 3, shape[-1]
@@ -139,7 +137,7 @@ def test_each_cell_of_the_table_reaches_its_operand(recipe: Recipe, dtype: torch
     assert torch.allclose(got.db.double(), grads.double().sum(0), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", DIAGNOSTIC, ids=by_name)
+@sweep(recipe=DIAGNOSTIC)
 def test_bf16_gemm_form_multiplies_the_same_operands(recipe: Recipe) -> None:
     """ "NAME/fp8_inputs_bf16_gemm": the codes of NAME, decoded to BF16, and a BF16 GEMM."""
     x, w = (noisy(48, 64, seed=seed).bfloat16() for seed in (1, 2))
@@ -147,7 +145,7 @@ def test_bf16_gemm_form_multiplies_the_same_operands(recipe: Recipe) -> None:
     check_gemm(got.y, x, w, recipe.fprop)
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(6, -1)])
+@sweep(view=[lambda x: x.t(), lambda x: x[::2, 1::3], lambda x: x[:1].expand(6, -1)])
 def test_strides_change_nothing(recipe: Recipe, view: Callable[[Tensor], Tensor]) -> None:
     """Transposed, strided and broadcast (stride 0) inputs and gradients give the bits of contiguous ones, stochastic
     rounding included: its random numbers belong to places, not to the order of memory."""
@@ -163,7 +161,7 @@ def test_strides_change_nothing(recipe: Recipe, view: Callable[[Tensor], Tensor]
         assert torch.equal(getattr(strided, name), getattr(plain, name)), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep(dtype=DTYPES)
 def test_operands_are_never_written_to(recipe: Recipe, dtype: torch.dtype) -> None:
     """Neither forward nor backward touches x, w, b or dy, also where fp32 leaves no cast in between."""
     tensors = [noisy(48, 64, seed=1), noisy(40, 64, seed=2), noisy(40, seed=3), noisy(48, 40, seed=4)]
@@ -193,10 +191,9 @@ FOR_DX = {("weight", "col"), ("grad_output", "row")}
 FOR_DW = {("input", "col"), ("grad_output", "col")}
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.quantized], ids=by_name)
-@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no_dx"])
-@pytest.mark.parametrize("needs_dw", [True, False], ids=["dw", "no_dw"])
-@pytest.mark.parametrize("needs_db", [True, False], ids=["db", "no_db"])
+@sweep(
+    recipe=[r for r in RECIPES if r.quantized], needs_dx=[True, False], needs_dw=[True, False], needs_db=[True, False]
+)
 def test_nothing_is_cast_that_no_gradient_needs(recipe: Recipe, needs_dx: bool, needs_dw: bool, needs_db: bool) -> None:
     """A frozen weight (LoRA) needs no x.T and dy.T, a frozen input (first layer) no w.T, a bias alone no cast of dy."""
     doors = LinearQuantizers()
@@ -212,8 +209,7 @@ def test_nothing_is_cast_that_no_gradient_needs(recipe: Recipe, needs_dx: bool, 
     assert casts.made == FORWARD | (FOR_DX if needs_dx else set()) | (FOR_DW if needs_dw else set())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.quantized], ids=by_name)
+@sweep(recipe=[r for r in RECIPES if r.quantized], mode=[torch.no_grad, torch.inference_mode])
 def test_inference_casts_forward_operands_only(recipe: Recipe, mode: Callable[[], torch.no_grad]) -> None:
     """Parameters require gradients in evaluation too; without grad mode x.T and w.T are for nobody."""
     doors = LinearQuantizers()
@@ -224,6 +220,7 @@ def test_inference_casts_forward_operands_only(recipe: Recipe, mode: Callable[[]
     assert casts.made == FORWARD
 
 
+@sweep
 def test_frozen_neighbours_change_no_gradient(recipe: Recipe) -> None:
     """dx with a frozen weight, and dw with a frozen input, are the bits of the full backward."""
     recipe = nearest(recipe)
@@ -248,6 +245,7 @@ def nearest(recipe: Recipe) -> Recipe:
     return replace(recipe, **gemms)
 
 
+@sweep
 def test_weight_gradient_has_the_weights_dtype(recipe: Recipe) -> None:
     """BF16 activations on FP32 master weights: y and dx are BF16, dw and db FP32 with more bits than BF16 has."""
     x = noisy(48, 64, seed=1).bfloat16().requires_grad_()
@@ -281,8 +279,7 @@ def test_bias_is_rounded_to_the_outputs_dtype_first() -> None:
     assert torch.equal(y, torch.ones(1, 32).bfloat16())
 
 
-@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no_dx"])
-@pytest.mark.parametrize("needs_dw", [True, False], ids=["dw", "no_dw"])
+@sweep(needs_dx=[True, False], needs_dw=[True, False])
 def test_logged_bytes_are_the_bytes_kept(recipe: Recipe, needs_dx: bool, needs_dw: bool) -> None:
     """What saved_tensors_hooks counts, less the high-precision weight, which lives anyway."""
     x, w = noisy(48, 64, seed=1).bfloat16(), noisy(40, 64, seed=2).bfloat16()
@@ -305,6 +302,7 @@ def test_log_names_the_gemms_in_the_order_they_ran() -> None:
     assert sizes == [("fprop", 48, 40, 64, True), ("dgrad", 48, 64, 40, True), ("wgrad", 40, 64, 48, False)]
 
 
+@sweep
 def test_second_backward_repeats_the_first(recipe: Recipe) -> None:
     """retain_graph: what is saved for backward is neither consumed nor changed."""
     x, w = (noisy(48, 64, seed=s).bfloat16().requires_grad_() for s in (1, 2))
@@ -341,7 +339,7 @@ def test_saved_fp8_weight_survives_an_update_of_the_weight() -> None:
         high.sum().backward()
 
 
-@pytest.mark.parametrize("shape", [(), (3, 63), (65,), (3, 1)], ids=str)
+@sweep(shape=[(), (3, 63), (65,), (3, 1)])
 def test_wrong_width_is_refused_before_anything_is_cast(recipe: Recipe, shape: tuple[int, ...]) -> None:
     """The message has both shapes, and delayed scaling has not seen the tensor."""
     doors = LinearQuantizers()
@@ -351,7 +349,7 @@ def test_wrong_width_is_refused_before_anything_is_cast(recipe: Recipe, shape: t
     assert casts.made == set()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@sweep(dtype=[torch.int64, torch.float64])
 def test_unfit_dtype_is_refused(dtype: torch.dtype) -> None:
     """float64 would lose digits unseen, integers have no scale."""
     with pytest.raises(TypeError, match=r"needs float32, bfloat16 or float16"):

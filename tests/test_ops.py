@@ -18,6 +18,7 @@ from ottava.kernels import reference, scaled_mm
 from ottava.ops import GemmRecord, explain, gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW
+from sweep import sweep
 
 E4, E5 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -41,6 +42,7 @@ def operands(pair: Pair, m: int = 5, n: int = 7, k: int = 300) -> tuple[Quantize
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_every_pair_of_every_recipe_multiplies(
     pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, float64_gemm: Float64Gemm
 ) -> None:
@@ -57,6 +59,7 @@ def test_every_pair_of_every_recipe_multiplies(
     assert ((y.double() - truth.double()).abs() <= 2 * accumulation + ulp).all()
 
 
+@sweep
 def test_gemm_in_bf16_multiplies_what_the_codes_stand_for(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """compute="bf16": decoded to BF16, then torch.mm. Three roundings to BF16 (a, b, y) instead of one: 3 * 2**-9."""
     a, b = operands(pair)
@@ -67,6 +70,7 @@ def test_gemm_in_bf16_multiplies_what_the_codes_stand_for(pair: Pair, float64_ge
     assert ((y.double() - exact).abs() <= 3 * 2.0**-9 * 1.01 * magnitude + accumulation).all()
 
 
+@sweep
 def test_unquantized_operands_multiply_as_in_torch(dtype: torch.dtype) -> None:
     """Passed through: torch.mm and torch.addmm, bit for bit, and the dtype asked for."""
     a, b, bias = torch.randn(5, 30).to(dtype), torch.randn(7, 30).to(dtype), torch.randn(7).to(dtype)
@@ -75,6 +79,7 @@ def test_unquantized_operands_multiply_as_in_torch(dtype: torch.dtype) -> None:
     assert gemm(a, b, out_dtype=torch.float32).dtype == torch.float32
 
 
+@sweep
 def test_ambient_autocast_changes_no_bit(pair: Pair, dtype: torch.dtype) -> None:
     """torch.autocast(bfloat16) would turn the fp32 accumulation into BF16."""
     x, w = torch.randn(5, 300).to(dtype), torch.randn(7, 300).to(dtype)
@@ -90,6 +95,7 @@ def test_ambient_autocast_changes_no_bit(pair: Pair, dtype: torch.dtype) -> None
         assert torch.is_autocast_enabled("cpu")
 
 
+@sweep
 def test_default_dtype_changes_no_bit(pair: Pair) -> None:
     """Models are often built under torch.set_default_dtype(bfloat16); scales stay fp32 in it."""
     x, w = torch.randn(5, 300), torch.randn(7, 300)
@@ -111,6 +117,7 @@ def test_default_dtype_changes_no_bit(pair: Pair) -> None:
 # --- which kernel ----------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_the_log_says_what_ran(pair: Pair) -> None:
     """Specs, sizes and kernel of a quantized GEMM, of one in BF16, and of one in high precision."""
     records: list[GemmRecord] = []
@@ -233,7 +240,7 @@ def test_two_high_precisions_are_refused() -> None:
 # --- inside torch.compile --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@sweep(with_bias=[False, True])
 def test_the_gemm_operator_keeps_torchs_contract(pair: Pair, with_bias: bool) -> None:
     """opcheck, and the bits of `gemm` outside a graph. Its test_schema multiplies FP8, which torch 2.13 cannot."""
     a, b = operands(pair)

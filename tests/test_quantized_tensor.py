@@ -15,6 +15,7 @@ from ottava.casts import quantize
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity, compute_scale
+from sweep import sweep
 
 OPERANDS = [E4M3, E5M2, E2M1, E2M3, E3M2]
 
@@ -64,6 +65,7 @@ def test_every_field_survives_json(field: str) -> None:
     assert set(spec.to_dict()) == {"format", field}
 
 
+@sweep
 def test_every_format_and_granularity_survives_json(fmt: Format, spec: QuantizationSpec) -> None:
     """All that is registered, and what a YAML file would say."""
     spec = replace(spec, format=fmt)
@@ -152,7 +154,7 @@ def test_pairs_follow_the_hardware_on_every_device(
 # --- the tensor ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_dequantized_numbers_are_within_half_a_step(fmt: Format, spec: QuantizationSpec) -> None:
     """|x - q / scale| <= eps / 2 |x| + min_subnormal / 2 * scale_inv, and fp32's own roundings: 3 * 2**-24 |x|.
 
@@ -168,6 +170,7 @@ def test_dequantized_numbers_are_within_half_a_step(fmt: Format, spec: Quantizat
     assert (error <= bound).all()
 
 
+@sweep
 def test_dequantize_is_codes_times_scale_inv_rounded_once(granularity: Granularity, dtype: torch.dtype) -> None:
     """In fp32, then to the dtype asked for: by default that of the original."""
     x = torch.randn(40, 300).to(dtype)
@@ -177,7 +180,7 @@ def test_dequantize_is_codes_times_scale_inv_rounded_once(granularity: Granulari
     assert torch.equal(x_q.dequantize(torch.float32), exact)
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_fields_are_what_they_say(fmt: Format, matrix: Tensor) -> None:
     """shape, dtype of the original, storage dtype of the codes, and the bytes that are really held."""
     x_q = quantize(matrix, QuantizationSpec(fmt, BLOCK_1X128))
@@ -188,6 +191,7 @@ def test_fields_are_what_they_say(fmt: Format, matrix: Tensor) -> None:
     assert x_q.nbytes == rows * cols + 4 * rows * math.ceil(cols / 128)
 
 
+@sweep
 def test_transposes_share_memory_where_blocks_allow_it(granularity: Granularity) -> None:
     """Square blocks and whole tensors: x.T's codes are x's bytes. 1x128: refused, the remedy is named."""
     x_q = quantize(torch.randn(40, 300), QuantizationSpec(E4M3, granularity))

@@ -34,6 +34,7 @@ from scaling_samples import (
     unchanged,
     was_cast_with,
 )
+from sweep import sweep
 
 SPECS = {
     f"{recipe.name}.{cell}": getattr(getattr(recipe, cell[:5]), cell[6:])
@@ -47,8 +48,7 @@ def matrix(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("shape", [(48, 64), (7, 33), (1, 1), (0, 64)], ids=str)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@sweep(spec=SPECS.values(), shape=[(48, 64), (7, 33), (1, 1), (0, 64)])
 def test_operands_are_the_casts_of_x_and_of_its_transpose(spec: QuantizationSpec, shape: tuple[int, int]) -> None:
     """Each direction is `quantize` of what the GEMM contracts, with the current scale where there is no history."""
     x = matrix(*shape)
@@ -58,7 +58,7 @@ def test_operands_are_the_casts_of_x_and_of_its_transpose(spec: QuantizationSpec
     assert same_operand(col, ottava.quantize(x.t().contiguous(), spec))
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@sweep(spec=SPECS.values())
 def test_one_cast_serves_both_directions_where_scales_are_shared(spec: QuantizationSpec) -> None:
     """Per tensor and in square blocks x.T is a view of x's codes; rows and 1xN blocks need a cast of their own."""
     row, col = Quantizer()(matrix(48, 64), spec, spec)
@@ -86,7 +86,7 @@ def test_no_spec_is_a_pass() -> None:
     assert Quantizer()(x, None, QuantizationSpec(ottava.E4M3))[0] is x
 
 
-@pytest.mark.parametrize("spec", [None, QuantizationSpec(ottava.E4M3), DELAYED], ids=str)
+@sweep(spec=[None, QuantizationSpec(ottava.E4M3), DELAYED])
 def test_unwanted_directions_are_none(spec: QuantizationSpec | None) -> None:
     """A gradient that nobody needs costs no cast."""
     for rowwise in (True, False):
@@ -115,7 +115,7 @@ def test_stateless_doors_have_no_buffers() -> None:
     assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
-@pytest.mark.parametrize("spec", [DELAYED, GUARDED], ids=str)
+@sweep(spec=[DELAYED, GUARDED])
 def test_first_step_takes_the_current_scale(spec: QuantizationSpec) -> None:
     """No history yet: amax 2 gives 448 / 2, not TransformerEngine's 1.0, which wastes 7 of 18 octaves."""
     door = Quantizer()
@@ -430,7 +430,7 @@ def test_a_history_loads_under_another_format_and_margin() -> None:
 # --- the three doors of a Linear ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ottava.RECIPES.values(), ids=lambda r: r.name)
+@sweep(recipe=ottava.RECIPES.values())
 def test_state_dict_has_its_shape_before_the_first_forward(recipe: Recipe) -> None:
     """Predicted: four buffers in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
     quantizers = LinearQuantizers()

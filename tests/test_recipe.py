@@ -24,6 +24,7 @@ from ottava.recipe import (
     get_recipe,
 )
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from sweep import sweep
 
 HP = "high precision"
 TABLES = {
@@ -76,6 +77,7 @@ def cell(recipe: Recipe, name: str) -> QuantizationSpec | None:
     return getattr(getattr(recipe, gemm), side)  # type: ignore[no-any-return]
 
 
+@sweep
 def test_cells_are_those_of_the_table(recipe: Recipe) -> None:
     """Six cells of every named recipe; a new recipe is written out here."""
     assert tuple(str(cell(recipe, name) or HP) for name in CELLS) == TABLES[recipe.name]
@@ -84,6 +86,7 @@ def test_cells_are_those_of_the_table(recipe: Recipe) -> None:
         assert recipe.cells(tensor)[direction == "col"] == cell(recipe, f"{gemm}.{side}")
 
 
+@sweep
 def test_only_fprop_accumulates_fast(recipe: Recipe) -> None:
     """The field's practice: errors of gradients add up over steps, those of activations do not."""
     assert [getattr(recipe, gemm).fast_accum for gemm in GEMMS] == [recipe.quantized, False, False]
@@ -91,6 +94,7 @@ def test_only_fprop_accumulates_fast(recipe: Recipe) -> None:
     assert recipe.overrides == ()
 
 
+@sweep
 def test_names_find_their_recipe(recipe: Recipe) -> None:
     """A name or the recipe itself; the register is read-only and keyed by name."""
     assert get_recipe(recipe.name) is get_recipe(recipe) is RECIPES[recipe.name] is recipe
@@ -111,10 +115,10 @@ OVERRIDDEN = (
 )
 
 
-@pytest.mark.parametrize("form", [lambda r: r, lambda r: r.fp8_inputs_bf16_gemm()], ids=["as it is", "bf16 gemm"])
 @pytest.mark.parametrize(
     "dump, load", [(json.dumps, json.loads), (yaml.safe_dump, yaml.safe_load)], ids=["json", "yaml"]
 )
+@sweep(form=[lambda r: r, lambda r: r.fp8_inputs_bf16_gemm()])
 def test_recipes_survive_files(
     recipe: Recipe, form: Callable[[Recipe], Recipe], dump: Callable[[Any], str], load: Callable[[str], Any]
 ) -> None:
@@ -172,6 +176,7 @@ def test_patterns_are_shell_patterns_over_the_whole_name(pattern: str, matches: 
     assert [recipe.for_layer(name).quantized for name in others] == [True] * len(others)
 
 
+@sweep
 def test_a_whole_recipe_replaces_all_six_cells(recipe: Recipe) -> None:
     """The layer runs exactly as that recipe; the name is the outer recipe's, which is what receipts show."""
     resolved = RECIPES["tensorwise"].override("a", recipe).for_layer("a")
@@ -228,6 +233,7 @@ def test_overriding_makes_a_new_recipe() -> None:
 # --- the diagnostic form ---------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_the_diagnostic_form_changes_only_where_gemms_run(recipe: Recipe) -> None:
     """Same cells, every GEMM in BF16, by method and by name; twice is once; overrides follow."""
     diagnostic = recipe.fp8_inputs_bf16_gemm()

@@ -6,6 +6,7 @@ Neither is told how ottava rounds. Numbers are compared by their fp32 bits, whic
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, get_args
 
@@ -15,19 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Format
+from ottava.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Format, Specials
 from ottava.rounding import (
     Rounding,
     _round_on_grid,
     code_values,
     decode,
     encode,
+    encode_,
     floor_log2,
     philox,
     power_of_two,
     random_bits,
     round_to_format,
 )
+from sweep import sweep
 
 SAMPLES = 1 << 21
 CAST_BY_TORCH = [fmt for fmt in FORMATS.values() if fmt.dtype is not None and fmt != E8M0]
@@ -106,18 +109,19 @@ def assert_same_as_ml_dtypes(x: Tensor, fmt: Format, ml_dtypes_type: Any) -> Non
     assert torch.equal(codes.view(raw).to(torch.int64)[~nan] & (1 << fmt.bits) - 1, theirs[~nan])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep(dtype=[torch.bfloat16, torch.float16])
 def test_every_16_bit_number_rounds_as_in_ml_dtypes(fmt: Format, dtype: torch.dtype, ml_dtypes_type: Any) -> None:
     """All 65,536 bf16 and all fp16 numbers, values and codes."""
     assert_same_as_ml_dtypes(every_16_bit_number(dtype), fmt, ml_dtypes_type)
 
 
+@sweep
 def test_fp32_numbers_round_as_in_ml_dtypes(fmt: Format, ml_dtypes_type: Any) -> None:
     """Two million bit patterns for each format: every exponent is met about four thousand times with either sign."""
     assert_same_as_ml_dtypes(fp32_bit_patterns(), fmt, ml_dtypes_type)
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_ties_and_their_neighbours_round_as_in_ml_dtypes(fmt: Format, ml_dtypes_type: Any) -> None:
     """E4M3 near 17 = (16 + 18) / 2: 17 - ulp -> 16, 17 -> 16 (even), 17 + ulp -> 18; and so at every midpoint."""
     assert_same_as_ml_dtypes(ties_and_neighbours(fmt), fmt, ml_dtypes_type)
@@ -130,7 +134,7 @@ def test_scale_format_rounds_its_lowest_binade_too() -> None:
     assert torch.equal(y, torch.where(steps >= 3 * 2**21, 2.0**-126, 2.0**-127))
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt != E8M0], ids=str)
+@sweep(fmt=[fmt for fmt in FORMATS.values() if fmt != E8M0])
 def test_gfloat_agrees(fmt: Format, gfloat_info: Any) -> None:
     """A second witness, which saturates by its own rule. Its E8M0 has signs and breaks ties otherwise: left out."""
     sources = [every_16_bit_number(torch.bfloat16), every_16_bit_number(torch.float16)]
@@ -142,7 +146,7 @@ def test_gfloat_agrees(fmt: Format, gfloat_info: Any) -> None:
         assert_same_numbers(round_to_format(x, fmt), witness, fmt)
 
 
-@pytest.mark.parametrize("fmt", CAST_BY_TORCH, ids=str)
+@sweep(fmt=CAST_BY_TORCH)
 def test_the_generic_grid_and_torch_casts_agree(fmt: Format) -> None:
     """Two algorithms in one package: fp64 arithmetic for any format, torch's cast where it has the type."""
     sources = [fp32_bit_patterns(), every_16_bit_number(torch.bfloat16), every_16_bit_number(torch.float16)]
@@ -151,7 +155,7 @@ def test_the_generic_grid_and_torch_casts_agree(fmt: Format) -> None:
         assert_same_numbers(on_grid.float(), round_to_format(x, fmt).numpy(), fmt)
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_ties_go_to_the_even_code(fmt: Format) -> None:
     """From the definition: of two neighbouring codes the one whose last bit is 0; E8M0's significand carries: up."""
     codes = torch.arange((1 << (fmt.bits - int(fmt.signed))) - 1)
@@ -164,7 +168,7 @@ def test_ties_go_to_the_even_code(fmt: Format) -> None:
     assert torch.equal(round_to_format(midpoint, fmt).double(), even)
 
 
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+@sweep(rounding=["nearest_even", "stochastic"])
 def test_what_is_too_large_saturates_and_nan_stays(fmt: Format, rounding: Any, dtype: torch.dtype) -> None:
     """inf -> max, -inf -> -max (0 has no sign in E8M0: its smallest number), NaN -> NaN or, without one, max."""
     x = torch.tensor([math.inf, -math.inf, math.nan]).to(dtype)
@@ -176,7 +180,7 @@ def test_what_is_too_large_saturates_and_nan_stays(fmt: Format, rounding: Any, d
         assert round_to_format(torch.tensor([top, -top]).to(dtype), fmt).tolist() == [fmt.max, fmt.lowest]
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_every_code_decodes_as_in_both_witnesses(fmt: Format, ml_dtypes_type: Any, gfloat_info: Any) -> None:
     """All codes, each 4-bit and 6-bit one in a byte."""
     codes = all_codes(fmt)
@@ -189,8 +193,7 @@ def test_every_code_decodes_as_in_both_witnesses(fmt: Format, ml_dtypes_type: An
             assert torch.equal(values[~nan].view(torch.int32), theirs[~nan].view(torch.int32))
 
 
-@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED, rounding=["nearest_even", "stochastic"])
 def test_every_code_comes_back_from_its_number(fmt: Format, rounding: Any) -> None:
     """encode(decode(c)) = c, byte for byte; infinities become the largest number, NaN a NaN."""
     codes = all_codes(fmt)
@@ -204,6 +207,20 @@ def test_every_code_comes_back_from_its_number(fmt: Format, rounding: Any) -> No
     assert torch.equal(again[values.isinf()], torch.copysign(torch.tensor(fmt.max), values[values.isinf()]))
 
 
+def test_codes_of_formats_that_nobody_has_registered_come_back() -> None:
+    """Without a zero but with a mantissa, unsigned with a zero, one bit of exponent: each code, by either rounding."""
+    facts = {"exponent_bits": 2, "mantissa_bits": 2, "bias": 1}
+    for signed, has_zero, specials in itertools.product((True, False), (True, False), get_args(Specials)):
+        fmt = Format(name="X", signed=signed, has_zero=has_zero, specials=specials, **facts)  # type: ignore[arg-type]
+        values, codes = code_values(fmt), torch.arange(1 << fmt.bits, dtype=torch.uint8)
+        finite = values.isfinite()
+        assert values[finite].max() == fmt.max
+        for rounding in get_args(Rounding):
+            assert torch.equal(encode(values, fmt, rounding=rounding)[finite], codes[finite]), (fmt, rounding)
+        assert torch.equal(decode(codes, fmt)[finite], values[finite])
+
+
+@sweep
 def test_layout_changes_no_code(fmt: Format, matrix: Tensor) -> None:
     """Transposed, strided, expanded and empty tensors give the codes of a contiguous copy, in their own shape."""
     codes, copies = encode(matrix, fmt), encode(matrix.contiguous(), fmt)
@@ -214,6 +231,7 @@ def test_layout_changes_no_code(fmt: Format, matrix: Tensor) -> None:
     assert torch.equal(round_to_format(matrix, fmt), decode(codes, fmt))
 
 
+@sweep
 def test_the_argument_is_left_as_it_was(fmt: Format) -> None:
     """Casting writes into no tensor of the caller's, neither does decoding."""
     x = torch.randn(64) * 1e3
@@ -242,7 +260,7 @@ def neighbours(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return lower, values[torch.searchsorted(values, x)]
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_stochastic_rounding_leaves_numbers_of_the_format_alone(fmt: Format) -> None:
     """A number of the format has distance 0 from its lower neighbour: it goes up with probability 0."""
     x = finite_values(fmt).to(torch.float32)
@@ -250,7 +268,7 @@ def test_stochastic_rounding_leaves_numbers_of_the_format_alone(fmt: Format) -> 
         assert torch.equal(round_to_format(x, fmt, rounding="stochastic", generator=generator(seed)), x)
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_stochastic_rounding_takes_one_of_the_two_neighbours(fmt: Format) -> None:
     """17.3 in E4M3 becomes 16 or 18 and nothing else; so does every kind of number."""
     x = torch.cat([fp32_bit_patterns()[-(1 << 16) :], ties_and_neighbours(fmt)[: 1 << 16]])
@@ -261,8 +279,7 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours(fmt: Format) -> Non
     assert torch.equal(y.signbit(), x.signbit()) if fmt.signed else (y > 0).all()  # -0.001 may become -0, never 0
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
-@pytest.mark.parametrize("fraction", [0.03125, 0.25, 0.5, 0.8125])
+@sweep(fmt=LISTED, fraction=[0.03125, 0.25, 0.5, 0.8125])
 def test_stochastic_rounding_is_unbiased(fmt: Format, fraction: float) -> None:
     """Between two neighbours at `fraction`: that share goes up, within 5 standard errors, sqrt(f (1 - f) / n)."""
     draws = 1 << 14
@@ -276,7 +293,7 @@ def test_stochastic_rounding_is_unbiased(fmt: Format, fraction: float) -> None:
     assert ((went_up - fraction).abs() < 5 * standard_error).all()
 
 
-@pytest.mark.parametrize("fmt", LISTED, ids=str)
+@sweep(fmt=LISTED)
 def test_stochastic_rounding_repeats_with_its_seed(fmt: Format) -> None:
     """Same generator state, same codes; another seed, others; without a generator torch.manual_seed decides."""
     x = torch.randn(4096).abs() * fmt.min_normal * 3
@@ -341,6 +358,7 @@ def test_layout_changes_no_random_number() -> None:
     assert torch.equal(whole[:7], part)
 
 
+@sweep
 def test_default_dtype_changes_nothing(fmt: Format) -> None:
     """A model built under torch.set_default_dtype(bfloat16) casts like any other: random numbers keep 24 bits."""
     x = torch.rand(1 << 12) * fmt.max
@@ -357,18 +375,25 @@ def test_default_dtype_changes_nothing(fmt: Format) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def test_options_are_given_by_name() -> None:
+    """A third value in its place could be a rounding or a generator."""
+    for function in (round_to_format, encode, encode_):
+        with pytest.raises(TypeError, match="positional"):
+            function(torch.zeros(2), E4M3, "stochastic")  # type: ignore[misc]
+        assert function(x=torch.zeros(2), fmt=E4M3).shape == (2,)
+
+
 # --- refusals and bits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [round_to_format, encode])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn, torch.complex64])
+@sweep(function=[round_to_format, encode], dtype=[torch.float64, torch.int32, torch.float8_e4m3fn, torch.complex64])
 def test_other_dtypes_are_refused(function: Any, dtype: torch.dtype) -> None:
     """fp64 would be rounded twice, integers lose range unseen."""
     with pytest.raises(TypeError, match=f"got {dtype}; needs float32, bfloat16 or float16"):
         function(torch.zeros(2).to(dtype), E4M3)
 
 
-@pytest.mark.parametrize("function", [round_to_format, encode])
+@sweep(function=[round_to_format, encode])
 def test_unknown_rounding_is_refused(fmt: Format, function: Any) -> None:
     """With the nearest name, for every format."""
     with pytest.raises(ValueError, match="unknown rounding 'stochastik'; did you mean 'stochastic'"):

@@ -33,6 +33,7 @@ from ottava.scaling import (
     amax,
     compute_scale,
 )
+from sweep import sweep
 
 FP32_MAX = torch.finfo(torch.float32).max
 OPERANDS = [E4M3, E5M2, E2M1, E2M3, E3M2]
@@ -62,6 +63,7 @@ def naive_amax(x: Tensor, granularity: Granularity) -> Tensor:
 # --- blocks and amax -------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_amax_is_that_of_a_naive_loop(granularity: Granularity, matrix: Tensor) -> None:
     """Bit for bit in fp32, ragged last blocks, transposed and strided and empty matrices included."""
     result = amax(matrix, granularity)
@@ -69,12 +71,14 @@ def test_amax_is_that_of_a_naive_loop(granularity: Granularity, matrix: Tensor) 
     assert torch.equal(result, naive_amax(matrix, granularity))
 
 
+@sweep
 def test_amax_takes_fp64_as_well(granularity: Granularity) -> None:
     """Statistics are sometimes asked about fp64 tensors; the result is fp32 all the same."""
     x = torch.randn(37, 131, dtype=torch.float64).to(torch.float32)
     assert torch.equal(amax(x.double(), granularity), naive_amax(x, granularity))
 
 
+@sweep
 def test_multiplying_by_blocks_is_multiplying_by_the_expanded_factors(granularity: Granularity, matrix: Tensor) -> None:
     """In place, along memory whatever the layout, without making a factor for every element where blocks are whole."""
     x = matrix.to(torch.float32, copy=True)
@@ -87,6 +91,7 @@ def test_multiplying_by_blocks_is_multiplying_by_the_expanded_factors(granularit
     assert granularity.transposed.grid_shape((x.shape[1], x.shape[0])) == (grid[1], grid[0])
 
 
+@sweep
 def test_expanded_scales_sit_on_their_blocks(granularity: Granularity, matrix: Tensor) -> None:
     """The entry that an element sees is the one of the block of its row and column."""
     rows, cols = matrix.shape
@@ -98,7 +103,7 @@ def test_expanded_scales_sit_on_their_blocks(granularity: Granularity, matrix: T
     assert torch.equal(seen, (row * grid[1] + col).float())
 
 
-@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@sweep(special=[math.inf, -math.inf, math.nan])
 def test_non_finite_numbers_show_in_their_block(granularity: Granularity, special: float, dtype: torch.dtype) -> None:
     """|inf| = inf; NaN is not lost in a maximum, not even beside an infinity; other blocks do not see it."""
     x = torch.ones(40, 300, dtype=dtype)
@@ -113,11 +118,13 @@ def test_non_finite_numbers_show_in_their_block(granularity: Granularity, specia
     assert amax(x, granularity)[hit].isnan()
 
 
+@sweep
 def test_amax_of_zeros_is_zero(granularity: Granularity, dtype: torch.dtype) -> None:
     """-0 too."""
     assert (amax(torch.full((40, 300), -0.0, dtype=dtype), granularity) == 0).all()
 
 
+@sweep
 def test_granularity_reads_what_it_prints(granularity: Granularity) -> None:
     """str and parse are inverses; equal and hashable."""
     assert Granularity.parse(str(granularity)) == granularity
@@ -150,7 +157,7 @@ def test_blocks_of_nothing_are_refused() -> None:
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_fp32_scale_is_rounded_once(fmt: Format) -> None:
     """448 / amax to the nearest fp32, as IEEE division in numpy has it; its inverse to the nearest of 1 / scale."""
     values = amaxes(fmt)
@@ -161,7 +168,7 @@ def test_fp32_scale_is_rounded_once(fmt: Format) -> None:
     assert torch.equal(scale_inv, torch.from_numpy(np.float32(1) / quotient))
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_scale_rounded_down_is_the_largest_power_of_two_that_does_not_saturate(fmt: Format) -> None:
     """pow2: scale * amax <= max < 2 * scale * amax, exactly; amax 500 in E4M3: 0.5, for 448 / 500 = 0.896."""
     values = amaxes(fmt)
@@ -173,7 +180,7 @@ def test_scale_rounded_down_is_the_largest_power_of_two_that_does_not_saturate(f
     assert ((2 * filled > fmt.max) | (scale == 2.0**127)).all()
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_block_exponent_rounded_up_is_the_smallest_that_does_not_saturate(fmt: Format) -> None:
     """e8m0: amax <= max * scale_inv, and amax > max * scale_inv / 2; E4M3, amax 449: 2, for 449 / 448 > 1."""
     values = amaxes(fmt)
@@ -185,7 +192,7 @@ def test_block_exponent_rounded_up_is_the_smallest_that_does_not_saturate(fmt: F
     assert ((values.double() > reach / 2) | (scale_inv == E8M0.min_normal)).all()
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_ocp_floor_is_the_letter_of_ocp(fmt: Format) -> None:
     """e8m0_floor: exponent = floor(log2(amax)) - emax by math.frexp; it saturates exactly where amax / scale > max."""
     values = amaxes(fmt)[::37]
@@ -194,8 +201,7 @@ def test_ocp_floor_is_the_letter_of_ocp(fmt: Format) -> None:
     assert scale_inv.flatten().tolist() == [2.0 ** max(-127, min(127, exponent)) for exponent in exponents]
 
 
-@pytest.mark.parametrize("scale_format", POWERS_OF_TWO)
-@pytest.mark.parametrize("margin", [0, 1, 5])
+@sweep(scale_format=POWERS_OF_TWO, margin=[0, 1, 5])
 def test_powers_of_two_agree_with_rational_arithmetic(scale_format: ScaleFormat, margin: int) -> None:
     """The definition in Fractions, E4M3: the largest 2**k with amax * 2**(k + margin) <= 448 (OCP's floor: < 512)."""
     values = amaxes(E4M3)[::53]
@@ -211,7 +217,7 @@ def test_powers_of_two_agree_with_rational_arithmetic(scale_format: ScaleFormat,
         assert got == 2.0 ** next(k for k in itertools.count(too_large, -1) if fits(value, k))
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
+@sweep(fmt=OPERANDS)
 def test_scale_rounded_down_never_saturates(fmt: Format) -> None:
     """pow2 and e8m0: amax * scale <= max, whatever the amax; OCP's floor saturates: 511 * 2**0 > 448."""
     values = amaxes(fmt)
@@ -222,8 +228,7 @@ def test_scale_rounded_down_never_saturates(fmt: Format) -> None:
     assert (floor > fmt.max).any()  # why "e8m0" is the default of the MX recipes
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+@sweep(fmt=OPERANDS, value=[0.0, math.inf, math.nan])
 def test_an_amax_that_means_nothing_gives_one(fmt: Format, scale_format: ScaleFormat, value: float) -> None:
     """0, inf and nan: scale 1 in that block; the other block keeps the scale that it has without it."""
     scale, scale_inv = compute_scale(torch.tensor([[value, 3.0]]), fmt, scale_format=scale_format)
@@ -232,8 +237,7 @@ def test_an_amax_that_means_nothing_gives_one(fmt: Format, scale_format: ScaleFo
     assert (scale[0, 1], scale_inv[0, 1]) == (alone.scale[0, 0], alone.scale_inv[0, 0])
 
 
-@pytest.mark.parametrize("fmt", OPERANDS, ids=str)
-@pytest.mark.parametrize("value", [2.0**-149, 2.0**-127, 2.0**-126, 1.0, 2.0**127, FP32_MAX])
+@sweep(fmt=OPERANDS, value=[2.0**-149, 2.0**-127, 2.0**-126, 1.0, 2.0**127, FP32_MAX])
 def test_scales_are_finite_and_positive_everywhere(fmt: Format, scale_format: ScaleFormat, value: float) -> None:
     """Never infinite, however tiny or huge the amax; 0 only where an E4M3 block scale underflows, as its block does."""
     scale, scale_inv = compute_scale(torch.tensor([[value]]), fmt, scale_format=scale_format)
@@ -243,10 +247,28 @@ def test_scales_are_finite_and_positive_everywhere(fmt: Format, scale_format: Sc
     assert (scale_inv > 0).all() if scale_format != "e4m3" or value >= 1 else (scale_inv >= 0).all()
 
 
+@sweep
 def test_an_empty_grid_has_no_scale(scale_format: ScaleFormat) -> None:
     """Shape in, shape out."""
     scale = compute_scale(torch.zeros(0, 3), E4M3, scale_format=scale_format)
     assert scale.scale.shape == scale.scale_inv.shape == (0, 3)
+
+
+def test_options_are_given_by_name() -> None:
+    """A third value could be a scale format or a margin."""
+    with pytest.raises(TypeError, match="positional"):
+        compute_scale(torch.ones(1, 1), E4M3, "pow2")  # type: ignore[misc]
+
+
+def test_a_margin_is_octaves_of_headroom() -> None:
+    """Margin m gives the scale of an amax that is 2**m times as large, to the bit."""
+    values = torch.tensor([[1.0, 3.0, 500.0, 0.017]])
+    for scale_format in ("fp32", *POWERS_OF_TWO):
+        for margin in (-1, 1, 3):
+            got = compute_scale(values, E4M3, scale_format=scale_format, margin=margin)
+            larger = compute_scale(values * 2.0**margin, E4M3, scale_format=scale_format)
+            assert torch.equal(got.scale, larger.scale), scale_format
+            assert torch.equal(got.scale_inv, larger.scale_inv), scale_format
 
 
 def test_unknown_scale_formats_are_refused() -> None:
@@ -259,8 +281,8 @@ def test_unknown_scale_formats_are_refused() -> None:
 # --- the others ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("scale_format, mode", [("e8m0", "RCEIL"), ("e8m0_floor", "FLOOR")])
+@sweep(fmt=[E4M3, E5M2], scale_format=None)
 def test_mx_scales_and_codes_are_those_of_torchao(fmt: Format, scale_format: ScaleFormat, mode: str) -> None:
     """Byte for byte, on bf16 blocks from 2**-100 to 2**100; torchao's RCEIL is NVIDIA's rounding up."""
     magnitudes = torch.exp2(torch.randint(-100, 100, (256, 8, 1)).double())
@@ -281,7 +303,7 @@ def transformer_engine_e8m0(block_amax: np.ndarray, fmt: Format) -> np.ndarray:
     return exponent + round_up
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@sweep(fmt=[E4M3, E5M2])
 def test_mxfp8_scales_are_those_of_transformer_engine(fmt: Format) -> None:
     """Its kernel multiplies with fp32(1 / 448), rounded twice; equal bytes for every bf16 amax all the same."""
     values = amaxes(fmt)

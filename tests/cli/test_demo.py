@@ -3,18 +3,17 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.cli.app import main
 from ottava.cli.demo import _given
 from ottava.recipe import RECIPES
 
 TINY = ("model.layers=1", "model.d_model=32", "model.heads=2", "model.ffn=32", "batch_size=2", "sequence_length=32")
 COMMAND = (
-    sys.executable,
     *("-m", "ottava", "demo", "--recipes", "tensorwise", "--seeds", "2"),
     *(word for setting in (*TINY, "evaluation.batches=1", "data.max_bytes=60000") for word in ("--set", setting)),
 )
@@ -22,7 +21,7 @@ COMMAND = (
 
 def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return subprocess.run([*COMMAND, *map(str, options)], capture_output=True, text=True, timeout=300, check=False)
+    return warm.run([*COMMAND, *map(str, options)], timeout=300)
 
 
 def test_a_demo_ends_with_a_verdict_and_the_place_of_the_report(tmp_path: Path) -> None:
@@ -46,17 +45,15 @@ def test_json_is_one_object_on_stdout_and_progress_is_on_stderr(tmp_path: Path) 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The signal comes once the first line of progress is there; until then no second demo gets into the folder."""
     options = ("--steps", "5000", "--run-dir", str(tmp_path))
-    process = subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while " step " not in process.stdout.readline():
-        assert process.poll() is None
+    process = warm.Warm([*COMMAND, *options])
+    process.wait_for(" step ")
     with pytest.raises(SystemExit):
         main(["demo", "--resume", "--run-dir", str(tmp_path)])
     assert f"is in use by process {process.pid} on " in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert f"ottava demo --resume --run-dir {tmp_path}" in errors
+    ended = process.wait()
+    assert ended.returncode == 130
+    assert f"ottava demo --resume --run-dir {tmp_path}" in ended.stderr
     assert list(tmp_path.glob("runs/bf16-seed0/checkpoints/*.safetensors"))
     refused = demo("--steps", "10", "--run-dir", tmp_path)
     assert refused.returncode == 2

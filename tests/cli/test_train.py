@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.cli.app import main
 from ottava.train.config import TrainConfig, load_config
 
@@ -160,12 +160,12 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     number: signal.Signals, code: int, word: str, ottava: Command, tmp_path: Path
 ) -> None:
     """And no second process gets into the folder meanwhile."""
-    steps = 400
+    steps = 100
     settings = [*TINY, f"--set=steps={steps}", "--set=checkpoint.every=0", "--set=recipe=bf16"]
     whole, run = tmp_path / "whole", tmp_path / "run"
-    arguments = [sys.executable, "-m", "ottava", "train", *settings, "--run-dir", str(run)]
+    arguments = ["-m", "ottava", "train", *settings, "--run-dir", str(run)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as this process has: sums in the same order
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread)
+    process = warm.Warm(arguments, env=one_thread)
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size > 1000) and process.poll() is None:
         time.sleep(0.005)
@@ -173,9 +173,9 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     assert second.code == 2
     assert f"{run}: is in use by process {process.pid} on " in second.err
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    assert errors == f"{word} and saved; go on with: ottava train --resume --run-dir {run}\n"
+    ended = process.wait()
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr == f"{word} and saved; go on with: ottava train --resume --run-dir {run}\n"
     saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert saved < steps
     assert (run / "checkpoints" / f"step-{saved:06d}.safetensors").exists()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
 
+import warm
 from ottava.cli.watch import watch
 from ottava.debug.run.reader import Run
 from ottava.debug.watch.launch import LaunchError
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    return warm.run(words, cwd=folder)
 
 
 def test_output_numbers_and_arguments_are_the_scripts_own(folder: Path) -> None:

@@ -23,6 +23,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import DETAILS, GRANULARITIES, Detail, Tally, tally_fields
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from sweep import sweep
 
 Array = np.ndarray[Any, np.dtype[Any]]
 SPECS = {
@@ -215,8 +216,7 @@ SHAPES: dict[str, Callable[[torch.dtype], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@sweep(spec=SPECS.values(), make=SHAPES.values())
 def test_every_field_equals_the_oracle(
     spec: QuantizationSpec, make: Callable[[torch.dtype], Tensor], dtype: torch.dtype
 ) -> None:
@@ -276,7 +276,7 @@ def test_a_single_row_of_more_than_fp32_can_count() -> None:
     assert tally.sxx == pytest.approx(float(x.double().square().sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@sweep(spec=SPECS.values())
 def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
     """Every count and histogram of counts exactly, energies and sums to 1e-12, for every number of shards."""
     x = hard(5 * BAND_ROWS + 17, 96, torch.float32)
@@ -299,8 +299,7 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
                 assert np.allclose(got, wanted, rtol=1e-12, atol=1e-9 * np.max(np.abs(wanted))), f.name
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("turned", [False, True])
+@sweep(spec=SPECS.values(), turned=[False, True])
 def test_a_cast_knows_what_a_survey_would_say(spec: QuantizationSpec, turned: bool) -> None:
     """The largest amax of its blocks, of x and of x.T, cast alone or at once; not where elements are not finite."""
     x = hard(200, 130, torch.bfloat16).nan_to_num(posinf=1.0, neginf=1.0)

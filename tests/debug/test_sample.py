@@ -17,7 +17,8 @@ from ottava.debug.tally import Tally, tally_fields
 from ottava.kernels.native import sample as native_sample
 from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_16X16, BLOCK_128X128, PER_TENSOR, Granularity, ScaleFormat
+from ottava.scaling import BLOCK_16X16, BLOCK_128X128, Granularity
+from sweep import sweep
 
 E4M3 = QuantizationSpec(ottava.E4M3)
 PHASES = 1 << 12
@@ -78,21 +79,15 @@ def in_torch(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("rows, cols", [(400, 70), (1100, 300), (130, 129)])
+@sweep(shape=[(400, 70), (1100, 300), (130, 129)])
 def test_a_sample_of_a_cast_is_those_rows_of_it(
-    granularity: Granularity,
-    scale_format: ScaleFormat,
-    rows: int,
-    cols: int,
-    native: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    spec: QuantizationSpec, shape: tuple[int, int], native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers and scales, in memory of their own: of x, of x.T, of casts that lie in columns."""
-    if scale_format == "e4m3" and granularity == PER_TENSOR:
-        return
+    rows, cols = shape
+    granularity = spec.granularity
     if not native:
         in_torch(monkeypatch)
-    spec = QuantizationSpec(ottava.E4M3, granularity, scale_format)
     for x in (tiles(rows, cols, torch.bfloat16), tiles(cols, rows, torch.float32).t()):
         look = look_at(x, ottava.quantize(x, spec))
         assert isinstance(look.cast, QuantizedTensor)
@@ -151,6 +146,7 @@ def test_blocks_that_are_still_to_be_cast_are_taken_whole() -> None:
     assert sampled(look_at(x, QuantizationSpec(ottava.E4M3, Granularity(3, 5))), 16, 0) is None
 
 
+@sweep
 def test_taking_rows_copies_them_in_every_layout(matrix: Tensor) -> None:
     """Whatever the strides; also no columns at all."""
     if matrix.shape[0] < 2:
@@ -163,6 +159,7 @@ def test_taking_rows_copies_them_in_every_layout(matrix: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows, cols, every", [(640, 200, 8), (300, 129, 16), (128 * 9 + 70, 40, 16)])
+@sweep
 def test_all_looks_together_are_the_whole(
     granularity: Granularity, dtype: torch.dtype, rows: int, cols: int, every: int
 ) -> None:

@@ -18,6 +18,7 @@ from ottava.debug.tally import Tally
 from ottava.formats import E8M0, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
+from sweep import sweep
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 RECIPE_SPECS = {
@@ -103,7 +104,7 @@ def check(x: Tensor, x_q: QuantizedTensor, ml_dtype: Any) -> None:
         assert getattr(tally, name) == pytest.approx(getattr(truth, name), rel=1e-6, abs=1e-6 * scale), name
 
 
-@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_ROW, BLOCK_1X32, BLOCK_1X128, Granularity(16, 16)], ids=str)
+@sweep(granularity=[PER_TENSOR, PER_ROW, BLOCK_1X32, BLOCK_1X128, Granularity(16, 16)])
 def test_tally_equals_numpy_for_every_format(
     fmt: Format, ml_dtypes_type: Any, granularity: Granularity, dtype: torch.dtype
 ) -> None:
@@ -116,7 +117,7 @@ def test_tally_equals_numpy_for_every_format(
     check(x, x_q, ml_dtypes_type)
 
 
-@pytest.mark.parametrize("spec", RECIPE_SPECS.values(), ids=RECIPE_SPECS)
+@sweep(spec=RECIPE_SPECS.values())
 def test_tally_equals_numpy_for_every_spec_of_a_recipe(spec: QuantizationSpec) -> None:
     """Powers of two, E8M0 and two-level scales, stochastic rounding."""
     types = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "E2M1": "float4_e2m1fn"}
@@ -124,8 +125,7 @@ def test_tally_equals_numpy_for_every_spec_of_a_recipe(spec: QuantizationSpec) -
     check(wide(), ottava.quantize(wide(), spec), getattr(ml_dtypes, types[spec.format.name]))
 
 
-@pytest.mark.parametrize("fmt", [ottava.E4M3, ottava.E5M2, ottava.E2M1], ids=str)
-@pytest.mark.parametrize("octaves", [0, 1, 3, 9])
+@sweep(fmt=[ottava.E4M3, ottava.E5M2, ottava.E2M1], octaves=[0, 1, 3, 9])
 def test_overflow_is_counted_under_a_scale_that_is_too_large(fmt: Format, octaves: int, ml_dtypes_type: Any) -> None:
     """Delayed scaling after a jump of 2**octaves: what the cast clips, and not what it merely rounds down."""
     x = wide(seed=octaves)
@@ -188,8 +188,7 @@ def test_empty_and_tiny_tensors_are_measured(shape: tuple[int, int]) -> None:
 # --- merging --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [(0, 37), (10,), (1, 2, 3), (0, 0, 20)], ids=str)
-@pytest.mark.parametrize("granularity", [PER_ROW, BLOCK_1X16], ids=str)
+@sweep(granularity=[PER_ROW, BLOCK_1X16], cuts=[(0, 37), (10,), (1, 2, 3), (0, 0, 20)])
 def test_shards_merge_to_the_whole(granularity: Granularity, cuts: tuple[int, ...]) -> None:
     """Micro-batches and ranks: counts and amax exactly, sums to an ulp of float64; empty shards included."""
     x, spec = wide(), QuantizationSpec(ottava.E4M3, granularity)
@@ -226,7 +225,7 @@ def by_definition(x: Array, q: Array) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("spec", RECIPE_SPECS.values(), ids=RECIPE_SPECS)
+@sweep(spec=RECIPE_SPECS.values())
 def test_statistics_equal_their_definitions(spec: QuantizationSpec) -> None:
     """To 1e-6, and 1 - cosine of nearly parallel tensors to 1e-9."""
     x = wide()

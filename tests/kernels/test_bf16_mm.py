@@ -14,6 +14,7 @@ from ottava.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.kernels import bf16_mm, reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, PER_ROW
+from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -34,8 +35,7 @@ def taken(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return bf16_mm.supports_gemm(a, b, torch.bfloat16, None) is None
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("sizes", [(5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1)], ids=str)
+@sweep(sizes=[(5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1)], with_bias=[False, True])
 def test_sums_are_fp32_and_rounded_once(
     pair: Pair, sizes: tuple[int, int, int], with_bias: bool, float64_gemm: Float64Gemm
 ) -> None:
@@ -52,6 +52,7 @@ def test_sums_are_fp32_and_rounded_once(
     assert ((y.double() - exact).abs() <= accumulation + half_ulp).all()
 
 
+@sweep
 def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """K = 1024: one output in 10,000 may be an ulp off, bias and scales included; scaling afterwards: 26 %."""
     a, b = cast(torch.randn(256, 1024), pair[0]), cast(torch.randn(256, 1024), pair[1])
@@ -76,7 +77,7 @@ def test_transposed_operands_multiply_like_copies() -> None:
         assert ((y.double() - anew.double()).abs() <= BF16.eps * y.double().abs() + 1e-4).all()
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@sweep(fmt=[E4M3, E5M2])
 def test_decoding_is_exact(fmt: Format) -> None:
     """All 256 codes: numbers, -0, infinities and NaN, in rows and columns; and nothing."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(fmt.storage_dtype)

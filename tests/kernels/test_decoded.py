@@ -15,6 +15,7 @@ from ottava.dispatch import ACCELERATOR_KERNELS
 from ottava.formats import BF16, FP16
 from ottava.kernels import decoded, reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -30,7 +31,7 @@ def kind(a: QuantizedTensor, b: QuantizedTensor) -> tuple[bool, bool]:
     return in_blocks, in_blocks and any(t.spec.scale_format in ("fp32", "e4m3") for t in (a, b))
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@sweep(with_bias=[False, True])
 def test_every_pair_is_within_its_bound(pair: Pair, with_bias: bool, float64_gemm: Float64Gemm) -> None:
     """fp32 accumulation, and two roundings to BF16 only where a block's scale is no power of two."""
     a, b = operands(pair)
@@ -45,6 +46,7 @@ def test_every_pair_is_within_its_bound(pair: Pair, with_bias: bool, float64_gem
         assert torch.equal(y, reference.gemm(a, b, torch.float32, bias))
 
 
+@sweep
 def test_one_rounding_to_the_output(pair: Pair) -> None:
     """bf16 is the fp32 result rounded."""
     a, b = operands(pair)

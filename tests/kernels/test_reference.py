@@ -16,6 +16,7 @@ from ottava.kernels import reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import encode
 from ottava.scaling import PER_ROW, PER_TENSOR, Granularity, amax, compute_scale
+from sweep import sweep
 
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
 Pair = tuple[QuantizationSpec, QuantizationSpec]
@@ -40,6 +41,7 @@ def operands(pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype = torch
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_quantize_is_the_definition_block_by_block(spec: QuantizationSpec, matrix: Tensor) -> None:
     """Slice a block, take its scale, multiply in fp32, encode: the same bytes, scales and amax."""
     data, scale_inv, block_amax = reference.quantize(matrix, spec)
@@ -57,7 +59,7 @@ def test_quantize_is_the_definition_block_by_block(spec: QuantizationSpec, matri
             assert torch.equal(codes[block], expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=str)
+@sweep(fmt=[E4M3, E5M2, E2M1, E2M3, E3M2])
 def test_a_given_scale_multiplies(fmt: Format, matrix: Tensor) -> None:
     """Delayed scaling: codes of x * scale, the inverse kept, what overflows saturated; scale 0 is the current scale."""
     spec = QuantizationSpec(fmt)
@@ -70,6 +72,7 @@ def test_a_given_scale_multiplies(fmt: Format, matrix: Tensor) -> None:
     assert torch.equal(fallback.scale_inv, current.scale_inv)
 
 
+@sweep
 def test_infinity_saturates_and_nan_stays_in_its_place(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """One inf and one NaN, far apart: they dequantize to the last number of their block and to NaN; others survive."""
     x = torch.ones(40, 300, dtype=dtype)
@@ -84,6 +87,7 @@ def test_infinity_saturates_and_nan_stays_in_its_place(spec: QuantizationSpec, d
     torch.testing.assert_close(y, torch.ones(40, 300), rtol=E4M3.eps / 2, atol=0)
 
 
+@sweep
 def test_zeros_stay_zeros(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Scale 1, code 0, sign kept."""
     x = torch.zeros(40, 300, dtype=dtype)
@@ -101,6 +105,7 @@ def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
         reference.quantize(torch.zeros(shape), QuantizationSpec(E4M3))
 
 
+@sweep
 def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """No cast in place, whatever the dtype."""
     x = torch.randn(40, 300).to(dtype)
@@ -110,6 +115,7 @@ def test_the_argument_is_left_as_it_was(spec: QuantizationSpec, dtype: torch.dty
 
 
 @pytest.mark.gpu
+@sweep
 def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
     """Codes, scales and amax of a laptop and of a GPU, for every format, dtype and layout."""
     x = torch.randn(130, 300) * torch.exp2(torch.randint(-9, 9, (130, 1)))
@@ -125,7 +131,7 @@ def test_cuda_gives_the_same_bits(spec: QuantizationSpec) -> None:
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@sweep(with_bias=[False, True])
 def test_gemm_is_fp32_accumulation_rounded_once(
     pair: Pair, sizes: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, float64_gemm: Float64Gemm
 ) -> None:
@@ -145,9 +151,11 @@ def test_gemm_is_fp32_accumulation_rounded_once(
     assert torch.equal(y, in_fp32.to(dtype))
 
 
-@pytest.mark.parametrize("lhs", ["tensor", "row", "1x128", "*x16", "3x5"])
-@pytest.mark.parametrize("rhs", ["tensor", "1x32", "16x16", "128x128", "*x7"])
-@pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
+@sweep(
+    lhs=["tensor", "row", "1x128", "*x16", "3x5"],
+    rhs=["tensor", "1x32", "16x16", "128x128", "*x7"],
+    scale_format=["fp32", "e8m0"],
+)
 def test_blocks_of_any_two_sizes_multiply(lhs: str, rhs: str, scale_format: str, float64_gemm: Float64Gemm) -> None:
     """Where blocks of a end inside blocks of b, sums end too: K = 300, blocks of 5 and 7, 128 and 32, 16 and all."""
     specs = [QuantizationSpec(E4M3, Granularity.parse(text), scale_format) for text in (lhs, rhs)]  # type: ignore[arg-type]
@@ -167,6 +175,7 @@ def test_a_block_is_scaled_once_however_long_the_sum_is() -> None:
     assert torch.equal(reference.gemm(a, b, torch.float32, None), y)
 
 
+@sweep
 def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """K = 1024, bf16 outputs: fp32 sums leave 0 to 1.1 in 10,000 one ulp off, NVFP4's two-level scales up to 3."""
     a, b = operands(pair, (256, 256, 1024))
@@ -183,6 +192,7 @@ def test_power_of_two_scales_leave_small_sums_exact() -> None:
         assert torch.equal(y, (x.double() @ w.double().t()).float())
 
 
+@sweep
 def test_nan_stays_in_its_row(pair: Pair) -> None:
     """A NaN in row 2 of a makes row 2 of y NaN and no other; a format without NaN has made a number of it."""
     a, b = operands(pair, (8, 8, 256))
@@ -195,6 +205,7 @@ def test_nan_stays_in_its_row(pair: Pair) -> None:
     assert torch.equal(y[~rows], clean[~rows])
 
 
+@sweep
 def test_fast_accumulation_is_not_modelled(pair: Pair) -> None:
     """The flag is Hopper's; the reference has one accumulator, and says that it supports every call, unpadded."""
     a, b = operands(pair, (33, 17, 300))

@@ -20,6 +20,7 @@ from ottava.kernels import reference, scaled_mm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from sweep import sweep
 
 TENSOR, ROW, E5 = QuantizationSpec(E4M3), QuantizationSpec(E4M3, PER_ROW, "pow2"), QuantizationSpec(E5M2)
 TAKEN = {
@@ -219,7 +220,7 @@ def as_scaled_blas_checks(scale: Tensor, granularity: Granularity, rows: int, k:
 
 
 @AWKWARD
-@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+@sweep(pair=BLOCKS.values())
 def test_blocks_are_laid_out_as_hopper_wants_them(pair: Pair, m: int, n: int, k: int) -> None:
     """Sizes in multiples, A row-major and B column-major, scales outer dimension first; 16-byte strides of them."""
     ready = scaled_mm.arguments(cast(torch.randn(m, k), pair[0]), cast(torch.randn(n, k), pair[1]))
@@ -234,7 +235,7 @@ def test_blocks_are_laid_out_as_hopper_wants_them(pair: Pair, m: int, n: int, k:
 
 
 @AWKWARD
-@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+@sweep(pair=BLOCKS.values())
 def test_what_is_handed_over_means_the_same(pair: Pair, m: int, n: int, k: int, float64_gemm: Float64Gemm) -> None:
     """The arguments multiplied by the definition, in fp64 by other code: padding and layout lose nothing."""
     a, b = cast(torch.randn(m, k), pair[0]), cast(torch.randn(n, k), pair[1])
@@ -248,7 +249,7 @@ def test_what_is_handed_over_means_the_same(pair: Pair, m: int, n: int, k: int, 
     assert torch.allclose((values[0] @ values[1].t())[:m, :n], exact, rtol=0.0, atol=1e-10)
 
 
-@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+@sweep(pair=BLOCKS.values())
 def test_blocks_are_refused_on_a_cpu_and_say_their_padding(pair: Pair) -> None:
     """torch's CPU version has none; the receipt on Hopper names all three sizes."""
     a, b = cast(torch.randn(5, 200), pair[0]), cast(torch.randn(17, 200), pair[1])

@@ -106,6 +106,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: Recipe) -> None:
     """A side effect in forward would break the graph here, and the whole block would silently run eagerly."""
     eager, model = network(recipe), Checkpointed(network(recipe))

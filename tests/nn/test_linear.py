@@ -20,6 +20,7 @@ import ottava
 from ottava.functional import Call, build_ahead, linear
 from ottava.nn.linear import Linear
 from ottava.recipe import Recipe
+from sweep import sweep
 
 SHAPES = ((64,), (1, 64), (8, 64), (2, 3, 64), (0, 64), (2, 0, 64), (2, 2, 2, 64))
 
@@ -58,8 +59,7 @@ def plain(layer: Linear) -> nn.Linear:
     return other
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@sweep(shape=SHAPES, bias=[True, False])
 def test_bf16_recipe_is_torchs_linear_bit_for_bit(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     """Also its gradients; in fp32 and fp16 too: high precision means whatever the input is."""
     layer = make("bf16", dtype, bias)
@@ -67,8 +67,7 @@ def test_bf16_recipe_is_torchs_linear_bit_for_bit(shape: tuple[int, ...], bias: 
 
 
 @pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@sweep(shape=SHAPES, bias=[True, False])
 def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     """(..., K) gives what (M, K) gives, and y, dx, dw, db have torch's shapes and dtypes."""
     layer, x = make(recipe, dtype, bias), data(*shape, dtype=dtype)
@@ -78,7 +77,7 @@ def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], bia
     assert_equal(got, {n: t.reshape(got[n].shape) for n, t in flat.items()})
 
 
-@pytest.mark.parametrize("k", [1, 2, 17, 33, 127, 130])
+@sweep(k=[1, 2, 17, 33, 127, 130])
 def test_any_width_is_close_to_torch(recipe: Recipe, k: int) -> None:
     """Odd widths and K = 1; E4M3 errs by 2**-4 an operand at most, E2M1 by 2**-2 (of the block's largest)."""
     layer, x = make(recipe, k=k), data(8, k)
@@ -88,6 +87,7 @@ def test_any_width_is_close_to_torch(recipe: Recipe, k: int) -> None:
         assert error < (0.5 if recipe.name == "nvfp4" else 0.15), name
 
 
+@sweep
 def test_is_torchs_linear_to_everyone(recipe: Recipe) -> None:
     """isinstance, parameter names, init, extra attributes: optimizers, PEFT, FSDP see what they know."""
     layer = make(recipe)
@@ -110,6 +110,7 @@ def test_unknown_recipe_is_refused_by_the_constructor() -> None:
 # --- state dict -----------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_checkpoints_of_stateless_recipes_are_torchs(recipe: Recipe) -> None:
     """Key for key, before and after training; strict loading works both ways."""
     layer, other = make(recipe), nn.Linear(64, 40, dtype=torch.bfloat16)
@@ -149,11 +150,7 @@ def through_torch_save(layer: Linear) -> Linear:
     return loaded
 
 
-@pytest.mark.parametrize(
-    "clone",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
+@sweep(clone=[copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
 def test_a_clone_computes_the_same_bits(recipe: Recipe, clone: Callable[[Linear], Linear]) -> None:
     """Also after a step, when the layer remembers its last call: a clone has run nothing."""
     layer = make(recipe)
@@ -178,6 +175,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@sweep
 def test_a_clone_runs_the_same_operations(recipe: Recipe) -> None:
     """Its formats are other objects with the same facts: E4M3's fast decoding must not be lost to a copy."""
     layer, x = make(recipe), data(8, 64)
@@ -189,8 +187,8 @@ def test_a_clone_runs_the_same_operations(recipe: Recipe) -> None:
     assert ran[0] == ran[1] == ran[2]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
+@sweep(dtype=[torch.bfloat16, torch.float16, torch.float32])
 def test_a_change_of_dtype_equals_being_made_in_it(recipe: Recipe, dtype: torch.dtype) -> None:
     """fp32 -> .to(dtype): parameters follow, the state of delayed scaling stays fp32."""
     layer = make(recipe, torch.float32).to(dtype)
@@ -206,6 +204,7 @@ def test_a_change_of_dtype_equals_being_made_in_it(recipe: Recipe, dtype: torch.
     assert {b.dtype for n, b in layer.named_buffers() if not n.endswith("_count")} <= {torch.float32}
 
 
+@sweep
 def test_made_on_meta_and_filled_later(recipe: Recipe) -> None:
     """The way of large models: meta, to_empty, load; nothing uninitialized is left in a scale."""
     source = make(recipe)
@@ -239,7 +238,7 @@ def test_shared_modules_and_functional_call_work() -> None:
 # --- torch.autocast and float32 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@sweep(low=[torch.bfloat16, torch.float16])
 def test_mixed_precision_follows_torch(recipe: Recipe, low: torch.dtype) -> None:
     """FP32 parameters under torch.autocast: y in the low dtype, dx, dw, db in FP32, also with backward outside."""
     layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32).requires_grad_()
@@ -258,6 +257,7 @@ def test_mixed_precision_follows_torch(recipe: Recipe, low: torch.dtype) -> None
         assert torch.equal(layer.weight.grad, other.weight.grad)  # type: ignore[arg-type]
 
 
+@sweep
 def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
     """Under torch.autocast the layer does what the formulas do on x.bfloat16(), and no GEMM inside is cast again."""
     layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32)
@@ -298,6 +298,7 @@ def test_dtypes_that_torch_does_not_mix_are_refused() -> None:
             assert layer(x).dtype == torch.bfloat16
 
 
+@sweep
 def test_backward_inside_torch_autocast_changes_nothing(recipe: Recipe) -> None:
     """torch warns against it, people do it: the FP32 sums of the emulation must not become BF16."""
     grads = []
@@ -312,6 +313,7 @@ def test_backward_inside_torch_autocast_changes_nothing(recipe: Recipe) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))  # type: ignore[arg-type]
 
 
+@sweep
 def test_float32_inputs_are_warned_of_once_with_the_remedy(recipe: Recipe) -> None:
     """Seed of the rule: TransformerEngine #1119, 104 ms against 44.6 ms. High precision has nothing to warn of."""
     layer, x = make(recipe, torch.float32), data(8, 64, dtype=torch.float32)
@@ -335,6 +337,7 @@ def test_float32_inputs_are_warned_of_once_with_the_remedy(recipe: Recipe) -> No
 # --- hooks, threads, gradients --------------------------------------------------------------------------------------
 
 
+@sweep
 def test_hooks_of_every_kind_fire(recipe: Recipe) -> None:
     """Forward, forward-pre, full backward, tensor and post-accumulate-grad hooks, once each."""
     layer, fired = make(recipe), []
@@ -347,6 +350,7 @@ def test_hooks_of_every_kind_fire(recipe: Recipe) -> None:
     assert sorted(fired) == ["accumulated", "backward", "forward", "pre", "weight"]
 
 
+@sweep
 def test_accumulated_gradients_are_the_sum(recipe: Recipe) -> None:
     """Two backwards without zero_grad: the FP32 sum of what each gives alone."""
     layer = make(recipe, torch.float32)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ottava
 from ottava.recipe import Recipe
+from sweep import sweep
 
 # torch says so of every checkpoint inside a reentrant one, whose first forward runs without grad mode
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -108,19 +109,19 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep(way=WAYS)
 def test_checkpointing_changes_no_bit(recipe: Recipe, way: str) -> None:
     """y, all gradients, parameters after three steps, and the histories of delayed scaling."""
     assert_same(train(network(recipe), WAYS[way]), train(network(recipe), plain))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep(way=WAYS)
 def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe, way: str) -> None:
     """autocast was left before backward; the layers' own recipe (mxfp8) is another."""
     assert_same(train(network("mxfp8"), WAYS[way], recipe), train(network("mxfp8"), plain, recipe))
 
 
-@pytest.mark.parametrize("way", ["reentrant", "non_reentrant", "nested_mixed"])
+@sweep(way=["reentrant", "non_reentrant", "nested_mixed"])
 def test_recomputation_under_torch_autocast(recipe: Recipe, way: str) -> None:
     """FP32 parameters: torch restores its own autocast for the recomputation, ottava its recipe."""
     runs = [train(network("mxfp8").float(), forward, recipe, low=True) for forward in (WAYS[way], plain)]

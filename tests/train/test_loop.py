@@ -6,7 +6,7 @@ import json
 import math
 import os
 import random
-import subprocess
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import warm
 from ottava.recipe import RECIPES, Recipe
 from ottava.settings import ConfigError
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
@@ -345,17 +346,15 @@ Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance
 """
 
 
-def start(run: Path, config: list[str]) -> subprocess.Popen[bytes]:
+def start(run: Path, config: list[str]) -> warm.Warm:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # small tensors on many threads only wait for each other
-    command = [sys.executable, "-c", TRAIN, str(run), *config]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, env=one_thread)
+    return warm.Warm(["-c", TRAIN, str(run), *config], env=one_thread)
 
 
 def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
 def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: str, tmp_path: Path) -> None:
     """Checkpoints after every second step, so that half of the time the process dies while it writes one."""
@@ -371,16 +370,16 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: 
         while kills and size(run / "metrics.jsonl") <= done_before + 500 and process.poll() is None:
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.1))
-        process.kill()
-        _, errors = process.communicate()
-        if process.returncode == 0:
+        process.send_signal(signal.SIGKILL)
+        killed = process.wait()
+        if killed.returncode == 0:
             break  # this machine was faster than the kills
-        assert process.returncode == -9, errors.decode()
+        assert killed.returncode == -9, killed.stderr
         kills += 1
     last = start(run, config)
     for process in (last, uninterrupted):
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors.decode()
+        ended = process.wait()
+        assert ended.returncode == 0, ended.stderr
     assert kills >= 2
     assert len(saved_curve(run)) == 60
     assert saved_curve(run) == saved_curve(whole)

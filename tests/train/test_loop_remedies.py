@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from test_loop import curve, saved_curve, tiny
 from torch import Tensor
 
+import warm
 from ottava.debug.run.reader import Run
 from ottava.settings import ConfigError
 from ottava.train import Trainer
@@ -70,8 +69,7 @@ os._exit(9)
 def test_a_kill_loses_nothing_that_a_checkpoint_holds_and_resumes_without_one(tmp_path: Path) -> None:
     """Killed before the first checkpoint, a watched run begins again in its folder; killed after one, the looks of the
     steps before it are on record."""
-    words = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
-    assert subprocess.run(words, timeout=300, check=False).returncode == 9
+    assert warm.run(["-c", KILLED, str(tmp_path), str(Path(__file__).parent)]).returncode == 9
     assert set(Run.open(tmp_path / "after").table()["step"].tolist()) >= {1, 2}
     resumed = Trainer(tiny("recipe=bf16", "watch={every: 1}", "checkpoint.every=100"), tmp_path / "before", resume=True)
     resumed.advance()

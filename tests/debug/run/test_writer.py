@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import ottava
+import warm
 from ottava.debug.measure import measure, measure_packed
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import EVENTS, MANIFEST, STATS, STEPS, RunError, SlotKey
@@ -59,17 +58,10 @@ def test_kill_9_loses_at_most_what_was_not_flushed(tmp_path: Path, after: int) -
         f"from ottava.debug.run.schema import SlotKey\nKEY = SlotKey(*{tuple(KEY)!r})\n", encoding="utf-8"
     )
     path = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITES_FOREVER, str(path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-    )
-    assert process.stdout is not None
-    while int(process.stdout.readline()) < after:
-        pass
+    process = warm.Warm(["-c", WRITES_FOREVER, str(path)], cwd=tmp_path)
+    process.wait_for(f"{after}\n")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    process.stdout.close()
     run = Run.open(path)
     done = len(run.steps["step"])
     assert done >= after

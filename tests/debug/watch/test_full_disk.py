@@ -6,12 +6,12 @@ write to every file as a full disk does. (A real one, a tmpfs, needs the rights 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.debug.event_file import read_scalars
 from ottava.debug.run.reader import Run
 from ottava.debug.watch.dumps import TensorDump, read_dump
@@ -61,7 +61,7 @@ assert train(sys.argv[1] + "/to-the-end", 99) == bare
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of a file")
 def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     """Statistics, steps and events wait until step 7, or are lost; dumps and sinks go on without. Files stay whole."""
-    done = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = warm.run(["-c", TRAINS, str(tmp_path)], timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("TensorBoardSink failed") == 2
     for name, until, lost in (("for-a-while", 7, "3 dumps"), ("to-the-end", 99, "5 dumps, 15 rows, 6 lines")):

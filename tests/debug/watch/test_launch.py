@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.debug.watch.launch import LaunchError, check_script, run_script
 
 LAUNCH = """
@@ -61,10 +62,8 @@ def folder(tmp_path: Path) -> Path:
 
 def both(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """As Python runs it, and as it is launched."""
-    return tuple(  # type: ignore[return-value]
-        subprocess.run([sys.executable, *start, *words], cwd=folder, capture_output=True, text=True, timeout=60)
-        for start in ([], ["launch.py"])
-    )
+    python = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=60)
+    return python, warm.run(["launch.py", *words], cwd=folder)
 
 
 CASES = [

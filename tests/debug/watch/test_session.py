@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+import warm
 from ottava.debug.run.reader import Run
 from ottava.debug.watch import Watch, WatchConfig, watch
 from ottava.settings import ConfigError
@@ -291,7 +290,7 @@ def test_a_crash_without_a_context_leaves_the_last_steps_too(tmp_path: Path) -> 
         "    optimizer.step()\n"
         "raise RuntimeError('out of luck')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = warm.run(["-c", script])
     assert ended.returncode == 1
     assert "out of luck" in ended.stderr
     run = Run.open(tmp_path / "run")

@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 
 import ottava
+import warm
 from ottava.debug.event_file import read_scalars
 from ottava.debug.measure import measure
 from ottava.debug.run.reader import Table
@@ -204,7 +204,8 @@ def test_loggers_get_a_run_of_their_own(tmp_path: Path) -> None:
     for name in ("wandb", "trackio"):
         (tmp_path / f"{name}.py").write_text(FAKE_LOGGER, encoding="utf-8")
     script = SENDS.format(folder=str(tmp_path), tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = warm.run(["-c", script])
+    assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(records) == 2
     for calls in records:

@@ -20,6 +20,7 @@ from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from sweep import sweep
 
 Pair = tuple[QuantizationSpec, QuantizationSpec]
 Float64Gemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -70,8 +71,7 @@ def _threads() -> Iterator[None]:
 SIZES = ((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), (97, 65, 1030))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@sweep(sizes=SIZES, layout=["nt", "nn", "tn", "tt"], level=LEVELS.values())
 def test_sums_are_those_of_fp64(
     pair: Pair, sizes: tuple[int, int, int], layout: str, level: int, float64_gemm: Float64Gemm
 ) -> None:
@@ -90,7 +90,7 @@ def test_sums_are_those_of_fp64(
     assert torch.equal(y, native_gemm.run(a, b, torch.float32, bias, level)[0])
 
 
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@sweep(out=[torch.bfloat16, torch.float16], level=LEVELS.values())
 def test_there_is_one_rounding(pair: Pair, out: torch.dtype, level: int) -> None:
     """16-bit outputs are the fp32 ones rounded by torch, bias included: normal, subnormal, infinite and NaN."""
     a, b = operands(pair, (40, 70, 300))
@@ -106,6 +106,7 @@ def test_there_is_one_rounding(pair: Pair, out: torch.dtype, level: int) -> None
             assert torch.equal(y.isnan(), in_fp32.isnan())
 
 
+@sweep(level=LEVELS.values())
 def test_nearly_every_output_is_correctly_rounded(pair: Pair, level: int, float64_gemm: Float64Gemm) -> None:
     """K = 1024, bf16: one output in 10,000 may be an ulp off; 4 standard deviations of 65,536 draws are 10 more."""
     a, b = operands(pair, (256, 256, 1024))
@@ -116,7 +117,7 @@ def test_nearly_every_output_is_correctly_rounded(pair: Pair, level: int, float6
     assert int(wrong.sum()) <= 6.5 + 10
 
 
-@pytest.mark.parametrize("sizes", [(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], ids=str)
+@sweep(sizes=[(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], level=LEVELS.values())
 def test_threads_change_no_bit(pair: Pair, sizes: tuple[int, int, int], level: int) -> None:
     """1, 2, 3 and 8 threads: rows and columns shared out in other ways, one sum; row by row and column by column."""
     a, b = operands(pair, sizes)
@@ -130,6 +131,7 @@ def test_threads_change_no_bit(pair: Pair, sizes: tuple[int, int, int], level: i
     assert all(torch.equal(y, results[0]) for y in results)
 
 
+@sweep(level=LEVELS.values())
 def test_rows_of_a_batch_do_not_know_each_other(pair: Pair, level: int) -> None:
     """y of some rows of a are those rows of y."""
     a, b = operands(
@@ -142,7 +144,7 @@ def test_rows_of_a_batch_do_not_know_each_other(pair: Pair, level: int) -> None:
     assert torch.equal(native_gemm.run(few, b, torch.bfloat16, None, level)[0], y[64:77])
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E2M3, E3M2], ids=str)
+@sweep(fmt=[E4M3, E5M2, E2M1, E2M3, E3M2], level=LEVELS.values())
 def test_every_code_is_decoded(fmt: object, level: int) -> None:
     """All codes of a format times 1, in rows and in columns: what they stand for, -0 and NaN included."""
     spec = QuantizationSpec(fmt)  # type: ignore[arg-type]
@@ -158,6 +160,7 @@ def test_every_code_is_decoded(fmt: object, level: int) -> None:
         assert torch.equal(y[~y.isnan()], truth[~truth.isnan()])
 
 
+@sweep(level=LEVELS.values())
 def test_scales_come_in_three_ways(level: int, float64_gemm: Float64Gemm) -> None:
     """On the sum; as exponents of the operands; and, where those would leave fp32's normal numbers, step by step."""
     x, w = torch.randn(20, 256), torch.randn(70, 256)
@@ -176,6 +179,7 @@ def test_scales_come_in_three_ways(level: int, float64_gemm: Float64Gemm) -> Non
             assert ((y.double() - exact).abs() <= accumulation).all()
 
 
+@sweep(level=LEVELS.values())
 def test_folding_changes_no_product(level: int) -> None:
     """Integers up to 16 with power-of-two scales: sums fit in 24 bits, so every mode gives fp64's."""
     blocks = torch.exp2(torch.randint(0, 3, (24, 8))).repeat_interleave(32, 1)
@@ -187,9 +191,12 @@ def test_folding_changes_no_product(level: int) -> None:
         assert torch.equal(native_gemm.run(in_columns(a), in_columns(b), torch.float32, None, level)[0].double(), exact)
 
 
-@pytest.mark.parametrize("lhs", ["tensor", "row", "1x128", "*x16", "4x6"])
-@pytest.mark.parametrize("rhs", ["tensor", "1x32", "16x16", "128x128", "*x10"])
-@pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
+@sweep(
+    lhs=["tensor", "row", "1x128", "*x16", "4x6"],
+    rhs=["tensor", "1x32", "16x16", "128x128", "*x10"],
+    scale_format=["fp32", "e8m0"],
+    level=LEVELS.values(),
+)
 def test_blocks_of_any_two_even_sizes_multiply(
     lhs: str, rhs: str, scale_format: str, level: int, float64_gemm: Float64Gemm
 ) -> None:
@@ -201,6 +208,7 @@ def test_blocks_of_any_two_even_sizes_multiply(
         assert ((y.double() - exact).abs() <= 3 * accumulation).all()
 
 
+@sweep(level=LEVELS.values())
 def test_nan_stays_in_its_row(pair: Pair, level: int) -> None:
     """A NaN in row 2 of a makes row 2 of y NaN and no other, in bf16 too."""
     a, b = operands(pair, (8, 70, 256))
@@ -213,6 +221,7 @@ def test_nan_stays_in_its_row(pair: Pair, level: int) -> None:
     assert torch.equal(y[torch.arange(8) != 2], clean[torch.arange(8) != 2])
 
 
+@sweep(level=LEVELS.values())
 def test_nan_survives_every_exponent(level: int) -> None:
     """Folding moves the exponents of blocks; one of NaN stays. Rows and columns, either side."""
     x = torch.randn(8, 256) * torch.exp2(torch.arange(8).repeat_interleave(32) * -3.0)
@@ -228,6 +237,7 @@ def test_nan_survives_every_exponent(level: int) -> None:
             ]
 
 
+@sweep(level=LEVELS.values())
 def test_any_nan_of_the_bias_stays(level: int) -> None:
     """One with all bits set would round over into -0."""
     a = cast(torch.ones(4, 16), QuantizationSpec(E4M3))
@@ -238,6 +248,7 @@ def test_any_nan_of_the_bias_stays(level: int) -> None:
         assert y.isnan().all(0).tolist() == [False, True, True, False]
 
 
+@sweep(level=LEVELS.values())
 def test_any_strides(level: int) -> None:
     """Every second row and every third column, and one row for all: as their copies."""
     x, w = cast(torch.randn(40, 90), QuantizationSpec(E4M3)), cast(torch.randn(30, 30), QuantizationSpec(E4M3))
@@ -247,7 +258,7 @@ def test_any_strides(level: int) -> None:
         assert torch.equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@sweep(layout=["nt", "nn", "tn", "tt"], level=LEVELS.values())
 def test_few_rows_of_any_size(layout: str, level: int) -> None:
     """One thread and few rows go another way: packed rows of any length, then a panel that begins on a cache line."""
     torch.set_num_threads(1)
@@ -259,6 +270,7 @@ def test_few_rows_of_any_size(layout: str, level: int) -> None:
             torch.testing.assert_close(y, reference.gemm(a, b, torch.float32, None), rtol=2.0**-18, atol=2.0**-18)
 
 
+@sweep(level=LEVELS.values())
 def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:
     """K = 40,000 and N = 300: panels come in several rounds, sums in many chunks."""
     a, b = operands((QuantizationSpec(E5M2), QuantizationSpec(E4M3)), (8, 300, 40_000))

@@ -36,6 +36,7 @@ def cast(x: Tensor, spec: QuantizationSpec) -> QuantizedTensor:
 # --- instruction sets that are not here ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not all(map(shutil.which, (CROSS, EMULATOR))), reason=f"needs {CROSS} and {EMULATOR}")
 @pytest.mark.parametrize("name", ["NEON", "NEON-BF16"])
 def test_aarch64_is_right_on_an_emulator(name: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ottava.kernels.native import measure as native_measure
 from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, Granularity
+from sweep import sweep
 
 pytestmark = pytest.mark.skipif(bool(native_measure.built().reason), reason=native_measure.built().reason)
 
@@ -68,8 +69,7 @@ def equal(name: str, ours: Tally, truth: Tally) -> bool:
     return np.allclose(got, wanted, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
-@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "1x32", "128x128", "16x16", "3x5", "*x4"])
+@sweep(fmt=SMALL, block=["tensor", "row", "1x128", "1x32", "128x128", "16x16", "3x5", "*x4"])
 def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: torch.dtype) -> None:
     """Every layout; infinities and NaN among numbers of very different size, casts of x.T too."""
     spec = QuantizationSpec(fmt, Granularity.parse(block))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: tor
         assert_same(x, quantize(x, spec))
 
 
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor", "e4m3"])
+@sweep(scale_format=["fp32", "pow2", "e8m0", "e8m0_floor", "e4m3"])
 def test_every_scale_format_is_measured(scale_format: str) -> None:
     """Two-level scales that vanish, power-of-two ones that saturate."""
     for fmt in (E4M3, E2M1):
@@ -102,10 +102,10 @@ def test_numbers_at_the_ends_of_fp32_are_measured(amax: float) -> None:
         assert_same(x, quantize(x, spec))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "largest, smallest", [(0, -126), (0, -127), (0, -140), (60, -66), (60, -67), (60, -80), (-60, -126)]
 )
+@sweep(dtype=[torch.float32, torch.bfloat16])
 def test_a_row_with_numbers_that_a_unit_would_make_subnormal(largest: int, smallest: int, dtype: torch.dtype) -> None:
     """Or that are: they are summed as exactly as all others, whatever is quicker for normal ones. One row in three, in
     casts that keep them and in casts that lose them."""
@@ -119,8 +119,7 @@ def test_a_row_with_numbers_that_a_unit_would_make_subnormal(largest: int, small
     assert_same(zeros, quantize(zeros, QuantizationSpec(E5M2, PER_ROW)))
 
 
-@pytest.mark.parametrize("octaves", [6, 7, 8, 9, 23, 24, 25, 60, 100, 130])
-@pytest.mark.parametrize("by", ["rows of a block", "parts of a row", "elements"])
+@sweep(octaves=[6, 7, 8, 9, 23, 24, 25, 60, 100, 130], by=["rows of a block", "parts of a row", "elements"])
 def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: int, by: str, dtype: torch.dtype) -> None:
     """Elements are counted in two blocks at once, and two neighbours at once, where they lie close to each other and to
     the largest of all; so at every limit of that, beyond it, among zeros, and where not even inverses are normal."""
@@ -139,6 +138,7 @@ def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: in
         assert_same(x, quantize(x, spec))
 
 
+@sweep
 def test_zeros_below_numbers_far_smaller_than_their_row_are_counted(dtype: torch.dtype) -> None:
     """Their block's amax is so small in units of the row that its inverse is infinite, and 0 times that is NaN."""
     info = torch.finfo(dtype)
@@ -147,7 +147,7 @@ def test_zeros_below_numbers_far_smaller_than_their_row_are_counted(dtype: torch
     assert_same(x, quantize(x, QuantizationSpec(E4M3)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep(dtype=[torch.bfloat16, torch.float16])
 def test_a_quotient_on_the_edge_of_a_bin_is_in_the_right_one(dtype: torch.dtype) -> None:
     """Magnitudes of 16 bits within 8 octaves of amaxes of many significands, edges included: no division is made."""
     one, top = torch.ones((), dtype=dtype).view(torch.int16), torch.full((), 2.0, dtype=dtype).view(torch.int16)
@@ -160,8 +160,7 @@ def test_a_quotient_on_the_edge_of_a_bin_is_in_the_right_one(dtype: torch.dtype)
         assert_same(x, quantize(x, QuantizationSpec(E4M3)))
 
 
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
-@pytest.mark.parametrize("octaves", [-40, 0, 1, 9])
+@sweep(fmt=SMALL, octaves=[-40, 0, 1, 9])
 def test_predicted_scales_are_measured(fmt: object, octaves: int) -> None:
     """Far too small: underflow; too large: what is clipped, the tie at the top included; and the error of each."""
     for scaling in ("delayed", "guarded"):
@@ -175,8 +174,7 @@ def test_predicted_scales_are_measured(fmt: object, octaves: int) -> None:
     assert_same(tie, quantize(tie, spec, scale=torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
-@pytest.mark.parametrize("block", ["tensor", "row", "1x128", "1x32", "128x128", "3x5", "*x4"])
+@sweep(fmt=SMALL, block=["tensor", "row", "1x128", "1x32", "128x128", "3x5", "*x4"])
 def test_a_cast_still_to_be_made_is_the_one_of_quantize(fmt: object, block: str, dtype: torch.dtype) -> None:
     """Several at once, each in one of the layouts, with current and with given scales."""
     specs = [QuantizationSpec(fmt, Granularity.parse(block))]  # type: ignore[arg-type]

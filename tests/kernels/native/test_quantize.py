@@ -28,6 +28,7 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import Quantizer
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
+from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
 needs_library = pytest.mark.skipif(bool(native_quantize.built().reason), reason=native_quantize.built().reason)
@@ -54,6 +55,7 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) 
 
 
 @needs_library
+@sweep
 def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Every format of at most 8 bits; zeros, subnormals, infinities and NaN of both signs, rows far apart."""
     for make in LAYOUTS.values():
@@ -67,8 +69,7 @@ def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec,
 
 
 @needs_library
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-120, 3e38])
+@sweep(fmt=SMALL, scale=[1.0, 0.37, 2.0**-120, 3e38])
 def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: torch.dtype, scale: float) -> None:
     """All 65,536 patterns: ties, subnormals, saturation, NaN; for fp32, the same patterns as its upper half."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
@@ -77,7 +78,7 @@ def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: t
 
 
 @needs_library
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@sweep(fmt=SMALL)
 def test_ties_of_fp32_go_to_even(fmt: Format) -> None:
     """Half way between all neighbours, and one ulp to either side, by the table of the format."""
     table = decode(torch.arange(1 << (fmt.bits - 1), dtype=torch.uint8).view(fmt.storage_dtype), fmt)
@@ -101,8 +102,10 @@ def test_a_given_scale_is_taken_as_the_reference_does(scaling: str, scale_format
 
 
 @needs_library
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor"])
-@pytest.mark.parametrize("block", ["1x32", "32x1", "1x48", "*x1", "1x128", "*x16", "64x64", "row", "tensor"])
+@sweep(
+    block=["1x32", "32x1", "1x48", "*x1", "1x128", "*x16", "64x64", "row", "tensor"],
+    scale_format=["fp32", "pow2", "e8m0", "e8m0_floor"],
+)
 def test_blocks_of_every_16_bit_number_are_cast_as_the_reference_does(block: str, scale_format: str) -> None:
     """All that are finite, in bf16: beside numbers of any size, which leaves them subnormal or 0, and of their own."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
@@ -116,7 +119,7 @@ def test_blocks_of_every_16_bit_number_are_cast_as_the_reference_does(block: str
 
 
 @needs_library
-@pytest.mark.parametrize("scaling", ["delayed", "guarded"])
+@sweep(scaling=["delayed", "guarded"])
 def test_what_a_door_has_seen_is_raised_as_the_door_does(scaling: str, dtype: torch.dtype) -> None:
     """Largest amax, something not finite, another scale than the predicted one: one at a time and on top of others."""
     spec = QuantizationSpec(E4M3, scaling=scaling)  # type: ignore[arg-type]
@@ -136,8 +139,7 @@ def test_what_a_door_has_seen_is_raised_as_the_door_does(scaling: str, dtype: to
 
 
 @needs_library
-@pytest.mark.parametrize("margin", [-3, 2, 40])
-@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-130, 3.4e38, 448.0, 447.9999])
+@sweep(margin=[-3, 2, 40], amax=[2.0**-149, 2.0**-130, 3.4e38, 448.0, 447.9999])
 def test_extreme_scales_are_the_references(margin: int, amax: float, scale_format: str) -> None:
     """Beyond fp32 on either side, on and next to a power of two."""
     x = torch.randn(40, 64).clamp(-1, 1) * amax
@@ -147,7 +149,7 @@ def test_extreme_scales_are_the_references(margin: int, amax: float, scale_forma
 
 
 @needs_library
-@pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "1x16"])
+@sweep(granularity=["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "1x16"])
 def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
     """One, two, and more than there are cores; rows and columns that do not divide."""
     x = tiles(700, 333, dtype)
@@ -187,7 +189,7 @@ def test_instruction_sets_change_no_bit(
 
 
 @needs_library
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@sweep(fmt=SMALL)
 def test_every_code_is_decoded(fmt: Format) -> None:
     """The bits of `rounding.decode`, the sign of zeros too; BF16 holds them all; strides are kept."""
     codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).view(fmt.storage_dtype)
@@ -211,7 +213,7 @@ BOTH = {  # x and x.T
 
 
 @needs_library
-@pytest.mark.parametrize("specs", BOTH.values(), ids=BOTH)
+@sweep(specs=BOTH.values())
 def test_both_casts_in_one_reading_are_the_references(
     specs: tuple[QuantizationSpec, QuantizationSpec], dtype: torch.dtype
 ) -> None:
@@ -259,8 +261,10 @@ def test_what_is_not_cast_in_one_reading() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("granularity", ["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16"])
-@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@sweep(
+    granularity=["tensor", "row", "*x1", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16"],
+    out=[torch.float32, torch.bfloat16],
+)
 def test_dequantizing_has_the_bits_of_the_definition(granularity: str, out: torch.dtype) -> None:
     """Every format, ragged blocks, rows as short as one, columns that lie in memory first, a batch's slice."""
     for rows, cols in ((140, 333), (3, 5), (1, 1), (700, 64)):
@@ -391,6 +395,7 @@ def test_it_is_what_ops_runs() -> None:
 
 
 @needs_library
+@sweep
 def test_the_argument_is_left_as_it_was(dtype: torch.dtype) -> None:
     """No cast in place; a gradient is neither needed nor recorded."""
     x = torch.randn(40, 300).to(dtype)

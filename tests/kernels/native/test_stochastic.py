@@ -27,6 +27,7 @@ from ottava.kernels.native.build import Built
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X16, Granularity
+from sweep import sweep
 
 SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
 STOCHASTIC = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", rounding="stochastic")
@@ -49,6 +50,7 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, 
 
 
 @needs_library
+@sweep
 def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Every format of at most 8 bits; zeros, subnormals, infinities and NaN of both signs, rows far apart."""
     spec = replace(spec, rounding="stochastic")
@@ -62,8 +64,7 @@ def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec,
 
 
 @needs_library
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-120, 3e38])
+@sweep(fmt=SMALL, scale=[1.0, 0.37, 2.0**-120, 3e38])
 def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: torch.dtype, scale: float) -> None:
     """Subnormals, saturation and NaN; for fp32, the same patterns as its upper half."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
@@ -74,7 +75,7 @@ def test_every_16_bit_number_is_cast_as_the_reference_does(fmt: Format, dtype: t
 
 
 @needs_library
-@pytest.mark.parametrize("granularity", ["tensor", "row", "1x16", "*x1", "128x128"])
+@sweep(granularity=["tensor", "row", "1x16", "*x1", "128x128"])
 def test_threads_change_no_bit(granularity: str) -> None:
     """One, two, and more than there are cores; sizes that do not divide."""
     x, spec = tiles(700, 333, torch.bfloat16), QuantizationSpec(E2M1, Granularity.parse(granularity))
@@ -112,7 +113,7 @@ def test_instruction_sets_change_no_bit(
 
 
 @needs_library
-@pytest.mark.parametrize("fmt", SMALL, ids=str)
+@sweep(fmt=SMALL)
 def test_the_mean_is_the_number(fmt: Format) -> None:
     """Within 5 standard errors, from a 16th of the smallest number of the format to its largest."""
     draws = 1 << 14

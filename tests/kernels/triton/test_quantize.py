@@ -24,6 +24,7 @@ from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer
 from ottava.recipe import RECIPES, Recipe
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
+from sweep import sweep
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()
@@ -81,6 +82,7 @@ def with_specials(x: Tensor) -> Tensor:
 # --- the bits --------------------------------------------------------------------------------------------------------
 
 
+@sweep
 def test_every_spec_gives_the_bits_of_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Codes, scales and amax of every registered spec: several tiles, ragged; and with non-finite numbers."""
     if (reason := refusal(spec)) is not None:
@@ -90,7 +92,7 @@ def test_every_spec_gives_the_bits_of_the_reference(spec: QuantizationSpec, dtyp
     assert agrees(with_specials(tiles(37, 131, dtype)), spec)
 
 
-@pytest.mark.parametrize("granularity", [Granularity(None, None), PER_ROW, BLOCK_1X32, BLOCK_128X128], ids=str)
+@sweep(granularity=[Granularity(None, None), PER_ROW, BLOCK_1X32, BLOCK_128X128])
 def test_every_layout_gives_the_bits_of_the_reference(
     layout: Callable[[torch.dtype], Tensor], granularity: Granularity
 ) -> None:
@@ -130,7 +132,7 @@ def test_ties_and_their_neighbours_go_the_same_way(fmt: Format, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("fmt, margin", [(E4M3, 0), (E4M3, 20), (E5M2, 1), (E3M2, -3)], ids=str)
-@pytest.mark.parametrize("scale_format", ["fp32", "pow2", "e8m0", "e8m0_floor"])
+@sweep(scale_format=["fp32", "pow2", "e8m0", "e8m0_floor"], fmt=None)
 def test_scales_of_every_magnitude(fmt: Format, margin: int, scale_format: Any) -> None:
     """Random bit patterns, subnormals, numbers just beside a power of two, the largest one; a row each."""
     powers = torch.exp2(torch.arange(-149, 128).double()).float()
@@ -226,8 +228,10 @@ def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
 # --- predicted scales ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [DELAYED, GUARDED, replace(GUARDED, scale_format="pow2")], ids=str)
-@pytest.mark.parametrize("scale", [0.0, 448 / 8, 448 / 8 * 1.0000002, 448 / 64, 448 / 64 * 0.999999, 1e-30, 1e30])
+@sweep(
+    spec=[DELAYED, GUARDED, replace(GUARDED, scale_format="pow2")],
+    scale=[0.0, 448 / 8, 448 / 8 * 1.0000002, 448 / 64, 448 / 64 * 0.999999, 1e-30, 1e30],
+)
 def test_a_given_scale_is_taken_or_not_as_in_the_reference(spec: QuantizationSpec, scale: float) -> None:
     """amax 8: 0 is no history; 56 reaches the top exactly, 7 lies three octaves lower; an ulp beyond either fires."""
     x = torch.randn(70, 150).clamp(-7, 7)
@@ -238,8 +242,7 @@ def test_a_given_scale_is_taken_or_not_as_in_the_reference(spec: QuantizationSpe
     assert taken is not fired
 
 
-@pytest.mark.parametrize("spec", [DELAYED, GUARDED], ids=str)
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e-45])
+@sweep(spec=[DELAYED, GUARDED], value=[0.0, float("nan"), float("inf"), 1e-45])
 def test_guard_of_strange_tensors(spec: QuantizationSpec, value: float) -> None:
     """All zeros keep the prediction; NaN and infinity take scale 1."""
     assert agrees(torch.full((3, 5), value), spec, torch.tensor(2.0))
@@ -248,8 +251,7 @@ def test_guard_of_strange_tensors(spec: QuantizationSpec, value: float) -> None:
 STRANGE = (0.0, float("nan"), float("inf"), 1e-45, 3.0)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 448 / 8, 1e-30, 1e30, float("inf")])
-@pytest.mark.parametrize("spec", [DELAYED, GUARDED], ids=str)
+@sweep(spec=[DELAYED, GUARDED], scale=[0.0, 1.0, 448 / 8, 1e-30, 1e30, float("inf")])
 def test_a_cast_notes_what_a_door_would_note(spec: QuantizationSpec, scale: float) -> None:
     """Finite amax, whether one was not finite, whether the guard fired: as the door says in torch; only upwards."""
     for value in STRANGE:
@@ -317,7 +319,7 @@ def test_wrong_arguments_are_the_references() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("spec", [QuantizationSpec(E4M3), GUARDED, QuantizationSpec(E4M3, BLOCK_1X128)], ids=str)
+@sweep(spec=[QuantizationSpec(E4M3), GUARDED, QuantizationSpec(E4M3, BLOCK_1X128)])
 def test_casts_can_be_captured_in_a_graph(spec: QuantizationSpec) -> None:
     """Replayed on other numbers it gives their codes: no decision was frozen in, the guard's neither."""
     x = torch.randn(300, 400, device="cuda")

@@ -1,0 +1,140 @@
+"""The tools of the tests themselves: sweeps, warm processes, the price of a test, mutants."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import warm
+from sweep import AXES, sweep
+
+HERE = Path(__file__).parent
+
+
+def load_mutate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutate", HERE / "mutation" / "mutate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault("mutate", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_sweep_runs_every_case_from_the_same_seed() -> None:
+    """Axes by name and by keyword; what is derived; fixtures are left to pytest, and so is an axis given as None."""
+    seen, numbers = [], set()
+
+    @sweep(rounding=["a", "b"], fmt=None)
+    def test(tmp_path: Path, fmt: str, rounding: str, matrix: torch.Tensor) -> None:
+        seen.append((tmp_path, fmt, rounding, matrix.dtype, tuple(matrix.shape)))
+        numbers.add(torch.rand(()).item() if matrix.numel() == 0 else 0.0)
+
+    assert list(inspect.signature(test).parameters) == ["tmp_path", "fmt"]
+    test(tmp_path=HERE, fmt="x")
+    assert len(seen) == 2 * len(AXES["layout"]) * len(AXES["dtype"])
+    assert len(set(seen)) == len(seen)
+    assert len(numbers) == 2  # an empty matrix draws no number
+
+
+def test_a_sweep_names_the_case_that_fails() -> None:
+    """In a note, which pytest prints; a case may be skipped, all of them skip the test."""
+
+    @sweep(n=range(5))
+    def test(n: int) -> None:
+        if n < 3:
+            pytest.skip("small")
+        assert n < 4
+
+    with pytest.raises(AssertionError) as failed:
+        test()
+    assert failed.value.__notes__ == ["in the case n=4"]
+
+    @sweep(n=range(2))
+    def skips(n: int) -> None:
+        pytest.skip("small")
+
+    with pytest.raises(pytest.skip.Exception, match=r"^small$"):
+        skips()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_a_warm_process_is_one_of_its_own(tmp_path: Path) -> None:
+    """Its arguments, folder, environment, output, exit code and signals, in all three ways to start Python."""
+    code = "import os, sys; print(sys.argv, os.getcwd(), os.environ.get('W'), __name__); print('e', file=sys.stderr)"
+    (tmp_path / "script.py").write_text(code)
+    starts = ((["-c", code], "-c"), (["script.py"], "script.py"), (["-m", "script"], str(tmp_path / "script.py")))
+    for words, first in starts:
+        ran = warm.run([*words, "x"], cwd=tmp_path, env={"W": "1"})
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{[first, 'x']} {tmp_path} 1 __main__\n", "e\n")
+    ends = (("sys.exit(3)", 3, ""), ("sys.exit('no')", 1, "no\n"), ("1 / 0", 1, "ZeroDivisionError"))
+    for end, exit_code, said in ends:
+        ran = warm.run(["-c", f"import sys; {end}"])
+        assert ran.returncode == exit_code
+        assert said in ran.stderr
+    process = warm.Warm(["-c", "import time\nprint('up', flush=True)\ntime.sleep(60)"])
+    process.wait_for("up\n")
+    process.send_signal(signal.SIGINT)
+    ended = process.wait()
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no CPU time of children")
+def test_a_test_that_costs_too_much_fails_unless_it_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """25 s of CPU time; slow ones may."""
+    import cost
+
+    times = [0.0, cost.FAIL_FROM + 1.0, 0.0, cost.FAIL_FROM - 1.0]
+    clock = itertools.chain(times, itertools.repeat(0.0))  # this test is being measured as well
+    monkeypatch.setattr(cost, "cpu_seconds", lambda: next(clock))
+
+    class Item:
+        marks: tuple[str, ...] = ()
+
+        def get_closest_marker(self, name: str) -> bool:
+            return name in self.marks
+
+    def run(*marks: str) -> None:
+        item = Item()
+        item.marks = marks
+        call = cost.pytest_runtest_call(item)
+        next(call)
+        with pytest.raises(StopIteration):
+            call.send(None)
+
+    with pytest.raises(pytest.fail.Exception, match="cost 26 s of CPU time"):
+        run()
+    run()
+    run("slow")
+
+
+def test_mutants_change_one_place_each() -> None:
+    """Operators and numbers, not annotations; what is listed as equivalent must exist."""
+    pytest.importorskip("cosmic_ray", reason="`./x mutate` installs it")
+    mutate = load_mutate()
+    source = "def f(x: int | None = 1, **y: int) -> int | None:\n    return g(**y) if x < 2 else -x\n"
+    changed = {(mutant.line, mutant.after) for mutant in mutate.mutants(source)}
+    assert (2, "return g(**y) if x <= 2 else -x") in changed
+    assert (2, "return g(**y) if x < 3 else -x") in changed
+    assert all("int & None" not in after and "* y" not in after for _, after in changed)
+    room = mutate.Room("formats", [], [{"before": "no such line", "after": "x", "why": ""}])
+    with pytest.raises(SystemExit, match="do not exist"):
+        mutate.without_equivalent(room, [])
+
+
+def test_rooms_name_tests_that_exist_and_say_why_a_mutant_does_not_count() -> None:
+    """`rooms.toml`."""
+    rooms = load_mutate().ROOMS
+    assert set(rooms) == {"formats", "rounding", "scaling", "recipe", "quantizer", "state"}
+    for name, room in rooms.items():
+        assert (HERE.parent / "src" / "ottava" / f"{name}.py").exists()
+        assert all((HERE.parent / test).exists() for test in room["tests"])
+        assert all(set(entry) == {"before", "after", "why"} and entry["why"] for entry in room.get("equivalent", ()))

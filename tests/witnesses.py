@@ -1,0 +1,33 @@
+"""The registered formats in packages that know nothing of ottava: a format without a witness fails its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gfloat import formats as gfloat_formats
+
+ML_DTYPES: Mapping[str, Any] = {
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E8M0": ml_dtypes.float8_e8m0fnu,
+    "E2M1": ml_dtypes.float4_e2m1fn,
+    "E2M3": ml_dtypes.float6_e2m3fn,
+    "E3M2": ml_dtypes.float6_e3m2fn,
+    "BF16": ml_dtypes.bfloat16,
+    "FP16": np.float16,
+    "FP32": np.float32,
+}
+GFLOAT: Mapping[str, Any] = {
+    "E4M3": gfloat_formats.format_info_ocp_e4m3,
+    "E5M2": gfloat_formats.format_info_ocp_e5m2,
+    "E8M0": gfloat_formats.format_info_ocp_e8m0,
+    "E2M1": gfloat_formats.format_info_ocp_e2m1,
+    "E2M3": gfloat_formats.format_info_ocp_e2m3,
+    "E3M2": gfloat_formats.format_info_ocp_e3m2,
+    "BF16": gfloat_formats.format_info_bfloat16,
+    "FP16": gfloat_formats.format_info_binary16,
+    "FP32": gfloat_formats.format_info_binary32,
+}
