@@ -21,15 +21,15 @@ from ottava.kernels.native import build as native_build
 PACKAGE = str(Path(ottava.__file__).parent)
 MOST_CALLS = {
     "bf16": 6,
-    "tensorwise": 40,
-    "delayed": 60,
-    "guarded": 60,
+    "tensorwise": 42,
+    "delayed": 62,
+    "guarded": 62,
     "blockwise": 42,
     "mxfp8": 42,
-    "rowwise": 55,
+    "rowwise": 56,
     "nvfp4": 100,
 }
-MOST_FILES = {"delayed": 11, "guarded": 11, "rowwise_with_gw_hp": 10, "nvfp4": 15}
+MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 10, "nvfp4": 15}
 OTHERS = 60, 9
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.watch.modules import ModuleTap
 
-ALL = tuple(SYMBOLS)
+ALL = ("input", "weight", "grad_output", "output", "grad_input", "grad_weight")  # of a linear layer
 
 
 class Seen:

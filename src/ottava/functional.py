@@ -69,7 +69,7 @@ class Call:
     """
 
     __slots__ = (
-        *("after_backward", "casts", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
+        *("after_backward", "cast_specs", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
         *("plans", "produce", "recipe", "records", "remark", "saved_bytes", "trained", "training"),
     )
 
@@ -91,12 +91,18 @@ class Call:
         self.dtype: torch.dtype | None = None
         self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
         self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
-        self.casts = 0
-        """How often the forward has cast its input."""
+        self.cast_specs: tuple[QuantizationSpec | None, ...] = ()
+        """What the forward has cast its input to, for x and for x.T."""
         self.remark = ""
         """What a receipt says about these casts besides."""
         self.after_backward: Callable[[], None] | None = None
         self.training, self.trained = training, None if training or before is None else before.last_training
+
+    @property
+    def casts(self) -> int:
+        """How often the forward has cast its input: twice, unless one cast serves x and x.T."""
+        specs = [spec for spec in self.cast_specs if spec is not None]
+        return 1 if len(specs) == 2 and specs[0] == specs[1] and specs[0].granularity.transposes else len(specs)
 
     @property
     def last_training(self) -> Call | None:
@@ -178,17 +184,19 @@ class _Linear(torch.autograd.Function):
         if call.produce is not None:
             rows, made = _made(call.produce, x, parameters, weight.shape[1], call.dtype)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
-        casts = casts_made(x_row, x_col)
         if call.exchange is not None:
             x_row = call.exchange.gather(x_row, 0)
         dtype = rows.dtype
         y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=grad_enabled)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
         made = made if needs_dx else ()
-        saved_bytes = _save(ctx, x_col, w_col, made)
+        tensors, ctx.described, saved_bytes = flattened((x_col, w_col))
+        ctx.save_for_backward(*tensors, *made)  # every tensor, so that checkpointing and offloading see it
         if not torch.compiler.is_compiling():
+            if isinstance(x_col, Tensor):  # a weight in high precision lives anyway
+                saved_bytes += x_col.nbytes
             call.saved_bytes, call.high_precision_bytes = saved_bytes, rows.nbytes if needs_dw else 0
-            call.casts = casts
+            call.cast_specs = fprop.lhs, wgrad.rhs if needs_dw else None
             if made:  # parameters live anyway
                 call.saved_bytes += sum(t.nbytes for t in made if t is not None and all(t is not p for p in parameters))
                 call.high_precision_bytes += x.nbytes
@@ -204,7 +212,8 @@ class _Linear(torch.autograd.Function):
         (dy,), call = grads, ctx.call
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
-        x_col, w_col, made = _saved(ctx)
+        saved = ctx.saved_tensors
+        (x_col, w_col), made = unflattened(saved[:4], ctx.described), saved[4:]
         dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db))
         d_parameters: Sequence[Tensor | None] = ()
         if dx is not None and call.produce is not None:
@@ -271,12 +280,6 @@ def backward_gemms(
     return dx, dw, db
 
 
-def casts_made(row: Operand | None, col: Operand | None) -> int:
-    """How often a tensor was cast for these operands of x and x.T: twice, unless one cast serves both."""
-    made = [operand for operand in (row, col) if isinstance(operand, QuantizedTensor)]
-    return 1 if len(made) == 2 and made[0].spec == made[1].spec and made[0].spec.granularity.transposes else len(made)
-
-
 class _Produced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor:
@@ -322,41 +325,32 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
     result.register_hook(lambda dy: door.calibrate(dy, spec))
 
 
-def _save(ctx: Any, x_col: Operand | None, w_col: Operand | None, made: tuple[Tensor | None, ...]) -> int:
-    """Hands every tensor to save_for_backward, where checkpointing and offloading see it; the rest stays with ctx.
-
-    Returns the bytes that live on for backward; a weight in high precision lives anyway.
-    """
-    tensors, ctx.described = flattened((x_col, w_col))
-    ctx.save_for_backward(*tensors, *made)
-    if torch.compiler.is_compiling():
-        return 0
-    return (0 if x_col is None else x_col.nbytes) + (w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0)
-
-
-def _saved(ctx: Any) -> tuple[Operand | None, Operand | None, Sequence[Tensor | None]]:
-    saved = ctx.saved_tensors
-    x_col, w_col = unflattened(saved[:4], ctx.described)
-    return x_col, w_col, saved[4:]
-
-
 Described = tuple[tuple[QuantizationSpec, torch.dtype] | None, ...]
 
 
-def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described]:
-    """Two tensors of each operand, as autograd saves them, and what they are; `unflattened` is the way back."""
+def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described, int]:
+    """Two tensors of each operand, as autograd saves them; what they are; bytes of the quantized ones.
+
+    `unflattened` is the way back.
+    """
     tensors: list[Tensor | None] = []
+    described: list[tuple[QuantizationSpec, torch.dtype] | None] = []
+    nbytes, counted = 0, not torch.compiler.is_compiling()
     for operand in operands:
         if isinstance(operand, QuantizedTensor):
             tensors += (operand.data, operand.scale_inv)
+            described.append((operand.spec, operand.dtype))
+            nbytes += operand.data.nbytes + operand.scale_inv.nbytes if counted else 0
         else:
             tensors += (operand, None)
-    return tensors, tuple((o.spec, o.dtype) if isinstance(o, QuantizedTensor) else None for o in operands)
+            described.append(None)
+    return tensors, tuple(described), nbytes
 
 
 def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
     """The operands of `flattened`."""
-    return [
-        tensors[2 * i] if said is None else QuantizedTensor(tensors[2 * i], tensors[2 * i + 1], *said)  # type: ignore[arg-type]
-        for i, said in enumerate(described)
-    ]
+    operands: list[Operand | None] = []
+    for i, said in enumerate(described):
+        data, scale_inv = tensors[2 * i : 2 * i + 2]
+        operands.append(data if said is None else QuantizedTensor(data, scale_inv, *said))  # type: ignore[arg-type]
+    return operands

@@ -154,7 +154,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_suite_is_refused() -> None:
     """Before anything is measured."""
-    with pytest.raises(ValueError, match="suite: got 'casts'; there are cast, gemm, linear, block, statistics"):
+    with pytest.raises(ValueError, match="suite: got 'casts'; needs one of cast, gemm, linear, block, statistics"):
         next(iter(cpu.bench(["casts"])))
 
 

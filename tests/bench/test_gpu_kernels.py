@@ -47,5 +47,5 @@ def test_other_codes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels.triton_quantize, "quantize_both", both)
     gpu_kernels.same_codes("scaled alike", x, spec, spec, None)  # twice the numbers, half the scale: the same codes
     monkeypatch.setattr(gpu_kernels.triton_quantize, "quantize_both", lambda x, *_: both(x.t()))
-    with pytest.raises(WrongResultError, match="transposed: other codes than the reference's"):
+    with pytest.raises(WrongResultError, match="transposed: codes differ from those of the reference"):
         gpu_kernels.same_codes("transposed", x, spec, spec, None)

@@ -122,7 +122,7 @@ def test_every_scenario_is_listed() -> None:
     """A scenario that is written and not run proves nothing."""
     written = {
         thing
-        for module in (state_scenarios, state_scenarios_sharded)
+        for module in (state_scenarios, state_scenarios_sharded, state_scenarios_experts)
         for thing in vars(module).values()
         if callable(thing) and getattr(thing, "__annotations__", {}).keys() == {"world", "return"}
     }

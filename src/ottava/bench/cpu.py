@@ -48,8 +48,8 @@ _COMPILED = ", compiled"
 CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 GEMM_SHAPES = ((2048, 512, 512), (2048, 512, 2048), (256, 576, 1536), (2048, 128, 384))
 """(rows, in_features, out_features): two of the block, one of SmolLM2, one of the demo."""
-LINEAR_SHAPES = ((2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
-"""(rows, in_features, out_features)."""
+LINEAR_SHAPES = ((64, 64, 64), (2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
+"""(rows, in_features, out_features); of the first the calls of Python are the most."""
 BLOCK_SIZES = (512, 8, 256, 8)
 """Width, heads, tokens, sequences."""
 SMOLLM2_SIZES = (49_152, 30, 256)

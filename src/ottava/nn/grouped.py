@@ -239,7 +239,7 @@ def _run_together(
     calls = []
     for group in busy:
         call = group.part.begin_call(input.new_empty(0).expand(group.end - group.start, 0), AMBIENT.get())
-        call.remark, call.casts = remark, 1
+        call.remark, call.cast_specs = remark, (recipe.fprop.lhs,)
         calls.append(call)
     input = ready_input(busy[0].part.name, input, weight, bias, calls[0])
     return _Together.apply(busy, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
@@ -272,7 +272,7 @@ class _Together(torch.autograd.Function):
             w_bytes = w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0
             call.saved_bytes = w_bytes + (x_row.nbytes if needs_dw else 0)
             call.high_precision_bytes = (end - start) * x.shape[1] * x.element_size() if needs_dw else 0
-        tensors, ctx.described = flattened(kept)
+        tensors, ctx.described, _ = flattened(kept)
         ctx.save_for_backward(*tensors)
         ctx.busy, ctx.calls, ctx.plan, ctx.shapes = busy, calls, plan, (x.shape, weight.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype

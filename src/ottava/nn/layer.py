@@ -116,30 +116,21 @@ class Layer(QuantizedLayer):
     def begin_call(self, input: Tensor, said: Ambient) -> Call:
         """Notes that a forward begins, outside compiled code, and what it runs under; tells the scaling state."""
         said.ear.heard = True
-        call = self._next_call(input, said)
-        if not said.calibrating and torch.is_grad_enabled() and (call.recipe.predicted or not input.is_cpu):
-            call.after_backward = self._announce(call.recipe, input, said)
-        return call
-
-    def _next_call(self, input: Tensor, said: Ambient) -> Call:
+        training, call = torch.is_grad_enabled() and not said.calibrating, self.last_call
         # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
         # autocast has been entered or left since, and is part of the same call.
-        training, before = torch.is_grad_enabled() and not said.calibrating, self.last_call
-        if before is not None and torch._C._current_graph_task_id() != -1:
-            before.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
-            return before
-        recipe = self.resolved if said.recipe is None and said.enabled else said.recipe_for(self.name, self.resolved)
-        call = Call(
-            self.quantizers,
-            recipe,
-            self.plans,
-            tuple(input.shape),
-            self.produce,
-            self.exchange,
-            training=training,
-            before=before,
-        )
-        vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
+        if call is not None and torch._C._current_graph_task_id() != -1:
+            call.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
+        else:
+            own = said.recipe is None and said.enabled
+            recipe = self.resolved if own else said.recipe_for(self.name, self.resolved)
+            shape = tuple(input.shape)
+            call = Call(
+                self.quantizers, recipe, self.plans, shape, self.produce, self.exchange, training=training, before=call
+            )
+            vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
+        if training and (call.recipe.predicted or not input.is_cpu):
+            call.after_backward = self._announce(call.recipe, input, said)
         return call
 
     @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
@@ -209,9 +200,10 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
     Raises:
         TypeError: it is not.
     """
-    if (dtype := autocast_dtype(input)) is not None:
-        call.dtype = dtype
-        return input if call.produce is not None else input.to(dtype)  # a norm reads what it is given
+    device = input.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        call.dtype = torch.get_autocast_dtype(device)
+        return input if call.produce is not None else input.to(call.dtype)  # a norm reads what it is given
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         _refuse_mixed(name, input, weight, bias)
     if input.dtype == torch.float32 and not torch.compiler.is_compiling():

@@ -40,7 +40,7 @@ def test_every_field_of_a_tally_has_a_column() -> None:
 
 def test_symbols_are_one_to_one() -> None:
     """A symbol names one tensor."""
-    assert len(set(SYMBOLS.values())) == len(SYMBOLS) == 6
+    assert len(set(SYMBOLS.values())) == len(SYMBOLS) == 12
     with pytest.raises(TypeError):
         SYMBOLS["input"] = "Y"  # type: ignore[index]
 

@@ -94,7 +94,7 @@ def test_damaged_and_hostile_states_are_refused(tmp_path: Any) -> None:
     for state, words in (
         (as_saved({"scale_fwd": Evil()}), "would run code; it was not read"),
         (torch.arange(9, dtype=torch.uint8), "cut short or damaged"),
-        ("text", "no state of TransformerEngine"),
+        ("text", "got str; needs a uint8 tensor"),
     ):
         with pytest.raises(RuntimeError, match=words):
             layer.load_state_dict({**layer.state_dict(), "_extra_state": state})
