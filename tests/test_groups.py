@@ -139,6 +139,7 @@ def run(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """All cases, in processes that are started once."""
     context = mp.spawn(run, args=(str(tmp_path),), nprocs=2, join=False)

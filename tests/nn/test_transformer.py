@@ -308,6 +308,7 @@ print("agreed")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_of_ddp_agree_on_weights_and_scales(tmp_path: Path) -> None:
     store = tmp_path / "store"
     ranks = [

@@ -69,6 +69,7 @@ def equal(name: str, ours: Tally, truth: Tally) -> bool:
     return np.allclose(got, wanted, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
+@pytest.mark.slow
 @sweep(fmt=SMALL, block=["tensor", "row", "1x128", "1x32", "128x128", "16x16", "3x5", "*x4"])
 def test_the_tally_is_that_of_the_torch_walk(fmt: object, block: str, dtype: torch.dtype) -> None:
     """Every layout; infinities and NaN among numbers of very different size, casts of x.T too."""

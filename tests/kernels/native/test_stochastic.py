@@ -49,6 +49,7 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, 
         assert torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0))
 
 
+@pytest.mark.slow
 @needs_library
 @sweep
 def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:

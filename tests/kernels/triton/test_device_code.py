@@ -34,6 +34,7 @@ def compiled(capability: int, cache: Path) -> dict[str, dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_nothing_spills(capability: int, cache: Path) -> None:
     """No register goes to memory, in no launch."""

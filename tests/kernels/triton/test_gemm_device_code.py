@@ -31,6 +31,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_spills_and_all_fits(compiled: Facts) -> None:
     """Tiles and partial sums stay in registers, stages in shared memory."""
     assert {name: facts for name, facts in compiled.items() if facts["STACK"] or facts["LOCAL"]} == {}
