@@ -32,11 +32,13 @@ def test_dtypes_of_every_row_and_the_notice_of_the_first(monkeypatch: pytest.Mon
     for ours in (True, False):
         for row, (stream, parameters) in expected.items():
             for recipe in seed.RECIPES:
-                with pytest.warns(UserWarning, match=re.escape(NOTICE)) if row == "FP32" and recipe != "bf16" else no_warning() as seen:
+                trapped = row == "FP32" and recipe != "bf16"
+                watching = pytest.warns(UserWarning, match=re.escape(NOTICE)) if trapped else no_warning()
+                with watching as seen:
                     step, facts = seed.measure(row, ours, recipe, torch.device("cpu"), 1.0)
                     step()
                 texts = [str(warning.message) for warning in seen or ()]
-                assert (row == "FP32" and recipe != "bf16") == any(NOTICE in text for text in texts), (row, recipe)
+                assert trapped == any(NOTICE in text for text in texts), (row, recipe)
                 assert facts["activations"] == stream
                 assert {facts[name] for name in ("weights", "gradients", "optimizer")} == {parameters}
                 assert facts["bytes"] > 0
