@@ -112,6 +112,7 @@ def test_training_goes_down_with_every_way_of_balancing() -> None:
     assert losses[False][-1] < 0.7 * losses[False][0]
 
 
+@pytest.mark.slow
 def test_compiled_code_gives_the_same_bits() -> None:
     """With a graph break where the splits are read; the experts themselves are compiled."""
     for name in ("tensorwise", "bf16"):

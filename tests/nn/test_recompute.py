@@ -109,6 +109,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)] == []
 
 
+@pytest.mark.slow
 @sweep(way=WAYS)
 def test_checkpointing_changes_no_bit(recipe: Recipe, way: str) -> None:
     """y, all gradients, parameters after three steps, and the histories of delayed scaling."""

@@ -82,6 +82,7 @@ def with_specials(x: Tensor) -> Tensor:
 # --- the bits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep
 def test_every_spec_gives_the_bits_of_the_reference(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Codes, scales and amax of every registered spec: several tiles, ragged; and with non-finite numbers."""
