@@ -148,7 +148,7 @@ def _per_block(tally: Tally, spec: QuantizationSpec) -> Expected | None:
     table = _block_table(spec.format, spec.scale_format, spec.margin, spec.rounding)  # (octaves, bins, 5)
     share = _spread(tally, counts) if len(table) > 1 else np.ones((len(counts), 1))
     flushed, clipped, relative, squared = np.einsum("rb,ro,obk->rk", counts, share, table[..., :4], optimize=True).T
-    share = share * 4.0 ** -np.arange(len(table))  # by energy, most of which is in blocks near the top
+    share = share * 4.0 ** -np.arange(len(table))  # energy: blocks near the top hold most of it
     lost = (share / share.sum(axis=1, keepdims=True)) @ table[..., 4]
     noise = (energy * lost).sum(axis=1)
     # the scale of the largest element's block is known, and so is its error

@@ -78,7 +78,7 @@ def plain(x: Tensor) -> tuple[Tensor | None, str]:
 
 
 def whole(y: Tensor) -> Tensor:
-    """The tensor whose gradient the tap hooks: y, or the tensor of which y is only another shape.
+    """The tensor whose gradient the tap hooks: y itself, or its base if y is only a view of it.
 
     torch's linear returns a view of its 2-D result. An in-place operation on that view, such as nn.ReLU(inplace=True),
     cuts the view and its hooks out of the graph. The gradient of the 2-D result still arrives.

@@ -67,7 +67,7 @@ def seen(attention_mask: Any, bias_type: str, bias: Tensor | None) -> Tensor | N
     """What ottava's attention takes: True where TransformerEngine's mask is False, or the bias with the mask in it.
 
     Args:
-        attention_mask: bool, or for cross attention a pair of them, of which the keys' counts.
+        attention_mask: bool. Cross attention may get a pair; the mask of the keys is used.
         bias_type, bias: core_attention_bias_type and core_attention_bias.
     Raises:
         NotImplementedError: another bias than "no_bias" and "post_scale_bias".
