@@ -8,7 +8,7 @@
 An operand that the recipe leaves in high precision passes through its door unchanged; nothing here asks "is it FP8?".
 Saved for backward: the operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a
 gradient will need. A norm or an activation may stand in front of the input's door (`Producer`), and operands of other
-ranks may be gathered between cast and GEMM (`Exchange`); without them neither costs a call. Where nothing is cast, the
+ranks may be gathered between cast and GEMM, and sums taken over ranks (`Exchange`); without them neither costs a call. Where nothing is cast, the
 same Producer runs in front of torch's own linear (`produced`), so that its formulas stand once.
 """
 
@@ -46,13 +46,16 @@ class Producer(Protocol):
 
 
 class Exchange(Protocol):
-    """Gives a GEMM the rows of other ranks, as the codes and scales that these have cast."""
+    """Stands between casts and GEMMs where the weight is split over ranks: see `nn.sharding`."""
 
-    def gather(self, operand: Operand, dim: int) -> Operand:
-        """The operands of all ranks, joined along dim: 0 for x (M, K), 1 for x.T (K, M)."""
+    def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
+        """The tokens of all ranks, as the codes and scales that these have cast.
 
-    def scatter(self, dx: Tensor) -> Tensor:
-        """dx (all M, K) -> the sum over all ranks, of this rank's rows."""
+        tensor: "input" or "grad_output"; dim: where its tokens are: 0 in x (M, K), 1 in x.T (K, M).
+        """
+
+    def sum(self, tensor: str, partial: Tensor) -> Tensor:
+        """The sum over all ranks of y or of dx, tensor: "y" or "dx"; (all M, features) -> this rank's tokens."""
 
 
 class Call:
@@ -185,7 +188,7 @@ class _Linear(torch.autograd.Function):
             rows, made = _made(call.produce, x, parameters, weight.shape[1], call.dtype)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
         if call.exchange is not None:
-            x_row = call.exchange.gather(x_row, 0)
+            x_row = call.exchange.gather("input", x_row, 0)
         dtype = rows.dtype
         y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=grad_enabled)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -242,6 +245,8 @@ def forward_gemm(
     y = multiply(
         x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
     )  # y (M, N) = x (M, K) @ w (N, K).T
+    if call.exchange is not None:
+        y = call.exchange.sum("y", y)
     return y, w_col
 
 
@@ -268,14 +273,17 @@ def backward_gemms(
         column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
     )  # first: what made dy has left some of it in a cache
     dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+    if call.exchange is not None:
+        dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None
+        dy_col = call.exchange.gather("grad_output", dy_col, 1) if needs_dw else None
     if needs_dx:  # (M, K) = dy (M, N) @ w.T (K, N).T
         dx = multiply(dy_row, w_col, dgrad, x_dtype, None, call.plans, call.records, "dgrad")
         if call.exchange is not None:
-            dx = call.exchange.scatter(dx)
+            dx = call.exchange.sum("dx", dx)
     if needs_dw:  # (N, K) = dy.T (N, M) @ x.T (K, M).T
         if call.exchange is not None:
             assert x_col is not None
-            x_col = call.exchange.gather(x_col, 1)
+            x_col = call.exchange.gather("input", x_col, 1)
         dw = multiply(dy_col, x_col, wgrad, weight_dtype, None, call.plans, call.records, "wgrad")
     return dx, dw, db
 

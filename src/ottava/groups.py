@@ -57,10 +57,11 @@ def refusal(wrapper: nn.Module) -> str:
 
 
 def mesh_group(model: nn.Module | None) -> dist.ProcessGroup | None:
-    """The group of the mesh that a model's parameters are sharded over."""
-    mesh = next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None) if model else None
-    if mesh is None:
+    """The group of the largest mesh that parameters of a model are sharded over: some may lie on a part of it."""
+    meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")] if model else []
+    if not meshes:
         return None
+    mesh = max(meshes, key=lambda mesh: mesh.size())
     found: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     return found
 

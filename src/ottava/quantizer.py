@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.attention_recipe import ATTENTION_TENSORS
-from ottava.casts import CastPlan, cast_both
+from ottava.casts import Both, CastPlan, cast_both
 from ottava.kernels.gate import refusal
 from ottava.kernels.native.sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
@@ -50,6 +50,9 @@ class Quantizer(nn.Module):
     guard_count: Tensor
     staged: Tensor
 
+    cast: Callable[..., Both] = staticmethod(cast_both)
+    """What casts; `agreement.AgreedCast` where the matrix is split over ranks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.spec = None  # the predicted spec that the buffers belong to
@@ -80,7 +83,7 @@ class Quantizer(nn.Module):
         col: Operand | None = None
         spec = cast_row or cast_col
         if spec is not None and spec.scaling == "current" and (cast_col is None or cast_col.scaling == "current"):
-            row, col, _ = cast_both(x, cast_row, cast_col, plans=self.plans)
+            row, col, _ = self.cast(x, cast_row, cast_col, plans=self.plans)
         elif cast_row is not None and cast_col is not None and cast_row != cast_col:  # each with a scale of its own
             row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
         elif spec is not None:
@@ -98,11 +101,11 @@ class Quantizer(nn.Module):
         spec = row_spec or col_spec
         assert spec is not None
         if spec.scaling == "current":
-            row, col, _ = cast_both(x, row_spec, col_spec, plans=self.plans)
+            row, col, _ = self.cast(x, row_spec, col_spec, plans=self.plans)
             return row, col
         scale = self._scale_for(spec, x.device, record)
         staged = self.staged if record else None
-        row, col, amax = cast_both(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
+        row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
         one = row or col
         if record and amax is not None and one is not None:  # no kernel has noted it
             self._see(amax, one.scale_inv)
@@ -318,6 +321,7 @@ class WeightQuantizer(Quantizer):
             and (row_spec is not None and row_spec.rounding == "nearest_even")
             and (col_spec is not None and col_spec.rounding == "nearest_even")
             and not (self._forward_hooks or self._forward_pre_hooks)  # a hook wants to see each cast
+            and self.cast is cast_both  # ranks that agree on scales must all cast, or none
             and refusal(x) is None
         )
         on_cpu = not _on_accelerator(x)

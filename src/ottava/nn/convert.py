@@ -140,6 +140,10 @@ def convert(
         if not isinstance(layer, QuantizedLayer):
             layer.__class__ = Linear
             assert isinstance(layer, Linear)
+            if getattr(layer, "_distribute_module_applied", False):
+                from ottava.nn.sharding import shard_by_torch
+
+                shard_by_torch(layer)
         layer.adopt(recipe, name)
     for name, attention in attentions.items():
         attention.adopt(recipe, name)
@@ -222,8 +226,8 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
         return f"{type(layer).__name__}: a subclass of nn.Linear with a forward of its own"
     if "forward" in vars(layer):
         return "its forward has been replaced on the instance: ottava's would never be called"
-    if getattr(layer, "_distribute_module_applied", False):  # torch's mark of parallelize_module
-        return "tensor-parallel: its weight is a DTensor, which FP8 does not support"
+    if getattr(layer, "_distribute_module_applied", False) and (reason := _unsplit(layer)):  # torch's mark
+        return reason
     if not layer.weight.is_floating_point():
         return f"weight is {layer.weight.dtype}"
     answer = filter(name, layer)
@@ -234,6 +238,13 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
     if answer is None and id(layer.parameter if ours else layer.weight) in tied:
         return "weight tied to an embedding"
     return "refused by the filter" if answer is False else None
+
+
+def _unsplit(layer: Any) -> str | None:
+    """Why a layer to which torch's tensor parallelism was applied cannot run on its shard; None if it can."""
+    from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
+
+    return refuse_split(layer.weight)
 
 
 def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | None) -> str | None:

@@ -34,6 +34,8 @@ class Layer(QuantizedLayer):
     """Makes the rows that are cast; None: they are the input. It runs in front of every forward, cast or not."""
     exchange: Exchange | None = None
     """Gathers operands between cast and GEMM; None: this rank's are all."""
+    sharding: Any = None
+    """A `nn.sharding.Sharding` where the weight is split over ranks."""
     formula: Callable[..., Tensor] = staticmethod(linear)
     """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: what `forward` was given beside
     the input, or the parameters of `produce`."""
@@ -58,22 +60,24 @@ class Layer(QuantizedLayer):
             build_ahead(self.weight.dtype, casts=self.resolved.quantized)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; refuses to make a plain parameter a DTensor, which is how tensor parallelism begins. FSDP2 does
-        not come this way.
+        """As torch's; refuses one of torch's tensor-parallel styles, which would split the doors as well. FSDP2 does not
+        come this way.
 
         Raises:
-            TypeError: it would.
+            TypeError: a plain parameter would become a DTensor.
         """
         if hasattr(param, "device_mesh") and not hasattr(self._parameters.get(name), "device_mesh"):
             raise TypeError(
-                f"{self.name or 'Linear'}.{name}: got a DTensor for a layer under recipe {self.recipe.name!r}: FP8 "
-                "under tensor parallelism is not supported. Call parallelize_module before ottava.convert, "
-                "which then leaves such layers in BF16 and says so; or shard with torch.distributed.fsdp.fully_shard"
+                f"{self.name or 'Linear'}.{name}: torch's tensor-parallel styles cannot split a layer that is "
+                f"converted already (recipe {self.recipe.name!r}). Call parallelize_module first and ottava.convert "
+                "after it, or take the styles of ottava.distributed, for which the order does not matter"
             )
         super().register_parameter(name, param)
 
     def forward(self, input: Tensor, *more: Any) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
+        if self.sharding is not None:
+            return self.sharding.forward(self, input, *more)  # type: ignore[no-any-return]
         return self.run(input, self.weight, self.bias, *more)
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
@@ -84,7 +88,7 @@ class Layer(QuantizedLayer):
             call = Call(
                 self.quantizers, said.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
-            if said.session is not None or self._unprepared(call.recipe):
+            if said.session is not None or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
 
                 return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
@@ -94,21 +98,25 @@ class Layer(QuantizedLayer):
             call = self.begin_call(input, said)
             if said.calibrating:
                 return self._calibrate(input, weight, bias, said, *more)
-        if not call.recipe.casts and (
+        if not call.recipe.casts and self.exchange is None and (
             torch.compiler.is_compiling()
             or not (input.is_cpu and torch_is_beaten())
             or _torchs_own(call.recipe, input, weight, bias)
         ):
             return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
         if self.produce is not None:
-            more = self.produced_with()
+            more = self._produced_with()
         input = ready_input(self.name, input, weight, bias, call)
         return self.formula(input, weight, bias, call, *more)
 
     def _rows(self, input: Tensor) -> Tensor:
         """What `produce` makes, as an operation of its own."""
         assert self.produce is not None
-        return produced(self.produce, input, *self.produced_with())
+        return produced(self.produce, input, *self._produced_with())
+
+    def _produced_with(self) -> tuple[Tensor | None, ...]:
+        own = self.produced_with()
+        return own if self.sharding is None else self.sharding.parameters_of(own)  # type: ignore[no-any-return]
 
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)

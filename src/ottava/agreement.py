@@ -1,0 +1,112 @@
+"""Casts of one rank's shard of a matrix, with the scales that the whole matrix has.
+
+A block that reaches over all ranks (a tensor, a row whose columns are split) needs the largest magnitude of all ranks.
+The ranks reduce their amaxes before the cast, so the codes of all shards joined are those of the joined matrix, bit for
+bit, and a GEMM may gather codes in place of numbers. Blocks that lie on one rank need nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ottava.casts import Both, CastPlan, cast_both
+from ottava.kernels.reference import factors
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import encode_
+from ottava.scaling import PER_TENSOR, Scale, amax
+
+
+class AgreedCast:
+    """What a door casts with where its matrix is split; in place of `casts.cast_both`.
+
+    Args:
+        group: the ranks that hold the shards.
+        dim: which dimension of x (R, C) is split: 0 or 1.
+
+    All ranks must cast the same tensors in the same order, because each cast may hold a collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dim: int) -> None:
+        self.group, self.dim = group, dim
+
+    def __call__(
+        self,
+        x: Tensor,
+        spec: QuantizationSpec | None,
+        spec_t: QuantizationSpec | None,
+        *,
+        scale: Tensor | None = None,
+        staged: Tensor | None = None,
+        plans: dict[Any, CastPlan] | None = None,
+    ) -> Both:
+        """As `casts.cast_both`; the amax is that of all ranks, and nothing is staged."""
+        known = spec or spec_t
+        assert known is not None
+        if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
+            # predicted, and alike on all ranks; on an accelerator the host would wait to learn this
+            return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
+        row = None if spec is None else self._cast(x, spec, self.dim, scale, plans)
+        if row is not None and spec == spec_t and row.spec.granularity.transposes:
+            col: QuantizedTensor | None = row.t()
+        else:
+            col = None if spec_t is None else self._cast(x.t(), spec_t, 1 - self.dim, scale, plans)
+        one = row or col
+        assert one is not None
+        return Both(row, col, one.amax)
+
+    def _cast(
+        self, x: Tensor, spec: QuantizationSpec, dim: int, scale: Tensor | None, plans: dict[Any, CastPlan] | None
+    ) -> QuantizedTensor:
+        """x, split along dim, cast to spec."""
+        granularity, two_levels = spec.granularity, spec.scale_format == "e4m3"
+        reaches_over = (granularity.rows, granularity.cols)[dim] is None
+        if not reaches_over and not two_levels:
+            x_q = cast_both(x, spec, None, scale=scale, plans=plans).row
+            assert x_q is not None
+            return x_q
+        largest = amax(x.detach(), granularity)
+        if reaches_over:
+            largest = self._largest(largest)
+        factor = self._two_levels(largest, spec) if two_levels else factors(largest, spec, scale)
+        if granularity == PER_TENSOR:  # by the fastest kernel
+            x_q = cast_both(x, _scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
+            assert x_q is not None
+            return QuantizedTensor(x_q.data, factor.scale_inv, spec, x.dtype, largest)
+        numbers = granularity.multiply_(x.detach().to(torch.float32, copy=True), factor.scale)
+        return QuantizedTensor(
+            encode_(numbers, spec.format, rounding=spec.rounding), factor.scale_inv, spec, x.dtype, largest
+        )
+
+    def _two_levels(self, largest: Tensor, spec: QuantizationSpec) -> Scale:
+        """NVFP4's scales: a block's own, below the one of the whole tensor, which the ranks agree on."""
+        finite = torch.where(largest.isfinite(), largest, 0.0)
+        top = self._largest(finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1))
+        both = spec.scale_of(torch.cat([largest.reshape(-1, 1), top]))  # the tensor's amax among its blocks
+        return Scale(both.scale[:-1].reshape(largest.shape), both.scale_inv[:-1].reshape(largest.shape))
+
+    def _largest(self, amaxes: Tensor) -> Tensor:
+        """Of all ranks, entry by entry; infinite where one has a NaN, whose order no collective promises."""
+        amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
+        return amaxes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied layer is split over the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model that is split over ranks cannot be pickled: its process group exists here only. Save its "
+            "state_dict with torch.distributed.checkpoint"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _scaled_by_hand(spec: QuantizationSpec) -> QuantizationSpec:
+    """The spec without the rule that chooses its scale: the scale is given."""
+    return replace(spec, scaling="current")

@@ -1,0 +1,261 @@
+"""How a layer runs whose weight is split over the ranks of a tensor-parallel group.
+
+    split by output features    y_r = x @ W_r^T        dx = sum over ranks of dy_r @ W_r
+    split by input features     y = sum over ranks of x_r @ W_r^T        dx_r = dy @ W_r
+
+Where activations are split along their tokens between such layers (sequence parallelism), x or dy of all ranks is
+gathered in front of a GEMM. Each rank casts its own tokens, and the codes travel: half of the bytes of BF16. Sums over
+ranks travel in the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from ottava.agreement import AgreedCast
+from ottava.casts import cast_both
+from ottava.quantized_tensor import Operand, QuantizedTensor
+
+_PARTIAL: tuple[Placement, ...] = (Partial(),)
+
+
+class Tokens:
+    """Which tokens a rank holds: of activations (..., features) split along a leading dimension.
+
+    Args:
+        group: the ranks, in the order of their tokens.
+        shape: leading dimensions on this rank.
+        dim: which of them is split.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, shape: Sequence[int], dim: int) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+        self.outer, self.inner = math.prod(shape[:dim]), math.prod(shape[dim:])
+
+    def gather(self, operand: Operand, dim: int) -> Operand:
+        """The tokens of all ranks in their order, as codes; dim: where the operand has them."""
+        if isinstance(operand, Tensor):
+            return self._joined(operand, dim, 1)
+        granularity = operand.spec.granularity
+        block = (granularity.rows, granularity.cols)[dim]
+        if block is not None and self.inner % block:
+            raise ValueError(
+                f"sequence parallelism: {operand.spec} shares a scale between {block} neighbouring tokens; got "
+                f"{self.inner} tokens of a sequence on each rank, which is no multiple. Pad the sequence to a multiple "
+                f"of {block * self.ranks}, or take a recipe per tensor or per row"
+            )
+        scale_inv = operand.scale_inv if block is None else self._joined(operand.scale_inv, dim, block)
+        return QuantizedTensor(self._joined(operand.data, dim, 1), scale_inv, operand.spec, operand.dtype)
+
+    def _joined(self, x: Tensor, dim: int, block: int) -> Tensor:
+        """Entries of all ranks along dim, one for each block of tokens."""
+        if dim == 1 and x.t().is_contiguous():
+            return self._joined(x.t(), 0, block).t()
+        codes = x.contiguous().view(torch.uint8) if x.dtype.itemsize == 1 else x.contiguous()  # gloo knows no FP8
+        inner = self.inner // block
+        everything = collectives.all_gather_tensor(codes[None], 0, self.group)
+        if isinstance(everything, collectives.AsyncCollectiveTensor):
+            everything = everything.wait()
+        if dim == 0:
+            joined = everything.view(self.ranks, self.outer, inner, -1).transpose(0, 1).reshape(-1, x.shape[1])
+        else:
+            split = everything.view(self.ranks, x.shape[0], self.outer, inner)
+            joined = split.permute(1, 2, 0, 3).reshape(x.shape[0], -1)
+        return joined.view(x.dtype)
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks of (all tokens, features), of which this rank gets its own tokens."""
+        parts = partial.view(self.outer, self.ranks, self.inner, -1).transpose(0, 1).contiguous()
+        own = collectives.reduce_scatter_tensor(parts.flatten(0, 2), "sum", 0, self.group)
+        return own.wait() if isinstance(own, collectives.AsyncCollectiveTensor) else own
+
+
+class Replicated:
+    """All ranks hold all tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def gather(self, operand: Operand, dim: int) -> Operand:
+        """They are here."""
+        return operand
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Over all ranks."""
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
+
+class Exchange:
+    """What a layer with a split weight does between its casts and GEMMs, see `functional.Exchange`.
+
+    Args:
+        held: the tokens of this rank, on the side of the layer that its weight does not split.
+        split: which dimension of the weight is split: with 0 that side is the input, with 1 the output.
+        sums: whether the layer itself sums over the ranks.
+    """
+
+    def __init__(self, held: Tokens | Replicated, split: int, *, sums: bool = True) -> None:
+        self.held, self.sums = held, sums
+        self.gathered, self.summed = (("input", "dx"), ("grad_output", "y"))[split]
+
+    def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
+        """Of all ranks, if this is the side where they hold tokens."""
+        return self.held.gather(operand, dim) if tensor == self.gathered else operand
+
+    def sum(self, tensor: str, partial: Tensor) -> Tensor:
+        """Over all ranks, if each of them has a part of it."""
+        return self.held.sum(partial) if tensor == self.summed and self.sums else partial
+
+    def __str__(self) -> str:
+        ranks = dist.get_world_size(self.held.group)
+        gathers = f", {self.gathered} gathered as it was cast" if isinstance(self.held, Tokens) else ""
+        return f"weight split over {ranks} ranks{gathers}"
+
+
+class Sharding:
+    """Where the ranks of a mesh hold parts of a layer's weight, and of its activations.
+
+    Args:
+        mesh: of one dimension.
+        split: of the weight (N, K): 0, by output features ("colwise"), or 1, by input features ("rowwise").
+        input, output: what comes into the layer and what leaves it, on each rank.
+        local_output: hand on this rank's tensor and not a DTensor.
+
+    Output may be Partial where `split` is 1: then somebody behind the layer sums over the ranks.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, split: int, input: Placement, output: Placement, *, local_output: bool = True
+    ) -> None:
+        if mesh.ndim != 1:
+            raise ValueError(f"tensor parallelism: got a mesh of {mesh.ndim} dimensions; give one of them: mesh['tp']")
+        self.mesh, self.split, self.input, self.output = mesh, split, input, output
+        self.local_output, self.group = local_output, mesh.get_group()
+        self._settled: Any = None
+
+    def apply(self, layer: Any, src_data_rank: int | None = 0) -> None:
+        """Splits the parameters of a layer, and makes its doors cast shards as the whole would be cast."""
+        layer.sharding = self
+        places = {"weight": Shard(self.split), "bias": Replicate() if self.split else Shard(0)}
+        for module in layer.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    place = places.get(name, Replicate()) if module is layer else Replicate()
+                    whole = distribute_tensor(parameter, self.mesh, [place], src_data_rank=src_data_rank)
+                    split = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = split
+    def _settle(self, layer: Any, tokens_place: Placement) -> None:
+        """Lets the doors of a layer cast shards as the whole matrix would be cast."""
+        doors = layer.quantizers
+        features, tokens = (doors.input, doors.grad_output) if self.split else (doors.grad_output, doors.input)
+        doors.weight.cast = AgreedCast(self.group, self.split)
+        features.cast = AgreedCast(self.group, 1)
+        tokens.cast = AgreedCast(self.group, 0) if isinstance(tokens_place, Shard) else cast_both
+
+    def forward(self, layer: Any, input: Tensor, *more: Any) -> Tensor:
+        """`Layer.forward` on this rank's shards."""
+        x, place = self._enter(input)
+        if self._settled != (layer.quantizers, place):
+            self._settle(layer, place)
+            self._settled = layer.quantizers, place
+        bias = layer.bias
+        own_bias = None if bias is None else bias.to_local(grad_placements=None if not self.split else self._bias_grad)
+        layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place)
+        rows = layer.run(x.reshape(-1, x.shape[-1]), layer.weight.to_local(), None if self.split else own_bias, *more)
+        if layer.last_call is not None:
+            layer.last_call.remark = str(layer.exchange)
+        y = rows.view(*tokens, rows.shape[-1])
+        if self.split and own_bias is not None:
+            if isinstance(self.output, Partial) and self.mesh.get_local_rank():
+                own_bias = own_bias * 0  # it is added once
+            y = y + own_bias
+        return self._leave(y)
+
+    @property
+    def _bias_grad(self) -> tuple[Placement, ...]:
+        return (Replicate(),) if isinstance(self.output, Replicate) else _PARTIAL
+
+    def parameters_of(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Those of what stands in front of the cast; each rank has seen only its tokens of them."""
+        places = _PARTIAL if isinstance(self._settled[1], Shard) else (Replicate(),)
+        return tuple(t.to_local(grad_placements=places) if isinstance(t, DTensor) else t for t in given)
+
+    def _enter(self, input: Tensor) -> tuple[Tensor, Placement]:
+        """What this rank's GEMM reads, and where the tokens are on the side that the weight does not split."""
+        place = self.input
+        if isinstance(input, DTensor):
+            (came,) = input.placements
+            gathers = not self.split and isinstance(came, Shard) and came.dim % input.dim() < input.dim() - 1
+            place = came if gathers else place
+            input = input.redistribute(self.mesh, (place,)).to_local()
+        return input, self.output if self.split else place
+
+    def _leave(self, y: Tensor) -> Tensor:
+        made: Placement = self.output if self.split else Shard(y.dim() - 1)
+        if self.local_output and _same(made, self.output, y.dim()):
+            return y
+        whole = DTensor.from_local(y, self.mesh, (made,), run_check=False)
+        whole = whole.redistribute(self.mesh, (self.output,))
+        return whole.to_local() if self.local_output else whole
+
+    def _exchange(self, shape: list[int], place: Placement) -> tuple[Exchange, list[int]]:
+        """What a layer does between cast and GEMM for tokens of that shape, and the shape of those that leave it."""
+        ranks = self.mesh.size()
+        if not isinstance(place, Shard):
+            return Exchange(Replicated(self.group), self.split, sums=not isinstance(place, Partial)), shape
+        dim = place.dim % (len(shape) + 1)
+        if dim == len(shape):
+            raise ValueError(f"tensor parallelism: {place} splits features here; needs a dimension of tokens")
+        if not self.split:
+            return Exchange(Tokens(self.group, shape, dim), 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
+        if shape[dim] % ranks:
+            raise ValueError(
+                f"sequence parallelism: got {shape[dim]} tokens along dimension {dim} for {ranks} ranks; pad them to "
+                "a multiple"
+            )
+        own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
+        return Exchange(Tokens(self.group, own, dim), 1), own
+
+
+def refuse_split(weight: Tensor) -> str | None:
+    """Why no layer runs on its shard of a weight that torch has split; None if one does."""
+    if not isinstance(weight, DTensor):
+        return "tensor-parallel, but its weight is no DTensor: its class has a forward of its own"
+    if weight.device_mesh.ndim != 1:
+        return "sharded over several dimensions of a mesh: call ottava.convert before fully_shard"
+    if weight.placements[0] not in (Shard(0), Shard(1)):
+        return f"tensor-parallel, but its weight is {weight.placements[0]}: it is split neither by rows nor by columns"
+    return None
+
+
+def shard_by_torch(layer: Any) -> None:
+    """Lets a layer run on its shard of a weight that one of torch's styles has split.
+
+    The hooks of that style hand it DTensors and take them: what they gather or sum, they do in high precision. The
+    styles of `ottava.distributed` gather codes.
+
+    Raises:
+        TypeError: the weight is split in a way that no GEMM takes.
+    """
+    weight = layer.weight
+    if reason := refuse_split(weight):
+        raise TypeError(f"{layer.name or 'Linear'}: {reason}")
+    split = weight.placements[0].dim
+    input, output = (Shard(-1), Partial()) if split else (Replicate(), Shard(-1))
+    layer.sharding = Sharding(weight.device_mesh, split, input, output, local_output=False)
+
+
+def _same(one: Placement, other: Placement, dims: int) -> bool:
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.dim % dims == other.dim % dims
+    return one == other
