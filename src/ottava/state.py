@@ -246,15 +246,14 @@ class ScalingState:
         """Told when the model, or a part of it, is put into a wrapper that knows its process group."""
         self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group  # type: ignore[assignment]
         self._refusal = refusal(wrapper)
-        if not self._refusal:
-            self._agree(self._groups([]))
+        if not self._refusal and (group := self._group([])) is not None:
+            self._agree(group)
 
-    def _agree(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def _agree(self, group: dist.ProcessGroup) -> None:
         specs = [door.spec for door in self.doors()]
         if specs != self._agreed:
             tensors = ("input", "weight", "grad_output")
-            for group in groups:
-                agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
+            agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
             self._agreed = specs
 
     @property
@@ -282,12 +281,12 @@ class ScalingState:
         """Raises what is staged to the largest of all ranks; joined: this one has no batch, and only takes part."""
         doors = self.doors()
         live = [door for door in doors if door.spec is not None]
-        groups = self._groups(live)
+        group = self._group(live)
         self._exchanging, self._exchanged = False, True
-        if not groups or not live:
+        if group is None or not live:
             return
         staged = _staged(doors, live[0].scale.device)
-        _largest(staged.zero_() if joined else staged, groups)
+        dist.all_reduce(staged.zero_() if joined else staged, dist.ReduceOp.MAX, group=group)
         for door, column in zip(doors, staged.unbind(1), strict=True):
             if door.spec is not None and not joined:
                 door.staged.copy_(column)
@@ -341,15 +340,15 @@ class ScalingState:
         self.boundaries += 1  # on every rank, also where nothing ran
         doors = self.doors()
         live = [door for door in doors if door.spec is not None]
-        groups = self._groups(live)
-        if not groups and not any(door.spec is not None for door in due):
+        group = self._group(live)
+        if group is None and not any(door.spec is not None for door in due):
             return
         device = live[0].scale.device if live else self._device()
         lanes = torch.cat([_staged(doors, device), self._due_lane(doors, due, device)])  # (4, doors)
-        if groups:
-            self._agree(groups)
+        if group is not None:
+            self._agree(group)
             if not joining(self._wrapper()):
-                _largest(lanes, groups)
+                dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
             elif not self._exchanged:
                 raise RuntimeError(
                     f"{_JOIN} compiled code, which cannot exchange amaxes when a backward ends: do without one"
@@ -372,13 +371,10 @@ class ScalingState:
         first = next(model.parameters(), None) if model is not None else None
         return first.device if first is not None else torch.device("cpu")
 
-    def _groups(self, live: list[Quantizer]) -> list[dist.ProcessGroup]:
-        """Which ranks share amaxes: in each group all of them; across a DistributedDataParallel and the mesh of its
-        tensor-parallel layers, one after the other."""
-        found = [self.group] if self.group is not None else [self._found_group, mesh_group(self._model())]
-        groups = [group for group in dict.fromkeys(found) if group is not None]
-        if groups:
-            return [group for group in groups if dist.get_world_size(group) > 1]
+    def _group(self, live: list[Quantizer]) -> dist.ProcessGroup | None:
+        group = self.group or self._found_group or mesh_group(self._model())
+        if group is not None:
+            return group if dist.get_world_size(group) > 1 else None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and live:
             warnings.warn(
                 "delayed scaling: several processes, but neither DistributedDataParallel nor sharded parameters were "
@@ -386,7 +382,7 @@ class ScalingState:
                 "ottava.ScalingState(model, group=...)",
                 stacklevel=4,
             )
-        return []
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # deepcopy has noted the copy of the model before it reaches its layers, unless only a part is copied
@@ -476,11 +472,6 @@ def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:
     """(3, doors) of what is staged; zeros for doors that keep no state, so that all ranks agree on the size."""
     nothing = torch.zeros(3, dtype=torch.float32, device=device)
     return torch.stack([door.staged.to(device) if door.spec is not None else nothing for door in doors], dim=1)
-
-
-def _largest(lanes: Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
-    for group in groups:
-        dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
 
 
 def _stepped(optimizer: Optimizer) -> set[int]:

@@ -389,26 +389,3 @@ def second_backward(world: World) -> None:
         optimizer.step()
     assert lengths(model) == [2] * 6
     same_everywhere(world, model)
-
-
-SCENARIOS: tuple[Callable[[World], None], ...] = (
-    windows_hold_the_largest_of_all_ranks,
-    gradient_accumulation,
-    identical_models_by_turns,
-    copies,
-    reset_re_arms,
-    recomputation,
-    pipeline_order,
-    idle_on_one_rank,
-    idle_on_one_rank_in_te_timing,
-    idle_layers_made_by_hand,
-    idle_before_its_buffers_are_made,
-    calibration_with_an_idle_layer,
-    exceptions,
-    evaluation_on_one_rank,
-    nonfinite_on_one_rank,
-    another_window_in_the_middle,
-    two_recipes,
-    threads,
-    second_backward,
-)

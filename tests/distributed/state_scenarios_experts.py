@@ -47,6 +47,3 @@ def experts_that_are_idle_on_some_ranks(world: World) -> None:
         same_everywhere(world, model)
     rows = [row for row in ottava.receipt(model).rows if row.gemm == "wgrad"]
     assert any(row.fp8 for row in rows)
-
-
-SCENARIOS: tuple[Callable[[World], None], ...] = (experts_that_are_idle_on_some_ranks,)

@@ -262,20 +262,3 @@ def distributed_checkpoint(world: World) -> None:
     assert lengths(model) == [4] * 9
     assert not torch.equal(door_of(model).scale, scale) or world.largest(3) <= max(windows(model)[0][1:])
     assert snapshot(model)["0.quantizers.input.amax_history"][0] == world.largest(3)
-
-
-SCENARIOS: tuple[Callable[[World], None], ...] = (
-    two_optimizers,
-    every_rank_steps_other_parameters,
-    skipped_steps,
-    many_closures,
-    frozen_and_tied,
-    a_loop_without_an_optimizer,
-    a_group_by_name,
-    a_group_by_autocast,
-    compiled,
-    fsdp2,
-    fsdp2_accumulates_and_recomputes,
-    weight_cache,
-    distributed_checkpoint,
-)

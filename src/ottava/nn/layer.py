@@ -180,7 +180,10 @@ class Layer(QuantizedLayer):
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
         if self.produce is not None:
             input = self._rows(input)
-        y = nn.functional.linear(input, weight, bias)
+        if self.exchange is None:
+            y = nn.functional.linear(input, weight, bias)
+        else:
+            y = linear(input, weight, bias, Call(self.quantizers, TORCHS_OWN, exchange=self.exchange))
         quantizers = self.quantizers
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
@@ -199,7 +202,7 @@ class Layer(QuantizedLayer):
         return y
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last_call": None, "plans": {}}  # a copy has run nothing
+        return {**self.__dict__, "last_call": None, "plans": {}, "exchange": None}  # a copy has run nothing
 
 
 def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -25,6 +24,9 @@ from ottava.agreement import AgreedCast
 from ottava.casts import cast_both
 from ottava.quantized_tensor import Operand, QuantizedTensor
 
+# torch 2.13 has new names for both, and warns about the old ones
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _PARTIAL: tuple[Placement, ...] = (Partial(),)
 
 
@@ -62,9 +64,8 @@ class Tokens:
             return self._joined(x.t(), 0, block).t()
         codes = x.contiguous().view(torch.uint8) if x.dtype.itemsize == 1 else x.contiguous()  # gloo knows no FP8
         inner = self.inner // block
-        everything = collectives.all_gather_tensor(codes[None], 0, self.group)
-        if isinstance(everything, collectives.AsyncCollectiveTensor):
-            everything = everything.wait()
+        everything = codes.new_empty((self.ranks * codes.shape[0], codes.shape[1]))
+        _ALL_GATHER(everything, codes, group=self.group)
         if dim == 0:
             joined = everything.view(self.ranks, self.outer, inner, -1).transpose(0, 1).reshape(-1, x.shape[1])
         else:
@@ -75,8 +76,9 @@ class Tokens:
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over all ranks of (all tokens, features), of which this rank gets its own tokens."""
         parts = partial.view(self.outer, self.ranks, self.inner, -1).transpose(0, 1).contiguous()
-        own = collectives.reduce_scatter_tensor(parts.flatten(0, 2), "sum", 0, self.group)
-        return own.wait() if isinstance(own, collectives.AsyncCollectiveTensor) else own
+        own = parts.new_empty((self.outer * self.inner, parts.shape[-1]))
+        _REDUCE_SCATTER(own, parts.flatten(0, 2), group=self.group)
+        return own
 
 
 class Replicated:
@@ -180,6 +182,9 @@ class Sharding:
                 own_bias = own_bias * 0  # it is added once
             y = y + own_bias
         return self._leave(y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return Sharding(self.mesh, self.split, self.input, self.output, local_output=self.local_output)
 
     @property
     def _bias_grad(self) -> tuple[Placement, ...]:

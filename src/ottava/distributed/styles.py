@@ -15,14 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 
 from ottava.nn.convert import convert
 from ottava.nn.layer import Layer
 from ottava.nn.sharding import Sharding
-
-__all__ = ["ColwiseParallel", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
 
 
 class ColwiseParallel(TorchColwise):
