@@ -33,12 +33,12 @@ FLOORS = (
     ("dispatch",),
     ("casts",),
     ("ops", "ambient"),
-    ("quantizer", "advice", "groups"),
+    ("quantizer", "advice", "groups", "agreement"),
     ("windows", "functional"),
     ("quantized_layer",),
     ("state", "debug"),
     ("nn",),
-    ("compat", "train"),
+    ("compat", "train", "distributed"),
     ("bench",),
     ("cli",),
 )
@@ -77,7 +77,7 @@ NO_MIRROR = {
 PUBLIC_NAMES = frozenset(
     {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
     | {"GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
-    | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "graphed_step", "debug", "watch"}
+    | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "graphed_step", "debug", "distributed", "watch"}
 )
 """What `import ottava` offers."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ottava.first_use import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
-    from ottava import debug, nn
+    from ottava import debug, distributed, nn
     from ottava.ambient import autocast
     from ottava.casts import quantize
     from ottava.debug.watch import watch
@@ -62,6 +62,7 @@ __all__ = [
     "calibrate",
     "convert",
     "debug",
+    "distributed",
     "gemm",
     "get_recipe",
     "graphed_step",

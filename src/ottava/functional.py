@@ -7,9 +7,10 @@
 
 An operand that the recipe leaves in high precision passes through its door unchanged; nothing here asks "is it FP8?".
 Saved for backward: the operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a
-gradient will need. A norm or an activation may stand in front of the input's door (`Producer`), and operands of other
-ranks may be gathered between cast and GEMM, and sums taken over ranks (`Exchange`); without them neither costs a call. Where nothing is cast, the
-same Producer runs in front of torch's own linear (`produced`), so that its formulas stand once.
+gradient will need. A norm or an activation may stand in front of the input's door (`Producer`). Operands of other
+ranks may be gathered between cast and GEMM, and results summed over ranks (`Exchange`). Without them neither costs a
+call. Where nothing is cast, the same Producer runs in front of torch's own linear (`produced`), so that its formulas
+stand once.
 """
 
 from __future__ import annotations

@@ -105,7 +105,12 @@ def every_recipe_equals_one_process(world: World) -> None:
         recipe = nearest(name)
         whole = mlp(recipe)
         cases: list[tuple[str, MLP, bool]] = []
-        for kind, plan in (("split", SPLIT), ("sequence", SEQUENCE), ("torch's", TORCHS), ("torch's sp", TORCHS_SEQUENCE)):
+        for kind, plan in (
+            ("split", SPLIT),
+            ("sequence", SEQUENCE),
+            ("torch's", TORCHS),
+            ("torch's sp", TORCHS_SEQUENCE),
+        ):
             model = mlp(None if plan in (TORCHS, TORCHS_SEQUENCE) else recipe)
             parallelize_module(model, mesh_of(world), plan)
             if plan in (TORCHS, TORCHS_SEQUENCE):
@@ -138,7 +143,9 @@ def codes_that_travel_are_those_of_the_whole(world: World) -> None:
     """Cast a shard and gather = cast the whole, bit for bit: every cell of every recipe, tokens in either dimension."""
     group = dist.group.WORLD
     assert group is not None
-    specs = {spec for name in ottava.RECIPES for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)}
+    specs = {
+        spec for name in ottava.RECIPES for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)
+    }
     for spec in sorted((s for s in specs if s is not None and not s.predicted), key=str):
         for batch, tokens, features in ((1, 128, 96), (3, 128, 160), (2, 256, 33)):
             x = tensors(batch, tokens * world.size, features, seed=batch)[0]
@@ -166,7 +173,7 @@ def bytes_on_the_wire(world: World) -> None:
     sent: dict[str, int] = {}
     from ottava.nn import sharding
 
-    real = sharding._ALL_GATHER, dist.all_reduce
+    real = sharding.all_gather, dist.all_reduce
 
     def gather(out: Tensor, own: Tensor, group: Any) -> Any:
         sent["gathered"] = sent.get("gathered", 0) + own.nbytes
@@ -182,11 +189,11 @@ def bytes_on_the_wire(world: World) -> None:
     for name in ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"):
         model = parallelize_module(mlp(name), mesh_of(world), SEQUENCE)
         sent.clear()
-        sharding._ALL_GATHER, dist.all_reduce = gather, reduce
+        sharding.all_gather, dist.all_reduce = gather, reduce
         try:
             step(model, *own)
         finally:
-            sharding._ALL_GATHER, dist.all_reduce = real
+            sharding.all_gather, dist.all_reduce = real
         limit = {"blockwise": 0.52, "mxfp8": 0.57, "rowwise": 0.54}.get(name, 0.52)
         assert sent["gathered"] <= limit * bf16, (name, sent, bf16)
         assert sent.get("agreed", 0) <= 0.06 * bf16, (name, sent)
@@ -342,7 +349,7 @@ def with_sharded_data_parallelism(world: World) -> None:
             fully_shard(layer, mesh=mesh["dp"])
         for _ in range(3):
             wanted, got = step(whole, x, dy), step(model, *own)
-            # A data-parallel rank scales by its own tokens, so it rounds anew. E5M2: 2**-3 / sqrt(3) of a number, twice.
+            # a data-parallel rank scales by its own tokens and so rounds anew; E5M2: 2**-3 / sqrt(3) of a number, twice
             bound = 2 * dp * EPS if recipe == "bf16" else 0.11
             pairs = [(got[0], wanted[0].chunk(dp, 0)[mine]), *zip(got[2:], wanted[2:], strict=True)]
             for i, (a, b) in enumerate(pairs):
@@ -381,7 +388,8 @@ def ranks_that_differ_are_named(world: World) -> None:
             verify(damaged)
         except RuntimeError as error:
             said = str(error)
-            assert name in said and f"rank {world.size - 1} has" in said, (name, said)
+            assert name in said, (name, said)
+            assert f"rank {world.size - 1} has" in said, said
         else:
             raise AssertionError(f"{name} was not noticed")
     assert verify(parallelize_module(model, mesh_of(world), SPLIT))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from state_scenarios import World
 
 import warm
-from state_scenarios import World
 
 _LIMIT = 240
 
 
 def scenarios_of(*modules: str) -> list[str]:
-    """"module.function" of every function of theirs that takes a world and returns nothing."""
+    """ "module.function" of every function of theirs that takes a world and returns nothing."""
     return [
         f"{name}.{thing.__name__}"
         for name in modules

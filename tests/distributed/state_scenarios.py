@@ -9,7 +9,6 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial

@@ -11,9 +11,9 @@ Convert before or after. Layers that are not converted run in high precision. On
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
@@ -36,8 +36,8 @@ class ColwiseParallel(TorchColwise):
     Example:
         >>> from torch.distributed.tensor import Shard
         >>> plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
-        >>> plan["up"].input_layouts, plan["down"].output_layouts
-        ((Shard(dim=1),), (Shard(dim=1),))
+        >>> plan["up"].input_layouts == (Shard(1),)
+        True
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -58,8 +58,8 @@ class RowwiseParallel(TorchRowwise):
         TypeError: the module is neither a linear layer nor an embedding.
 
     Example:
-        >>> RowwiseParallel().output_layouts
-        (Replicate(),)
+        >>> RowwiseParallel().output_layouts[0].is_replicate()
+        True
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -79,8 +79,9 @@ class PrepareInput(ParallelStyle):
         input_layouts: of the first positional argument.
 
     Example:
-        >>> PrepareInput(input_layouts=Shard(1)).input_layouts
-        Shard(dim=1)
+        >>> from torch.distributed.tensor import Shard
+        >>> PrepareInput(input_layouts=Shard(1)).input_layouts == Shard(1)
+        True
     """
 
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
@@ -90,7 +91,7 @@ class PrepareInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def hand_in(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
             first, *others = inputs
-            if isinstance(first, DTensor):
+            if not isinstance(first, Tensor) or isinstance(first, DTensor):
                 return inputs
             return DTensor.from_local(first, device_mesh, (self.input_layouts,), run_check=False), *others
 

@@ -6,13 +6,13 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import ottava
 from ottava.groups import mesh_group
 from ottava.quantized_layer import quantized_layers
 
@@ -55,7 +55,7 @@ def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:
-    yield "version of ottava", ottava.__version__
+    yield "version of ottava", version("ottava")
     yield "version of torch", torch.__version__
     yield "version of Python", platform.python_version()
     for name, module in model.named_modules():
@@ -82,11 +82,11 @@ def _bits(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "on meta"
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()[:16]
+    return hashlib.sha256(data.numpy().data).hexdigest()[:16]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    devices = getattr(group, "_device_types", None) or [torch.device("cpu")]
+    devices: list[torch.device] = getattr(group, "_device_types", None) or [torch.device("cpu")]
     return next((device for device in devices if device.type == "cpu"), devices[0])
 
 

@@ -137,14 +137,7 @@ def convert(
             part.adopt(get_recipe("bf16"), name)  # until it is converted: its module runs it all the same
     for name in converted:
         layer = model.get_submodule(name)
-        if not isinstance(layer, QuantizedLayer):
-            layer.__class__ = Linear
-            assert isinstance(layer, Linear)
-            if getattr(layer, "_distribute_module_applied", False):
-                from ottava.nn.sharding import shard_by_torch
-
-                shard_by_torch(layer)
-        layer.adopt(recipe, name)
+        (layer if isinstance(layer, QuantizedLayer) else _as_linear(layer)).adopt(recipe, name)
     for name, attention in attentions.items():
         attention.adopt(recipe, name)
     if converted:
@@ -238,6 +231,17 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
     if answer is None and id(layer.parameter if ours else layer.weight) in tied:
         return "weight tied to an embedding"
     return "refused by the filter" if answer is False else None
+
+
+def _as_linear(layer: nn.Module) -> Linear:
+    """Makes an ottava layer of an nn.Linear; one that torch's tensor parallelism has split runs on its shard."""
+    layer.__class__ = Linear
+    assert isinstance(layer, Linear)
+    if getattr(layer, "_distribute_module_applied", False):
+        from ottava.nn.sharding import shard_by_torch
+
+        shard_by_torch(layer)
+    return layer
 
 
 def _unsplit(layer: Any) -> str | None:

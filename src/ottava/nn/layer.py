@@ -60,8 +60,8 @@ class Layer(QuantizedLayer):
             build_ahead(self.weight.dtype, casts=self.resolved.quantized)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; refuses one of torch's tensor-parallel styles, which would split the doors as well. FSDP2 does not
-        come this way.
+        """As torch's; refuses torch's tensor-parallel styles, which would split the doors as well. FSDP2 does not come
+        this way.
 
         Raises:
             TypeError: a plain parameter would become a DTensor.
@@ -98,10 +98,14 @@ class Layer(QuantizedLayer):
             call = self.begin_call(input, said)
             if said.calibrating:
                 return self._calibrate(input, weight, bias, said, *more)
-        if not call.recipe.casts and self.exchange is None and (
-            torch.compiler.is_compiling()
-            or not (input.is_cpu and torch_is_beaten())
-            or _torchs_own(call.recipe, input, weight, bias)
+        if (
+            not call.recipe.casts
+            and self.exchange is None
+            and (
+                torch.compiler.is_compiling()
+                or not (input.is_cpu and torch_is_beaten())
+                or _torchs_own(call.recipe, input, weight, bias)
+            )
         ):
             return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
         if self.produce is not None:
@@ -116,7 +120,7 @@ class Layer(QuantizedLayer):
 
     def _produced_with(self) -> tuple[Tensor | None, ...]:
         own = self.produced_with()
-        return own if self.sharding is None else self.sharding.parameters_of(own)  # type: ignore[no-any-return]
+        return own if self.sharding is None else self.sharding.parameters_of(own)
 
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)

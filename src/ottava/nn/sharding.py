@@ -24,10 +24,15 @@ from ottava.agreement import AgreedCast
 from ottava.casts import cast_both
 from ottava.quantized_tensor import Operand, QuantizedTensor
 
-# torch 2.13 has new names for both, and warns about the old ones
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_PARTIAL: tuple[Placement, ...] = (Partial(),)
+
+def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """torch's; torch 2.13 has a new name for it, and warns about the old one."""
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(everything, own, group=group)
+
+
+def reduce_scatter(own: Tensor, everything: Tensor, group: dist.ProcessGroup) -> None:
+    """torch's, under either name."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, everything, group=group)
 
 
 class Tokens:
@@ -65,7 +70,7 @@ class Tokens:
         codes = x.contiguous().view(torch.uint8) if x.dtype.itemsize == 1 else x.contiguous()  # gloo knows no FP8
         inner = self.inner // block
         everything = codes.new_empty((self.ranks * codes.shape[0], codes.shape[1]))
-        _ALL_GATHER(everything, codes, group=self.group)
+        all_gather(everything, codes, group=self.group)
         if dim == 0:
             joined = everything.view(self.ranks, self.outer, inner, -1).transpose(0, 1).reshape(-1, x.shape[1])
         else:
@@ -77,7 +82,7 @@ class Tokens:
         """The sum over all ranks of (all tokens, features), of which this rank gets its own tokens."""
         parts = partial.view(self.outer, self.ranks, self.inner, -1).transpose(0, 1).contiguous()
         own = parts.new_empty((self.outer * self.inner, parts.shape[-1]))
-        _REDUCE_SCATTER(own, parts.flatten(0, 2), group=self.group)
+        reduce_scatter(own, parts.flatten(0, 2), group=self.group)
         return own
 
 
@@ -156,6 +161,7 @@ class Sharding:
                     whole = distribute_tensor(parameter, self.mesh, [place], src_data_rank=src_data_rank)
                     split = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     module._parameters[name] = split
+
     def _settle(self, layer: Any, tokens_place: Placement) -> None:
         """Lets the doors of a layer cast shards as the whole matrix would be cast."""
         doors = layer.quantizers
@@ -188,11 +194,11 @@ class Sharding:
 
     @property
     def _bias_grad(self) -> tuple[Placement, ...]:
-        return (Replicate(),) if isinstance(self.output, Replicate) else _PARTIAL
+        return (Replicate(),) if isinstance(self.output, Replicate) else (Partial(),)
 
     def parameters_of(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Those of what stands in front of the cast; each rank has seen only its tokens of them."""
-        places = _PARTIAL if isinstance(self._settled[1], Shard) else (Replicate(),)
+        places: tuple[Placement, ...] = (Partial(),) if isinstance(self._settled[1], Shard) else (Replicate(),)
         return tuple(t.to_local(grad_placements=places) if isinstance(t, DTensor) else t for t in given)
 
     def _enter(self, input: Tensor) -> tuple[Tensor, Placement]:
