@@ -201,12 +201,14 @@ def _one_for_both(
     assert known is not None
     cast, kernel, refusals = _first(x, known, scale)
     dtype, wants_row, wants_col, on_cpu = x.dtype, spec is not None, spec_t is not None, x.is_cpu
+    one_scale = known.granularity.rows is known.granularity.cols is None
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
         data, scale_inv, amax = cast(x, scale, staged)
-        kept = amax if on_cpu or amax.numel() == 1 else None  # elsewhere nobody would read it back
+        kept = amax if on_cpu or one_scale else None  # elsewhere nobody would read it back
         row = QuantizedTensor(data, scale_inv, known, dtype, kept) if wants_row else None
-        col = QuantizedTensor(data.t(), scale_inv.t(), known, dtype, kept) if wants_col else None
+        turned = scale_inv if one_scale else scale_inv.t()
+        col = QuantizedTensor(data.t(), turned, known, dtype, kept) if wants_col else None
         return Both(row, col, None if kernel is native_quantize and staged is not None and x.numel() else amax)
 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))

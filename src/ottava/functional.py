@@ -358,8 +358,5 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
 
 def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
     """The operands of `flattened`."""
-    operands: list[Operand | None] = []
-    for i, said in enumerate(described):
-        data, scale_inv = tensors[2 * i : 2 * i + 2]
-        operands.append(data if said is None else QuantizedTensor(data, scale_inv, *said))  # type: ignore[arg-type]
-    return operands
+    pairs = zip(tensors[::2], tensors[1::2], described, strict=True)
+    return [data if cast is None else QuantizedTensor(data, scale_inv, *cast) for data, scale_inv, cast in pairs]  # type: ignore[arg-type]

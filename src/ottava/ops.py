@@ -149,10 +149,10 @@ def multiply(
     assert b is not None  # the doors were asked for exactly what is used
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
-        held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv)
+        held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
         b = b if b.dtype == a.dtype else b.to(a.dtype)
-        data, other, specs, held = a, b, (0, 0), (a, b)
+        data, other, specs, held = a, b, (0, 0), (a, b, a if bias is None else bias)
     else:
         raise ValueError(f"gemm: {_refused(a, b)}")
     if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ottava.attention_recipe import ATTENTION_TENSORS
 from ottava.casts import Both, CastPlan, cast_both
-from ottava.kernels.gate import refusal
+from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.recipe import TENSORS, Recipe
@@ -322,10 +322,11 @@ class WeightQuantizer(Quantizer):
             and (col_spec is not None and col_spec.rounding == "nearest_even")
             and not (self._forward_hooks or self._forward_pre_hooks)  # a hook wants to see each cast
             and self.cast is cast_both  # ranks that agree on scales must all cast, or none
-            and refusal(x) is None
+            and type(x) in PLAIN
+            and not x.is_neg()
         )
-        on_cpu = not _on_accelerator(x)
-        if not kept or not (on_cpu or self._reusable(x, record)):
+        on_cpu = x.is_cpu
+        if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, record))):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
         assert row_spec is not None  # or it were not kept
         witness = checksum(x) if on_cpu else self._steps
@@ -369,10 +370,6 @@ def _without_amaxes(operand: Operand | None) -> Operand | None:
     if not isinstance(operand, QuantizedTensor) or operand.amax is None or operand.amax.numel() == 1:
         return operand
     return QuantizedTensor(operand.data, operand.scale_inv, operand.spec, operand.dtype)
-
-
-def _on_accelerator(x: Tensor) -> bool:
-    return x.device.type not in ("cpu", "meta")
 
 
 def _capturing(x: Tensor) -> bool:

@@ -17,6 +17,8 @@ LOWEST = 1 << 40
 
 PLAIN = (Tensor, Parameter)
 """The exact types whose address may be asked for."""
+CPU = torch.device("cpu")
+"""Where the C++ kernels make their results, whatever torch's default device is. A string takes longer to read."""
 address = Tensor.data_ptr
 """Of a tensor that `refusal` has let through, or that the caller has made a moment ago: nothing is looked at again."""
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import cpu_choice
 from ottava.kernels.cpu_choice import Ranking
-from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.gate import CPU, address, pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -44,10 +44,10 @@ other neighbours the better has at least twice the products an instruction: a li
 MODES = ("plain", "fold", "steps")
 """How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
 
-_OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-_CALL = struct.Struct("=27q")  # struct Call of src/gemm.h: two sides, the result, four numbers
+_CALL = struct.Struct("=28q")  # struct Call of src/gemm.h: two sides, the result, four numbers
 
 
 def built(level: int | None = None) -> Built:
@@ -123,7 +123,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
     if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
-    if reason := refusal(a.data, b.data, a.scale_inv, b.scale_inv):
+    if reason := refusal(a.data, b.data, a.scale_inv, b.scale_inv, *(() if bias is None else (bias,))):
         return f"{NAME}: takes plain tensors; {reason}"
     cells = _cell(a.spec), _cell(b.spec)
     if cells[0].refused or cells[1].refused:
@@ -131,7 +131,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     (m, k), n = a.data.shape, b.data.shape[0]
     if 0 in (m, n, k):
         return f"{NAME}: an empty operand"
-    if out_dtype not in _OUT_TYPES:
+    if out_dtype not in _TYPES:
         return f"{NAME}: gives float32, bfloat16 or float16; got {out_dtype}"
     step = _step(cells[0].cols, cells[1].cols, k)
     if step % 2 and step < k:
@@ -220,13 +220,9 @@ def plan_gemm(
     first, second = cells  # their tables must live as long as this plan
     block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
     step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
-    code, float32, threads, pack, multiply = (
-        _OUT_TYPES.index(out_dtype),
-        torch.float32,
-        torch.get_num_threads,
-        _CALL.pack,
-        library.ottava_gemm,
-    )
+    known = bias is not None and bias.dtype in _TYPES
+    code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and known else 0
+    threads, pack, multiply = torch.get_num_threads, _CALL.pack, library.ottava_gemm
 
     def run(
         a: QuantizedTensor | _Dense, b: QuantizedTensor | _Dense, bias: Tensor | None, modes: list[int] | None = None
@@ -234,14 +230,15 @@ def plan_gemm(
         # whatever the call reads is held here until it has ended
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
-        scale, scale_b, y = a.scale_inv, b.scale_inv, torch.empty(m, n, dtype=out_dtype, device="cpu")
+        scale, scale_b = a.scale_inv, b.scale_inv
+        y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=CPU)
         if bias is not None:
-            bias = bias.detach().to(float32).contiguous()
+            bias = (bias if known else bias.to(torch.float32)).contiguous()
         mode = multiply(
             pack(
                 *(address(codes), m, *strides, address(scale), *scale.stride(), *block, first.address),
                 *(address(codes_b), n, *strides_b, address(scale_b), *scale_b.stride(), *block_b, second.address),
-                *(address(y), code, 0 if bias is None else pointer(bias), k, step, exact, threads()),
+                *(address(y), code, 0 if bias is None else address(bias), code_of_bias, k, step, exact, threads()),
             )
         )
         if mode < 0:

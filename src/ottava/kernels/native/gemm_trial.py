@@ -61,7 +61,7 @@ def _multiply(
         held += [codes, scales]
     y = array("f", bytes(4 * M * N))
     numbers = (K, BLOCK if mode else K, int(mode == 1), 1)
-    return y, library.ottava_gemm((ctypes.c_int64 * 27)(*sides, y.buffer_info()[0], 0, 0, *numbers))
+    return y, library.ottava_gemm((ctypes.c_int64 * 28)(*sides, y.buffer_info()[0], 0, 0, 0, *numbers))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.formats import E4M3, Format
 from ottava.kernels import reference
-from ottava.kernels.gate import address, pointer, refusal
+from ottava.kernels.gate import CPU, address, pointer, refusal
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -140,6 +140,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     pitch = stride if rows > 1 and not copied else cols
     sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
+    empty = torch.empty_strided  # the one that is made the soonest
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     cast = library.ottava_cast
@@ -147,16 +148,14 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         if copied:
             x = x.t().contiguous() if turned else x.contiguous()
-        data = torch.empty_strided(shape, strides, dtype=code_dtype, device="cpu")
-        scale_inv, amax = (
-            torch.empty(grid, dtype=float32, device="cpu"),
-            torch.empty(grid, dtype=float32, device="cpu"),
-        )
+        data = empty(shape, strides, dtype=code_dtype, device=CPU)
+        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
+        amax = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
         job = pack(
             address(x),
             *sizes,
             cell.address,  # the struct must live as long as this plan
-            pointer(scale),
+            0 if scale is None else pointer(scale),
             address(data),
             address(scale_inv),
             address(amax),
@@ -218,19 +217,15 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
-    cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
+    cast_both, threads, pack, empty = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack, torch.empty_strided
 
     def run(x: Tensor) -> CastPair:
-        codes = torch.empty(shape, dtype=dtypes[0], device="cpu")
-        codes_t = torch.empty_strided((cols, rows), (1, cols), dtype=dtypes[1], device="cpu")
-        scale_inv, amax = (
-            torch.empty(grid, dtype=float32, device="cpu"),
-            torch.empty(grid, dtype=float32, device="cpu"),
-        )
-        scale_inv_t, amax_t = (
-            torch.empty(grid_t, dtype=float32, device="cpu"),
-            torch.empty(grid_t, dtype=float32, device="cpu"),
-        )
+        codes = empty(shape, (cols, 1), dtype=dtypes[0], device=CPU)
+        codes_t = empty((cols, rows), (1, cols), dtype=dtypes[1], device=CPU)
+        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
+        amax = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
+        scale_inv_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=CPU)
+        amax_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=CPU)
         job = pack(
             *(address(x), *sizes, threads()),
             *(*block, cell.address, address(codes), address(scale_inv), address(amax)),

@@ -40,6 +40,20 @@ struct Float16 {
   }
 };
 
+// Element i of numbers of a type: 0 fp32, 1 bf16, 2 fp16.
+inline float number(const void* at, int64_t type, int64_t i) {
+  if (type == 0) return static_cast<const float*>(at)[i];
+  const int16_t bits = static_cast<const int16_t*>(at)[i];
+  return type == 1 ? BFloat16::value(bits) : Float16::value(bits);
+}
+
+// fp32 -> bf16, to nearest even.
+inline uint16_t to_bf16(float x) {
+  if (is_nan(x)) return 0x7FC0;
+  uint32_t u = (uint32_t)bits_of(x);
+  return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
+}
+
 // codes of at most 8 bits -> the bits of an fp32 number, exactly
 struct Decoder {
   int32_t shift, sign_shift, magnitudes, rebias, smallest_normal, special;

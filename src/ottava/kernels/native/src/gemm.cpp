@@ -19,12 +19,6 @@ namespace {
 
 // --- the epilogue: scales, bias, one rounding ------------------------------------------------------------------------
 
-inline uint16_t to_bf16(float x) {
-  if (is_nan(x)) return 0x7FC0;
-  uint32_t u = (uint32_t)bits_of(x);
-  return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);
-}
-
 inline uint16_t to_fp16(float x) {
 #if defined(__F16C__)
   typedef float Four __attribute__((vector_size(16)));
@@ -218,7 +212,7 @@ struct Walk {
     const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
     float bias[Isa::NR];
     fill(bias, Isa::NR, -0.0f);  // x + -0 is x
-    if (y.bias) std::memcpy(bias, y.bias + n0, columns * 4);
+    for (int64_t j = 0; y.bias && j < columns; j++) bias[j] = number(y.bias, y.bias_type, n0 + j);
     Epilogue end{nullptr, b.row_scale.get() + n0, bias, nullptr, y.type, width * size, 0, columns};
     const int64_t span = spans();
     for (int64_t from = 0, to; from < units; from = to) {

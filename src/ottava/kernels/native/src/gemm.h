@@ -39,7 +39,8 @@ struct Side {             // as gemm.py lays it out: eight bytes each
 struct Result {  // y
   void* data;
   int64_t type;  // 0 fp32, 1 bf16, 2 fp16
-  const float* bias;
+  const void* bias;
+  int64_t bias_type;  // as type
 };
 struct Call {
   Side a, b;

@@ -3,6 +3,17 @@
 #include "base.h"
 #include "floats.h"
 
+extern "C" {
+struct Sums {     // as native.sums lays it out
+  const void* x;  // rows one after the other, columns side by side
+  int64_t type;   // 0 fp32, 1 bf16, 2 fp16
+  int64_t rows, columns, row_stride;
+  void* out;
+  int64_t in_bf16;  // whether out is; else it is fp32
+  int64_t threads;
+};
+}
+
 namespace {
 
 constexpr int64_t SEGMENT = 1 << 18;  // bytes hashed on their own; native.sums._SEGMENT
@@ -39,22 +50,26 @@ void sum_band(const typename Type::Int* x, int64_t rows, int64_t row_stride, int
     for (int64_t c = 0; c < columns; c++) out[c] += Type::value(x[c]);
 }
 
-// Each task reads whole lines of some rows, as memory likes it; what the bands give is added in their order.
+// Each task reads whole lines of some rows, as memory likes it. The sums of the bands are added in their order.
 template <class Type>
-bool sum_columns(const void* x, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
+bool sum_columns(const Sums& call) {
+  const auto* x = static_cast<const typename Type::Int*>(call.x);
+  const int64_t rows = call.rows, columns = call.columns;
   const int64_t bands = (rows + ROWS - 1) / ROWS, across = (columns + COLUMNS - 1) / COLUMNS;
-  const Array<float> parts(bands * columns);
+  const Array<float> parts((bands + 1) * columns);
   if (!parts) return false;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads((int)call.threads) schedule(static)
   for (int64_t task = 0; task < bands * across; task++) {
     const int64_t band = task / across, c0 = task % across * COLUMNS;
-    sum_band<Type>(static_cast<const typename Type::Int*>(x) + band * ROWS * row_stride + c0,
-                   smaller(ROWS, rows - band * ROWS), row_stride, smaller(COLUMNS, columns - c0),
-                   parts.get() + band * columns + c0);
+    sum_band<Type>(x + band * ROWS * call.row_stride + c0, smaller(ROWS, rows - band * ROWS), call.row_stride,
+                   smaller(COLUMNS, columns - c0), parts.get() + band * columns + c0);
   }
-  fill(out, columns, 0.0f);
+  float* sums = call.in_bf16 ? parts.get() + bands * columns : static_cast<float*>(call.out);
+  fill(sums, columns, 0.0f);
   for (int64_t band = 0; band < bands; band++)
-    for (int64_t c = 0; c < columns; c++) out[c] += parts[band * columns + c];
+    for (int64_t c = 0; c < columns; c++) sums[c] += parts[band * columns + c];
+  if (call.in_bf16)
+    for (int64_t c = 0; c < columns; c++) static_cast<uint16_t*>(call.out)[c] = to_bf16(sums[c]);
   return true;
 }
 
@@ -64,17 +79,18 @@ extern "C" {
 
 // hashes: room for one number a segment
 uint64_t ottava_checksum(const uint8_t* bytes, int64_t n, uint64_t* hashes, int threads) {
-  int64_t segments = (n + SEGMENT - 1) / SEGMENT;
+  const int64_t segments = (n + SEGMENT - 1) / SEGMENT;
+  uint64_t hash = (uint64_t)n;
+  if (segments == 1) return mix(hash, hash_segment(bytes, n));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < segments; i++) hashes[i] = hash_segment(bytes + i * SEGMENT, smaller(SEGMENT, n - i * SEGMENT));
-  uint64_t hash = (uint64_t)n;
   for (int64_t i = 0; i < segments; i++) hash = mix(hash, hashes[i]);
   return hash;
 }
 
-// type: 0 fp32, 1 bf16, 2 fp16; rows lie one after the other, columns side by side. 0, or 1 if there was no memory.
-int ottava_column_sums(const void* x, int type, int64_t rows, int64_t columns, int64_t row_stride, float* out, int threads) {
-  const auto sum = type == 0 ? sum_columns<Float32> : type == 1 ? sum_columns<BFloat16> : sum_columns<Float16>;
-  return sum(x, rows, columns, row_stride, out, threads) ? 0 : 1;
+// 0, or 1 if there was no memory.
+int ottava_column_sums(const Sums* call) {
+  const auto sum = call->type == 0 ? sum_columns<Float32> : call->type == 1 ? sum_columns<BFloat16> : sum_columns<Float16>;
+  return sum(*call) ? 0 : 1;
 }
 }
