@@ -21,10 +21,7 @@ from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, reference,
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
-from ottava.quantized_tensor import QuantizedTensor
-
-RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
-"""(a, b, bias) -> y."""
+from ottava.quantized_tensor import QuantizedTensor, RunGemm
 
 
 class GemmKernel(Protocol):

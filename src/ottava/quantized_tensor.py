@@ -262,3 +262,5 @@ class QuantizedTensor:
 
 Operand = Tensor | QuantizedTensor
 """One side of a GEMM: quantized, or passed through in high precision."""
+RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
+"""(a (M, K), b (N, K), bias (N,) or None) -> y (M, N)."""

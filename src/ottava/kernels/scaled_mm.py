@@ -14,7 +14,6 @@ Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType
 
 from ottava.formats import E4M3, E5M2
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizedTensor, RunGemm
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 
 NAME = "scaled_mm"
@@ -150,7 +149,7 @@ def gemm(
 
 def plan_gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]:
+) -> RunGemm:
     """`gemm` for all operands like these. Where nothing is padded or laid out anew, it is torch's call alone."""
     device = a.device.type
     kind = ScalingType.TensorWise if a.scale_inv.numel() == b.scale_inv.numel() == 1 else ScalingType.RowWise

@@ -211,6 +211,21 @@ def test_the_operator_runs_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert (promised.shape, promised.dtype, promised.stride()) == (truth.shape, truth.dtype, truth.stride())
 
 
+def test_one_plan_runs_all_operands_of_its_shapes() -> None:
+    """Other codes, other scales, a scale that lies otherwise, and a bias; with and without padding."""
+    for sides, k in (("row", 100), ("1x128 x 128x128", 256)):
+        first, second = SIDES[sides]
+        plan, seen = None, []
+        for _ in range(2):
+            a, b, bias = on_device(integers(20, k, first)), on_device(integers(24, k, second)), torch.randint(9, (24,))
+            bias = bias.bfloat16().to(DEVICE)
+            b = replace(b, scale_inv=b.scale_inv.t().contiguous().t())
+            plan = triton_gemm.plan_gemm(a, b, torch.float32, bias) if plan is None else plan
+            seen.append(plan(a, b, bias))
+            assert torch.equal(seen[-1], reference.gemm(a, b, torch.float32, bias)), sides
+        assert not torch.equal(*seen)
+
+
 def test_accurate_accumulation_promotes_every_128() -> None:
     """And fast accumulation may choose; blocks know no other way; an fp32 result has no wide tile."""
     a, rows, blocks = (cast(8, 16, granularity) for granularity in (PER_TENSOR, PER_ROW, BLOCK_1X128))

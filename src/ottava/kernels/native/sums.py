@@ -74,9 +74,8 @@ def _promised(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @custom_operator("column_sums(Tensor x, ScalarType dtype) -> Tensor", _promised)
 def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.device.type != "cpu" and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
+    if not x.is_cpu and x.dtype == dtype:  # one launch: a GPU's sum of 16-bit numbers is fp32 until it ends
         return x.sum(0)
-    x = x.detach()
     usable = x.is_cpu and x.dtype in _TYPES and x.numel() > 0 and (x.stride(1) == 1 or not column_major(x))
     try:  # the gate's look
         usable = usable and type(x) in PLAIN and address(x) > LOWEST and not x.is_neg()
@@ -84,8 +83,8 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         usable = False
     library = native_build.load("sums", _declare).library if usable else None
     if library is None:
-        return x.sum(0, dtype=torch.float32).to(dtype)
-    x = x if x.stride(1) == 1 else x.contiguous()
+        return x.detach().sum(0, dtype=torch.float32).to(dtype)
+    x = x if x.stride(1) == 1 else x.detach().contiguous()
     (rows, columns), in_bf16 = x.shape, dtype == torch.bfloat16
     out = torch.empty_strided((columns,), (1,), dtype=dtype if in_bf16 else torch.float32, device=CPU)
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1

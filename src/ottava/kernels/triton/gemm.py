@@ -27,7 +27,7 @@ from ottava.formats import E4M3, E5M2
 from ottava.kernels import gemm_choice
 from ottava.kernels.gate import aligned, launched
 from ottava.kernels.triton.quantize import has_triton
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizedTensor, RunGemm
 
 NAME = "triton_gemm"
 NATIVE = True
@@ -136,12 +136,20 @@ def gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
 ) -> Tensor:
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension, by the configuration measured fastest."""
+    return plan_gemm(a, b, out_dtype, bias, fast_accum)(a, b, bias)
+
+
+def plan_gemm(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False
+) -> RunGemm:
+    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias) -> y. A later measurement does
+    not change it."""
     usable = configs(a, b, out_dtype, fast_accum)
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
     measured = choice.milliseconds if choice is not None else ()
     named = {way(config): config for config in usable}
     best = next((named[name] for name in measured if name in named), usable[0])
-    return run(a, b, out_dtype, bias, best)
+    return plan_under(a, b, out_dtype, bias, best)
 
 
 def way(config: Config) -> str:
@@ -157,29 +165,38 @@ def ways(
 
 
 def run(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, config: Config) -> Tensor:
-    """As `gemm`, under a configuration of one's own: CONFIGS, or others to be measured."""
-    launched(a.data, b.data, a.scale_inv, b.scale_inv, bias)
-    (m, k), n = a.shape, b.shape[0]
+    """As `gemm`, under the given configuration: one of CONFIGS, or another to be measured."""
+    return plan_under(a, b, out_dtype, bias, config)(a, b, bias)
+
+
+def plan_under(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, config: Config
+) -> RunGemm:
+    """As `plan_gemm`, under the given configuration."""
     device = importlib.import_module("ottava.kernels.triton.gemm_device_code")
-    y = a.data.new_empty((m, n), dtype=out_dtype)
-    described = n * y.itemsize % _DESCRIPTOR_BYTES == 0
+    (m, k), n = a.shape, b.shape[0]
+    described = n * out_dtype.itemsize % _DESCRIPTOR_BYTES == 0
     launch = gemm_launch(a, b, bias is not None, described, config)
-    descriptors = [
-        device.TensorDescriptor.from_tensor(_codes(x.data), [rows, _BLOCK])
-        for x, rows in ((a, config.rows), (b, config.cols))
-    ]
-    result = device.TensorDescriptor.from_tensor(y, [config.rows, config.cols]) if described else y
     tiles = -(-m // config.rows) * -(-n // config.cols)
-    with torch.cuda.device_of(a.data):  # Triton launches on the current device
-        device.gemm_kernel[(min(tiles, _programs(a.device)),)](
-            *descriptors,
-            result,
-            *(a.scale_inv, b.scale_inv, y if bias is None else bias.contiguous()),
-            *(m, n, k),
-            *(*_strides(a), *_strides(b)),
-            **launch,
-        )
-    return y
+    kernel = device.gemm_kernel[(min(tiles, _programs(a.device)),)]
+    descriptor = device.TensorDescriptor.from_tensor
+    boxes = [config.rows, _BLOCK], [config.cols, _BLOCK], [config.rows, config.cols]
+
+    def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        launched(a.data, b.data, a.scale_inv, b.scale_inv, bias)
+        y = a.data.new_empty((m, n), dtype=out_dtype)
+        with torch.cuda.device_of(y):  # Triton launches on the current device
+            kernel(
+                *(descriptor(_codes(a.data), boxes[0]), descriptor(_codes(b.data), boxes[1])),
+                descriptor(y, boxes[2]) if described else y,
+                *(a.scale_inv, b.scale_inv, y if bias is None else bias.contiguous()),
+                *(m, n, k),
+                *(*_strides(a), *_strides(b)),
+                **launch,
+            )
+        return y
+
+    return run
 
 
 def gemm_launch(
