@@ -208,11 +208,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
-            raise NotImplementedError(
-                "ottava: a quantized linear has no second derivative (backward was asked for create_graph=True); run "
-                "that forward under ottava.autocast(enabled=False)"
-            )
+        if torch.is_grad_enabled():
+            refuse_second_derivative("a quantized linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), call = grads, ctx.call
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
@@ -226,6 +223,18 @@ class _Linear(torch.autograd.Function):
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
+
+
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """For a backward in grad mode, which torch uses in eager code under create_graph=True only.
+
+    Raises:
+        NotImplementedError: always, except while compiling.
+    """
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"ottava: {what} has no second derivative (backward was asked for create_graph=True); {instead}"
+        )
 
 
 def forward_gemm(
@@ -300,11 +309,8 @@ class _Produced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
-            raise NotImplementedError(
-                f"ottava: {type(ctx.produce).__name__} has no second derivative (backward was asked for "
-                "create_graph=True); use torch's own module there"
-            )
+        if torch.is_grad_enabled():
+            refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
         (d_rows,) = grads
         with no_autocast(d_rows.device):
             return None, *ctx.produce.backward(d_rows, ctx.saved_tensors)

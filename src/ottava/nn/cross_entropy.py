@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ottava.ambient import Ambient
 from ottava.dispatch import no_autocast
-from ottava.functional import Call
+from ottava.functional import Call, refuse_second_derivative
 from ottava.nn.layer import Layer, autocast_dtype
 from ottava.ops import multiply
 from ottava.quantizer import LinearQuantizers
@@ -270,10 +270,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # only so under create_graph=True
-            raise NotImplementedError(
-                "ottava: cross-entropy fused with its linear has no second derivative (backward was asked for "
-                "create_graph=True); use a Linear and torch's cross_entropy there"
+        if torch.is_grad_enabled():
+            refuse_second_derivative(
+                "cross-entropy fused with its linear", "use a Linear and torch's cross_entropy there"
             )
         (d_loss,), call = grad_outputs, ctx.call
         if ctx.later:

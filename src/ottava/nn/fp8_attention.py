@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ottava.attention_recipe import AttentionRecipe
 from ottava.dispatch import no_autocast
+from ottava.functional import refuse_second_derivative
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantizer import AttentionQuantizers, Quantizer
 from ottava.rounding import decode
@@ -121,10 +122,8 @@ class _FP8Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "ottava: FP8 attention has no second derivative (backward with create_graph=True)"
-            )
+        if torch.is_grad_enabled():
+            refuse_second_derivative("FP8 attention", "run that forward under a recipe without FP8 attention")
         (dy,), (scale, doors, recipe, dtype, qkv_shapes, s_shapes) = grads, ctx.rest
         mask, sink, y, qkv_data, qkv_scale, s_data, s_scale = ctx.saved_tensors
         qkv = _Codes(QuantizedTensor(qkv_data, qkv_scale, recipe.qkv, dtype), qkv_shapes)

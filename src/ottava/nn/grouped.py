@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from ottava.ambient import AMBIENT
 from ottava.casts import cast_both, refuse_turn, turn
 from ottava.errors import need_type
-from ottava.functional import Call, backward_gemms, flattened, forward_gemm, unflattened
+from ottava.functional import (
+    Call,
+    backward_gemms,
+    flattened,
+    forward_gemm,
+    refuse_second_derivative,
+    unflattened,
+)
 from ottava.nn.layer import ready_input
 from ottava.nn.part import Part, bind, unstacked
 from ottava.nn.permutation import Permutation, permute
@@ -280,11 +287,8 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # only so under create_graph=True
-            raise NotImplementedError(
-                "ottava: a grouped linear has no second derivative (backward was asked for create_graph=True); run "
-                "that forward under ottava.autocast(enabled=False)"
-            )
+        if torch.is_grad_enabled():
+            refuse_second_derivative("a grouped linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
         codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
         needs: tuple[bool, bool, bool] = ctx.needs_input_grad[4:]

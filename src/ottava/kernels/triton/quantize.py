@@ -58,12 +58,7 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: an empty tensor"
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
-    if not has_triton():
-        return f"{NAME}: Triton is not installed; pip install triton"
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability < _AMPERE:
-        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
-    return None
+    return refuse_device(x.device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -311,6 +306,16 @@ def _converts(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def refuse_device(device: torch.device) -> str | None:
+    """Why none of these kernels runs on a CUDA device; None if they do."""
+    if not has_triton():
+        return f"{NAME}: Triton is not installed; pip install triton"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _AMPERE:
+        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
+    return None
 
 
 @functools.cache

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.gate import launched
-from ottava.kernels.triton.quantize import has_triton
+from ottava.kernels.triton.quantize import refuse_device
 from ottava.quantized_tensor import QuantizationSpec
 
 NAME = "triton"
 
 _LONGEST = 4096
-_AMPERE = (8, 0)
 
 
 def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str | None:
@@ -41,12 +40,7 @@ def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str
         return f"{NAME}: takes windows of up to {_LONGEST} steps; got {history.shape[1]}"
     if lanes.device != history.device:
         return f"{NAME}: the amaxes are on {lanes.device} and the windows on {history.device}"
-    if not has_triton():
-        return f"{NAME}: Triton is not installed; pip install triton"
-    capability = torch.cuda.get_device_capability(history.device)
-    if capability < _AMPERE:
-        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
-    return None
+    return refuse_device(history.device)
 
 
 def roll(

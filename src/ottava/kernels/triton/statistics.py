@@ -23,7 +23,7 @@ from torch import Tensor
 from ottava.errors import refuse_other_sums
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from ottava.kernels.gate import launched, refusal
-from ottava.kernels.triton.quantize import has_triton
+from ottava.kernels.triton.quantize import refuse_device
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 NAME = "triton"
@@ -35,7 +35,6 @@ _NUMBERS = (
 """What `statistics_kernel` sums, in its order, by names of debug/tally.py; then, unless it is left out, `exponents`."""
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
-_AMPERE = (8, 0)
 _TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion": False})  # x - q rounds q, as it is
 
 
@@ -56,12 +55,7 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
         return f"{NAME}: an empty tensor"
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
-    if not has_triton():
-        return f"{NAME}: Triton is not installed; pip install triton"
-    capability = torch.cuda.get_device_capability(x.device)
-    if capability < _AMPERE:
-        return f"{NAME}: needs sm_80 or later; this device is sm_{capability[0]}{capability[1]}"
-    return None
+    return refuse_device(x.device)
 
 
 def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
