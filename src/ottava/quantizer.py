@@ -1,9 +1,9 @@
 """The one door between high precision and FP8.
 
 A Linear owns three: input, weight and grad_output. Each takes a matrix and gives the operand of x and the operand of
-x.T, as the recipe's cells ask. Whatever watches or changes casting wraps this door; all state of predicted scales
-lives here, where state_dict, .to(), deepcopy and sharding find it. There is no global manager: nothing can leak between
-models (TransformerEngine #814). When the state moves on is decided in `state`.
+x.T, as the recipe's cells ask. Code that watches or changes casts wraps this door. The door's buffers hold all state of
+predicted scales, so state_dict, .to(), deepcopy and sharding find it. There is no global manager, so nothing can leak
+between models (TransformerEngine #814). `state` decides when the state changes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 
 
 class Quantizer(nn.Module):
-    """Casts one tensor of one layer for both of its GEMMs; holds the amax history where its scale is predicted.
+    """Casts one tensor of one layer for both of its GEMMs; holds the amax history if its scale is predicted.
 
-    Buffers, there once a predicted spec was prepared; between two updates nothing writes to them:
+    `prepare` makes these buffers for a predicted spec. Between two updates nothing writes to them:
         amax_history      fp32 (amax_history_len,), newest first; entries not yet filled are 0
-        scale             fp32 (): what the next cast multiplies with; 0 = no history yet, take the current scale
-        nonfinite_count   int64 (): steps with an amax of inf or nan; those never enter the history
+        scale             fp32 (): the factor of the next cast; 0 = no history yet, take the current scale
+        nonfinite_count   int64 (): steps with an amax of inf or nan, which never enters the history
         guard_count       int64 (): steps in which the guard fired
-    Since the last update, a plain tensor and no buffer, so that DDP does not overwrite one rank's with another's:
+    The amaxes since the last update. A plain tensor, because DDP would overwrite a buffer with that of rank 0:
         staged            fp32 (3,): largest finite amax | 1 if one was not finite | 1 if the guard fired
-    All of them stay fp32 and int64 whatever dtype the model is cast to.
+    All of them stay fp32 and int64 if the model is cast to another dtype.
     """
 
     spec: QuantizationSpec | None
@@ -51,15 +51,15 @@ class Quantizer(nn.Module):
     staged: Tensor
 
     cast: Callable[..., Both] = staticmethod(cast_both)
-    """What casts; `agreement.AgreedCast` where the matrix is split over ranks."""
+    """Runs the casts; `agreement.AgreedCast` if ranks hold parts of the matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = None  # the predicted spec that the buffers belong to
+        self.spec = None  # the predicted spec of the buffers
         self.plans: dict[Any, CastPlan] = {}
-        """How tensors that came are cast."""
+        """A plan for each kind of tensor that this door has cast."""
         self.pack: object | None = None
-        """Whose views the buffers are, see `state`; None once they have been replaced."""
+        """The pack (see `windows`) whose views the buffers are; None: the door has buffers of its own."""
 
     def forward(
         self,
@@ -71,12 +71,12 @@ class Quantizer(nn.Module):
         columnwise: bool = True,
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
-        """x (R, C) -> (operand of x, operand of x.T); None for one that is not wanted.
+        """x (R, C) -> (operand of x, operand of x.T); None for an operand that is not wanted.
 
-        record: let the history see this tensor's amax; False in evaluation, which leaves no trace.
+        record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
 
-        A spec of None passes x through. Where x and x.T share their scales (per tensor, square blocks) one cast serves
-        both; else x.T is cast from high precision.
+        A spec of None passes x through. If x and x.T share their scales (per tensor, square blocks), one cast serves
+        both. Otherwise the door casts x.T from high precision.
         """
         cast_row, cast_col = row_spec if rowwise else None, col_spec if columnwise else None
         row: Operand | None = None
@@ -97,7 +97,7 @@ class Quantizer(nn.Module):
     def _predict(
         self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """Casts with the predicted scale, if the spec has one, and stages the amax."""
+        """Casts with the predicted scale, or the current one if the spec predicts none, and stages the amax."""
         spec = row_spec or col_spec
         assert spec is not None
         if spec.scaling == "current":
@@ -107,12 +107,12 @@ class Quantizer(nn.Module):
         staged = self.staged if record else None
         row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
         one = row or col
-        if record and amax is not None and one is not None:  # no kernel has noted it
+        if record and amax is not None and one is not None:  # no kernel has staged it
             self._see(amax, one.scale_inv)
         return row, col
 
     def _scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
-        """What a cast multiplies with; a recorded one makes the buffers it needs."""
+        """The factor of a cast; a recorded cast makes the buffers that it needs."""
         if self.spec != spec and not record:
             return self._scale_under(spec, device)
         if self.spec != spec:
@@ -124,7 +124,7 @@ class Quantizer(nn.Module):
         self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
 
     def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
-        """Stages the amax of a tensor that is not cast."""
+        """Stages the amax of a tensor without a cast."""
         if self.spec != spec:
             self.prepare(spec, x.device)
         seen = amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
@@ -136,7 +136,7 @@ class Quantizer(nn.Module):
         self.staged.copy_(torch.maximum(self.staged, now))
 
     def prepare(self, spec: QuantizationSpec, device: torch.device | None = None) -> None:
-        """Makes the buffers of a predicted spec; an earlier spec's history is kept as far as it fits."""
+        """Makes the buffers of a predicted spec; keeps as much of an earlier spec's history as fits."""
         old, self.pack = self.spec, None
         if old is None:
             self.register_buffer("amax_history", torch.zeros(spec.amax_history_len, dtype=torch.float32, device=device))
@@ -158,14 +158,14 @@ class Quantizer(nn.Module):
         self.scale = self._scale_under(spec)
 
     def drop(self) -> None:
-        """Forgets all state, buffers included; for a layer that changes to a recipe that keeps none."""
+        """Deletes all state and the buffers; for a layer whose new recipe keeps no state."""
         if self.spec is not None:
             for name in (*_BUFFERS, "staged"):
                 delattr(self, name)
         self.spec = self.pack = None
 
     def reset(self) -> None:
-        """Empties the history in place; the door stays live and starts again from the current scale."""
+        """Empties the history in place; the door starts again from the current scale."""
         if self.spec is not None:
             for name in (*_BUFFERS, "staged"):
                 getattr(self, name).zero_()
@@ -173,7 +173,7 @@ class Quantizer(nn.Module):
                 self.scale.fill_(1.0)
 
     def _scale_under(self, spec: QuantizationSpec, device: torch.device | None = None) -> Tensor:
-        """What the history says under a spec, which need not be the door's own: evaluation only reads."""
+        """The scale that a spec derives from the history; evaluation asks for specs of other recipes, too."""
         empty = 0.0 if spec.bootstrap else 1.0
         if self.spec is None:
             return _first_scale(spec, device)
@@ -182,14 +182,14 @@ class Quantizer(nn.Module):
         return torch.where(usable, scale, empty)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves with the model but keeps dtypes and numbers: neither `bfloat16` nor `to_empty` is meant for scales."""
-        own = {name: getattr(self, name) for name in (*_BUFFERS, "staged")} if self.spec is not None else {}
+        """Moves with the model but keeps dtypes and numbers: neither `bfloat16` nor `to_empty` may change scales."""
+        buffers = {name: getattr(self, name) for name in (*_BUFFERS, "staged")} if self.spec is not None else {}
         self.pack = None
-        for name, tensor in own.items():
+        for name, tensor in buffers.items():
             device = fn(tensor).device
             setattr(self, name, torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-        if any(tensor.is_meta for tensor in own.values()):
-            self.reset()  # to_empty gives a tensor that was on meta whatever memory there is
+        if any(tensor.is_meta for tensor in buffers.values()):
+            self.reset()  # to_empty leaves the memory of such tensors as it was
         return self
 
     def _load_from_state_dict(
@@ -202,13 +202,13 @@ class Quantizer(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Loads its state; a checkpoint without any (BF16) leaves the door as it is, one with some of it is refused."""
+        """Loads the state; a checkpoint without any (BF16) changes nothing, one with a part of it is an error."""
         here = {name: prefix + name for name in _BUFFERS if prefix + name in state_dict}
         if strict:
             unexpected.extend(key for key in state_dict if key.startswith(prefix) and key not in here.values())
         if not here:
             return
-        if self.spec is None:  # an FP8 checkpoint in a model whose recipe keeps no state: nothing to put it into
+        if self.spec is None:  # an FP8 checkpoint, and a recipe that keeps no state
             return
         if len(here) != len(_BUFFERS):
             missing.extend(prefix + name for name in _BUFFERS if name not in here)
@@ -219,23 +219,23 @@ class Quantizer(nn.Module):
             return
         with torch.no_grad():
             for name, tensor in loaded.items():
-                own = getattr(self, name)
-                if own.is_meta and metadata.get("assign_to_params_buffers", False):
+                buffer = getattr(self, name)
+                if buffer.is_meta and metadata.get("assign_to_params_buffers", False):
                     self.pack = None
-                    setattr(self, name, tensor.to(own.dtype, copy=True))
+                    setattr(self, name, tensor.to(buffer.dtype, copy=True))
                 else:
-                    own.copy_(tensor)
+                    buffer.copy_(tensor)
             if self.staged.is_meta:
                 self.staged = torch.zeros_like(self.staged, device=self.scale.device)
             self.staged.zero_()
-            # written under another format or margin: the history still holds, its scale does not
+            # the checkpoint may have another format or margin: its history is still true, its scale is not
             scale = self._scale_under(self.spec)
             self.scale.copy_(torch.where(self.amax_history.any(), scale, self.scale))
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has buffers of its own: views of the pack would take all of it along, once for each door
-        own = {name: None if buffer is None else buffer.clone() for name, buffer in self._buffers.items()}
-        state = {**self.__dict__, "_buffers": own, "pack": None, "plans": {}}
+        # pickle would copy the whole pack for each view of it, so a copied door gets buffers of its own
+        buffers = {name: None if buffer is None else buffer.clone() for name, buffer in self._buffers.items()}
+        state = {**self.__dict__, "_buffers": buffers, "pack": None, "plans": {}}
         return state | ({"staged": self.staged.clone()} if self.spec is not None else {})
 
     def extra_repr(self) -> str:
@@ -265,26 +265,27 @@ def _invalid(loaded: dict[str, Any], spec: QuantizationSpec) -> str | None:
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """The newest entries of a window, newest first; (length,), 0 where there are none."""
+    """The newest entries of a window, newest first; (length,), padded with 0."""
     return nn.functional.pad(history[:length], (0, length - min(length, history.shape[0])))
 
 
 class WeightQuantizer(Quantizer):
-    """The door of a weight, which is cast once between two changes of it: micro-batches and recomputation find it done.
+    """The door of a weight. It casts the weight once and keeps the cast until the weight changes, so micro-batches and
+    recomputation reuse it.
 
-    On a CPU a change is noticed by the tensor's version, its address, and a checksum of its bits, which also sees
-    `.data` writes and what an all-gather of a sharded weight brought. Reading a checksum back from an accelerator would
-    make the host wait, so there a cast is kept more carefully: from one step of a torch optimizer that holds the weight
-    to the next, while version and address stay; for training forwards only (evaluation may swap in averaged weights
-    through `.data`); and only if the step before used it more than once, since codes that are kept take memory. What it
-    cannot see there is a `.data` write between two micro-batches of one step: `ScalingState.update` makes it forget.
+    On a CPU the door sees a change by the tensor's version, its address, and a checksum of its bits, which also notices
+    `.data` writes and all-gathers of a sharded weight. On an accelerator the host would wait for a checksum. There the
+    door keeps a cast only between two steps of a torch optimizer that holds the weight, while version and address stay;
+    only for training forwards (evaluation may swap in averaged weights through `.data`); and only if the step before
+    used the cast more than once, because kept codes take memory. There it cannot see a `.data` write between two
+    micro-batches of one step; after such a write call `ScalingState.update`.
 
-    Never inside torch.compile, with stochastic rounding or while someone watches the door; and not in a CUDA graph,
-    where a kept cast would be frozen in, but in that of `graphed_step`, which casts anew at every replay.
+    The door keeps no cast inside torch.compile, with stochastic rounding, or while a hook watches it. In a CUDA graph
+    it keeps one only for `graphed_step`, which casts anew at every replay; another graph would freeze it.
     """
 
     cached: tuple[Any, bool, Operand | None, Operand | None] | None
-    """What the operands were made from and whether a history saw it; the operands of the weight and its transpose."""
+    """The identity of the cast weight; whether its amax was staged; the operands of the weight and its transpose."""
     graph: object | None
     """The CUDA graph that `graphed_step` is capturing."""
     _steps: int
@@ -297,8 +298,8 @@ class WeightQuantizer(Quantizer):
         vars(self).update(_FRESH)
 
     def stepped(self) -> None:
-        """Told after each step of an optimizer that holds this weight."""
-        if self._uses:  # two states of one model may both tell
+        """`ScalingState` calls this after each step of an optimizer that holds this weight."""
+        if self._uses:  # two states of one model may both call it
             self._reused, self._uses = self._uses > 1, 0
         self._steps += 1
         if self.cached is not None and any(o is not None and o.device.type != "cpu" for o in self.cached[2:]):
@@ -317,10 +318,10 @@ class WeightQuantizer(Quantizer):
         """As `Quantizer.forward`."""
         kept = (
             not torch.compiler.is_compiling()
-            # a high-precision operand would keep the weight itself alive
+            # a kept high-precision operand would keep the weight itself alive
             and (row_spec is not None and row_spec.rounding == "nearest_even")
             and (col_spec is not None and col_spec.rounding == "nearest_even")
-            and not (self._forward_hooks or self._forward_pre_hooks)  # a hook wants to see each cast
+            and not (self._forward_hooks or self._forward_pre_hooks)  # a hook must see each cast
             and self.cast is cast_both  # ranks that agree on scales must all cast, or none
             and type(x) in PLAIN
             and not x.is_neg()
@@ -328,7 +329,7 @@ class WeightQuantizer(Quantizer):
         on_cpu = x.is_cpu
         if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, record))):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
-        assert row_spec is not None  # or it were not kept
+        assert row_spec is not None  # `kept` says so
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)
         version = 0 if x.is_inference() else x._version
@@ -337,11 +338,11 @@ class WeightQuantizer(Quantizer):
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
             if record and not seen and self._predicts(row_spec, col_spec):
-                row = col = None  # made in evaluation: no history has seen this weight yet
+                row = col = None  # evaluation made them, and staged no amax
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
         one_cast = row_spec.granularity.transposes and row_spec == col_spec
         if wants_col and one_cast and on_cpu and isinstance(row, QuantizedTensor):
-            col, wants_col = row.t(), False  # an accelerator's GEMMs want the codes of x.T row by row
+            col, wants_col = row.t(), False  # only on a CPU: an accelerator's GEMMs read the codes of x.T by rows
             self.cached = (key, seen, row, col)
         if wants_row or wants_col:
             both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
@@ -355,10 +356,10 @@ class WeightQuantizer(Quantizer):
         return any(spec is not None and spec.predicted for spec in specs)
 
     def _reusable(self, x: Tensor, record: bool) -> bool:
-        """Whether a cast made on an accelerator may be kept, or one that was kept be used."""
+        """Whether the door may keep a cast on an accelerator, or use a kept one."""
         self._uses += record
         if _capturing(x) and self.graph is None:
-            self._frozen_in = True  # somebody's own graph: its replays may change the weight, and nobody will say so
+            self._frozen_in = True  # a user's graph: its replays may change the weight without a word
         return record and self._reused and not self._frozen_in
 
     def __getstate__(self) -> dict[str, Any]:
@@ -366,7 +367,7 @@ class WeightQuantizer(Quantizer):
 
 
 def _without_amaxes(operand: Operand | None) -> Operand | None:
-    """What is kept leaves out the amaxes of blocks: memory that nobody asks for later."""
+    """The door keeps no amaxes of blocks: nobody asks for them later."""
     if not isinstance(operand, QuantizedTensor) or operand.amax is None or operand.amax.numel() == 1:
         return operand
     return QuantizedTensor(operand.data, operand.scale_inv, operand.spec, operand.dtype)
@@ -381,7 +382,7 @@ def _identity(x: Tensor) -> tuple[int, int]:
 
 
 class Doors(nn.Module):
-    """The doors of a layer, each under the name of its tensor: what watches casts looks for these."""
+    """The doors of a layer, each under the name of its tensor. Watches look for this class."""
 
 
 class AttentionQuantizers(Doors):
@@ -406,11 +407,11 @@ class LinearQuantizers(Doors):
     @property
     def doors(self) -> tuple[Quantizer, Quantizer, Quantizer]:
         """input, weight, grad_output."""
-        own: dict[str, Any] = self._modules  # past nn.Module.__getattr__: a boundary asks a thousand doors
-        return own["input"], own["weight"], own["grad_output"]
+        modules: dict[str, Any] = self._modules  # past nn.Module.__getattr__: a boundary asks a thousand doors
+        return modules["input"], modules["weight"], modules["grad_output"]
 
     def prepare(self, recipe: Recipe, device: torch.device | None = None) -> None:
-        """Makes the buffers that a resolved recipe needs and drops those of doors that need none."""
+        """Makes the buffers that a resolved recipe needs, and drops the others."""
         for door, spec in self.predicted(recipe):
             if spec is None:
                 door.drop()
@@ -418,12 +419,12 @@ class LinearQuantizers(Doors):
                 door.prepare(spec, device)
 
     def ready(self, recipe: Recipe) -> bool:
-        """Whether the doors have the buffers that a resolved recipe needs; quick where nothing changed since."""
-        if torch.compiler.is_compiling():  # Dynamo would guard on what was seen last
+        """Whether the doors have the buffers that a resolved recipe needs; quick if nothing has changed."""
+        if torch.compiler.is_compiling():  # Dynamo would guard on `_ready`
             return self._prepared_for(recipe)
-        own: dict[str, Any] = self._modules
-        seen = recipe, own["input"].spec, own["weight"].spec, own["grad_output"].spec
-        if self._ready == seen:  # mostly the same objects: comparing them by their fields takes longer
+        doors: dict[str, Any] = self._modules
+        seen = recipe, doors["input"].spec, doors["weight"].spec, doors["grad_output"].spec
+        if self._ready == seen:  # mostly the same objects, whose fields Python need not compare
             return True
         if ready := self._prepared_for(recipe):
             self._ready = seen

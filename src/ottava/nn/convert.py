@@ -1,9 +1,9 @@
-"""Puts a model under a recipe, in place: what gains becomes an ottava layer with the same Parameters.
+"""Puts a model under a recipe, in place: its linear layers become ottava layers with the same Parameters.
 
-That is every nn.Linear, and what `nn.foreign` knows: torch's attention, GPT-2's Conv1D, Hugging Face's experts.
-Only the class of a module changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already hold the
-parameters and references to the layer all stay valid. What was not converted is reported with the reason: five projects
-have shipped FP8 flags that did nothing, silently.
+It takes every nn.Linear, and the modules that `nn.foreign` knows: torch's attention, GPT-2's Conv1D, Hugging Face's
+experts. Only the class of a module changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already
+hold the parameters and references to the layer all stay valid. The report names each layer that stayed as it was, with
+the reason: five projects have shipped FP8 flags that silently did nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
 
 Filter = Callable[[str, nn.Linear], bool | str | None]
-"""(full name, layer) -> True or None: convert it; False or a reason: do not. True converts a head that is tied to an
-embedding, too. What is no nn.Linear comes as a `nn.part.Part`, which has in_features, out_features, weight and bias."""
+"""(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to
+an embedding. A layer that is no nn.Linear comes as a `nn.part.Part` with in_features, out_features, weight and bias."""
 
 _HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
@@ -42,18 +42,18 @@ _SMALLEST = 32
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did: names of the converted layers, and the reason for each that was not."""
+    """The result of `convert`: names of the converted layers, and a reason for each other one."""
 
     model: nn.Module
     """The model itself, changed in place."""
     recipe: Recipe
-    """The recipe it is under."""
+    """Its recipe."""
     converted: tuple[str, ...]
     """Full names."""
     skipped: Mapping[str, str]
     """Full name -> why not."""
     outside: Mapping[str, str]
-    """Weights that are multiplied, but by no layer: full name of the parameter -> why no recipe reaches it."""
+    """Weights that no layer multiplies, but other code: full name of the parameter -> why no recipe reaches it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -91,18 +91,18 @@ def convert(
         recipe: a Recipe or its name; its overrides are matched against full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
-        plan: tokens of one forward (batch x sequence on one GPU), True for 16,384; layers that `nn.plan` predicts to
-            be slower under the recipe than in BF16 stay as they are. None or False: no prediction.
-        device: the constants it predicts with; None takes an H200's.
+        plan: tokens of one forward (batch x sequence on one GPU), True for 16,384. If `nn.plan` predicts that a layer
+            is slower under the recipe than in BF16, the layer stays as it is. None or False: no prediction.
+        device: constants of the device for that prediction; None takes an H200's.
     Returns:
         ConversionReport; `.model` is the model.
     Raises:
         ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
-        TypeError: the filter answered neither with a bool nor with a reason. Nothing has been changed then.
-    Warns: when no layer at all was converted under a recipe that quantizes.
-    Edge cases: subclasses of these with a forward of their own stay as they are and are reported, and so are weights
-        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. A second call leaves
-        layers that it skips under the recipe they have, so that two calls may share a model out.
+        TypeError: the filter answered neither with a bool nor with a reason. The model is unchanged then.
+    Warns: if a recipe quantizes and it converted no layer.
+    Edge cases: a subclass with a forward of its own stays as it is; the report names it. The report also names weights
+        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. If a second call skips a
+        layer, the layer keeps its recipe, so two calls can put two recipes on one model.
 
     Example:
         >>> import torch, ottava

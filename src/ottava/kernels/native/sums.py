@@ -92,4 +92,3 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     if library.ottava_column_sums(_SUMS.pack(address(x), *sizes, address(out), in_bf16, threads)):
         raise MemoryError(f"column_sums: no memory for the partial sums of {rows} x {columns} elements")
     return out if in_bf16 else out.to(dtype)
-
