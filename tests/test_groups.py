@@ -68,7 +68,7 @@ def one_that_says_nothing(rank: int) -> None:
         doors = ("0.input",)
         spec = ottava.get_recipe("delayed").fprop.lhs
         call = lambda: groups.agree(dist.group.WORLD, doors, (spec,), 1.0)  # noqa: E731
-        refused(call, "rank 1 has not said", "scaling delayed")
+        refused(call, "rank 1 did not say", "scaling delayed")
     dist.barrier()
     if rank == 1:
         groups.agree(dist.group.WORLD, (), ())  # the turns stay in step

@@ -1,6 +1,6 @@
-"""What predicted scales tell their user, each once: that they do not move, and what they begin with.
+"""Hints about predicted scales, each once: the scales do not change, or they start without a history.
 
-A scale that stands still, or starts on a trained model without a history, is no error, and nothing else shows it.
+Neither is an error, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ottava.text import listed
+
 _FORWARDS = 256
-"""Without a step, before it is said: more than micro-batches and evaluations need."""
+"""Forwards without a step before the hint: more than micro-batches and evaluations need."""
 _STEPS = 16
-"""Of one optimizer, before a layer that none has stepped is named: others may step less often."""
+"""Steps of one optimizer before the hint names idle layers: other optimizers may step less often."""
 
 
 class Advice:
-    """The memory of one `ScalingState`: what it has seen, and what it has said."""
+    """The memory of one `ScalingState`: the events that it counted, and the hints that it gave."""
 
     def __init__(self) -> None:
         self._forwards = 0
@@ -30,36 +32,36 @@ class Advice:
         self.began = self._asked_idle = False
 
     def copy(self) -> Advice:
-        """What it has seen and said until now; for a replay, which must leave no trace."""
+        """A copy for a replay, which must leave no trace."""
         twin = Advice()
         vars(twin).update(vars(self), _steps=self._steps.copy(), _stepped=self._stepped.copy())
         return twin
 
     def saw_forward(self, weight: Tensor) -> None:
-        """Told of training forwards while there was no boundary yet: warns where weights move and none comes."""
+        """Counts training forwards before the first boundary; warns if the weights change and no boundary comes."""
         if self.began or weight.is_meta:
             return
         version = (id(weight), weight._version)
         if self._weight_version is None:
             self._weight_version = version
         if self._weight_version[0] != version[0]:
-            return  # one layer stands for the model: its forwards are the model's
+            return  # count the forwards of one layer only
         self._forwards += 1
         stepped = self._weight_version[1] != version[1] and not dist.is_initialized()
         if stepped or self._forwards > _FORWARDS:
             self._weight_version = version
             # Python shows a warning of one text and place once
             warnings.warn(
-                "delayed scaling: the weights have changed, or many forwards have passed, and no step boundary was "
-                "seen, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
+                "delayed scaling: the weights have changed, or many forwards have passed, and ottava saw no step "
+                "boundary, so the scales do not move. ottava sees the step() of torch optimizers; in another loop call "
                 "ottava.ScalingState(model).update() after each weight update",
                 stacklevel=4,
             )
 
     def first_step(self, model: nn.Module, layers: Iterable[Any], *, boundaries: int) -> None:
-        """Told before the first step of an optimizer of the model: says what a start without a history does.
+        """Runs before the first step of an optimizer of the model: warns of a start without a history.
 
-        Only of a model that looks trained: a norm's weight is not one number any more.
+        It warns only if the model looks trained: the elements of some norm's weight differ.
         """
         self.began = True
         if not _readable(model):
@@ -76,10 +78,10 @@ class Advice:
         )
 
     def after_step(self, optimizer: object, stepped: Collection[int], layers: Iterable[Any]) -> None:
-        """Told after the boundary that an optimizer's step was: names trainable layers that no optimizer steps.
+        """Runs after the boundary of an optimizer's step: names trainable layers that no optimizer steps.
 
-        stepped: ids of the optimizer's parameters. Another rank's step (ZeroRedundancyOptimizer) counts too: the
-            boundary has emptied what was staged for the layer then.
+        stepped: ids of the optimizer's parameters. Another rank's step (ZeroRedundancyOptimizer) counts too: its
+            boundary has cleared the layer's staged amaxes.
         """
         if self._asked_idle:
             return
@@ -91,35 +93,35 @@ class Advice:
         self._asked_idle = True
         idle = [m for m in layers if m.parameter.requires_grad and id(m.parameter) not in self._stepped and _waits(m)]
         if idle:
-            names = ", ".join(layer.name or type(layer).__name__ for layer in idle[:3])
-            more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+            names = listed((layer.name or type(layer).__name__ for layer in idle), most=3)
             warnings.warn(
-                f"delayed scaling: in {_STEPS} steps no optimizer has stepped the weights of {names}{more}, which are "
-                "trainable, so their scales do not move. Give these weights to the optimizer, or freeze them with "
+                f"delayed scaling: in {_STEPS} steps no optimizer has stepped the trainable weights of {names}, so "
+                "their scales do not move. Give these weights to the optimizer, or freeze them with "
                 "requires_grad_(False), or call ottava.ScalingState(model).update() after each step",
                 stacklevel=2,
             )
 
 
 def _waits(layer: Any) -> bool:
-    """Whether a door has seen a tensor that no boundary has taken."""
+    """Whether a door has staged an amax that no boundary has taken."""
     return any(door.spec is not None and bool(door.staged[0] > 0) for door in layer.quantizers.doors)
 
 
 def _readable(module: nn.Module) -> bool:
-    """Whether numbers can be read now: not on meta, in a CUDA graph's capture, or while compiling."""
+    """Whether Python may read parameters now: not on meta, in the capture of a CUDA graph, or while compiling."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return False
     return not any(p.is_meta for p in module.parameters())
 
 
 def _looks_trained(model: nn.Module) -> bool:
-    """A module whose parameters are all vectors is a norm, or like one: each of its weights starts as one number."""
+    """Whether the elements of a norm's weight differ. All parameters of a norm are vectors, and its weight starts with
+    equal elements."""
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        weight = own.get("weight")
+        parameters = dict(module.named_parameters(recurse=False))
+        weight = parameters.get("weight")
         flat = "_fsdp_flattened"  # torch's mark of a part of a matrix that FSDP1 keeps as a vector
-        if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in own.values()):
+        if weight is None or any(p.dim() != 1 or hasattr(p, flat) for p in parameters.values()):
             continue
         shard: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
         if shard.numel() and bool((shard != shard[0]).any()):

@@ -1,13 +1,12 @@
-"""Which recipe runs at this moment: the one ContextVar of ottava.
+"""The recipe of the moment: the one ContextVar of ottava.
 
-A recipe is run-time state, not a module type: each ottava Linear carries the recipe it was converted with, and
-`autocast` overrules it for a while, in this thread or task only, nested as deep as you like. The forward of a layer
-reads it once and hands it to its backward, which never looks here.
+A recipe is run-time state, not a module type. Each ottava Linear carries the recipe of its conversion. `autocast`
+overrules it for a while, in this thread or task only; autocasts may be nested. The forward of a layer reads the recipe
+once and hands it to its backward.
 
-torch.compile cannot trace a ContextVar, and a constant in its place would go stale without a word. So `autocast` also
-writes what it set into `_COMPILED_VIEW`, a plain object that Dynamo does guard on: entering or leaving it recompiles.
-The price: compiled code sees what the thread says that entered or left an `autocast` last, whichever thread that is
-(docs/design.md, decision 9).
+torch.compile cannot trace a ContextVar, and a constant in its place would silently go stale. So `autocast` also writes
+its settings into `_COMPILED_VIEW`, a plain object on which Dynamo guards: entering or leaving an autocast recompiles.
+The price: compiled code sees the autocast that any thread entered or left last (docs/design.md, decision 9).
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Update = Literal["step", "autocast"]
 Part = Literal["all", "forward", "backward"]
-"""Whose boundary it is: the doors of input and weight, of grad_output, or all."""
+"""The doors that a boundary covers: all, those of input and weight, or those of grad_output."""
 
 
 class Rolls(Protocol):
-    """The state of one model, as far as an autocast needs to know it; see `state.ScalingState`."""
+    """The part of `state.ScalingState` that an autocast uses."""
 
     def update(self, part: Part = "all") -> None:
-        """A boundary of all its doors, or of those of the forward or the backward."""
+        """A boundary of all doors, or of those of the forward or the backward."""
 
     @property
     def predicts(self) -> bool:
-        """Whether a door of it has a predicted scale, so that there is something to calibrate."""
+        """Whether a door has a predicted scale, so that a calibration has an effect."""
 
 
 class Session:
-    """What ran inside an autocast that is a boundary of its own: calibration, and TransformerEngine's timing.
+    """The states that ran inside an autocast with a boundary of its own: calibration, and TransformerEngine's timing.
 
-    A boundary is one of whole models, so that ranks on which a layer was idle agree with those on which it ran.
+    A boundary covers whole models, so a rank on which a layer was idle agrees with one on which it ran.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class Session:
         self._states[id(state)] = state
 
     def claim_backward(self) -> bool:
-        """True for the first layer that asks: when its backward ends, the whole backward has."""
+        """True for the first caller: the backward of the first layer is the last to end."""
         first, self._claimed = not self._claimed, True
         return first
 
@@ -73,12 +72,12 @@ class Session:
 
     @property
     def predicts(self) -> bool:
-        """Whether a model that ran has predicted scales."""
+        """Whether a model that ran here has predicted scales."""
         return any(state.predicts for state in self._states.values())
 
 
 class Ear:
-    """Whether a layer has asked what an autocast says."""
+    """Notes whether a layer has read an autocast."""
 
     __slots__ = ("heard",)
 
@@ -88,27 +87,27 @@ class Ear:
 
 @dataclass(frozen=True)
 class Ambient:
-    """What the innermost `autocast` says."""
+    """The settings of the innermost `autocast`."""
 
     recipe: Recipe | None = None
     """For every layer; None leaves each layer its own."""
     enabled: bool = True
     """False: torch's own linear everywhere."""
     calibrating: bool = False
-    """High precision, but every door sees its tensor."""
+    """High precision, but every door stages the amax of its tensor."""
     group: ProcessGroup | None = None
-    """Over which amaxes are reduced."""
+    """The ranks that share amaxes."""
     session: Session | None = None
-    """There when this autocast, or one around it, is a boundary of its own."""
+    """Set if this autocast, or one around it, is a boundary of its own."""
     ear: Ear = field(default_factory=Ear, repr=False, compare=False)
-    """Notes the layers that ask."""
+    """Notes that a layer has read these settings."""
 
     def recipe_for(self, layer: str, own: Recipe) -> Recipe:
-        """The recipe to run in the layer of that full name, whose own resolved recipe is `own`; no overrides left."""
+        """The resolved recipe that the layer of that full name runs; `own` is the layer's resolved recipe."""
         return self.asked_of(layer, own) if self.enabled else TORCHS_OWN
 
     def asked_of(self, layer: str, own: Recipe) -> Recipe:
-        """The same, whether enabled or not: what a calibration prepares for."""
+        """The same, but of a disabled autocast too: a calibration prepares for it."""
         if self.recipe is None:
             return own
         if not self.recipe.overrides:
@@ -120,9 +119,9 @@ class Ambient:
 
 @constant_in_graph  # Dynamo traces no fnmatch; both arguments are guarded on
 def _view_name(ambient_recipe: int, layer: str) -> str:
-    """Puts the resolved recipe where Dynamo finds it as an attribute, the only kind of object it lets code ask.
+    """Makes the resolved recipe an attribute of `_COMPILED_VIEW`, because Dynamo reads objects only from attributes.
 
-    The ambient recipe is named by its id: torch 2.11's Dynamo hands no frozen dataclass over, and guards on an id too.
+    The argument is the id of the ambient recipe: torch 2.11's Dynamo passes no frozen dataclass, but guards on an id.
     """
     recipe = _COMPILED_VIEW.ambient.recipe
     assert recipe is not None
@@ -133,55 +132,55 @@ def _view_name(ambient_recipe: int, layer: str) -> str:
 
 
 TORCHS_OWN = replace(get_recipe("bf16"), name="autocast(enabled=False)")
-"""What runs where nothing is enabled: no GEMM of ottava's, but torch's own linear with every derivative that it has."""
-_NOTHING_SAID = Ambient()
-AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NOTHING_SAID)
+"""Layers under autocast(enabled=False) run torch's own linear, with all its derivatives, and no GEMM of ottava."""
+_NO_AUTOCAST = Ambient()
+AMBIENT: contextvars.ContextVar[Ambient] = contextvars.ContextVar("ottava_autocast", default=_NO_AUTOCAST)
 
 
 class _CompiledView:
-    """Where torch.compile's guards read the ambient recipe."""
+    """torch.compile's guards read the ambient recipe here."""
 
     def __init__(self) -> None:
-        self.ambient = _NOTHING_SAID
+        self.ambient = _NO_AUTOCAST
         self.traced = False
-        """Whether there may be compiled layers, which ask nobody when they run."""
+        """Whether torch has compiled a layer. A compiled layer reads no autocast when it runs."""
 
 
 _COMPILED_VIEW = _CompiledView()
 
 
 def ambient() -> Ambient:
-    """What the innermost `autocast` of this thread or task says."""
+    """The settings of the innermost `autocast` of this thread or task."""
     if torch.compiler.is_compiling():
         return _COMPILED_VIEW.ambient
-    said = AMBIENT.get()
-    said.ear.heard = True
-    return said
+    innermost = AMBIENT.get()
+    innermost.ear.heard = True
+    return innermost
 
 
 def traced_ambient() -> Ambient:
-    """The same for a layer that is being compiled; called while tracing, not by the graph."""
+    """The same for a layer under compilation. Code calls it while tracing; the graph does not."""
     _COMPILED_VIEW.traced = True
     return _COMPILED_VIEW.ambient
 
 
 @functools.lru_cache(maxsize=256)
 def _interned(recipe: Recipe) -> Recipe:
-    """One object for all equal recipes: Dynamo guards on identity, and a recipe made anew each step would recompile."""
+    """One object for all equal recipes: Dynamo guards on identity, so a new object in each step would recompile."""
     return recipe
 
 
 class Autocast(AbstractContextManager[None]):
-    """What `autocast` returns: a context, and a decorator of functions. It may be entered again."""
+    """The result of `autocast`: a context, and a decorator of functions. Code may enter it again."""
 
     def __init__(
         self, recipe: Recipe | None, *, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
     ) -> None:
-        self._said = (recipe, enabled, calibrating, update, group)
+        self._settings = (recipe, enabled, calibrating, update, group)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        context = _saying(*self._said)
+        context = _entering(*self._settings)
         context.__enter__()
         self._entered.append(context)
 
@@ -191,22 +190,22 @@ class Autocast(AbstractContextManager[None]):
         return self._entered.pop().__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function under this autocast, entered anew at every call.
+        """The function; each call enters this autocast.
 
         Raises:
-            TypeError: a generator or coroutine function: a call of one runs nothing of its body.
+            TypeError: a generator or coroutine function: a call runs nothing of its body.
         """
         lazy = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         if any(is_lazy(function) for is_lazy in lazy):
             name = getattr(function, "__qualname__", repr(function))
             raise TypeError(
-                f"@ottava.autocast: {name} is a generator or coroutine function, whose body runs after the call has "
+                f"@ottava.autocast: {name} is a generator or coroutine function: its body runs after the call has "
                 "returned, and so after the autocast has ended. Write `with ottava.autocast(...):` inside its body"
             )
 
         @functools.wraps(function)
         def under(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _saying(*self._said):
+            with _entering(*self._settings):
                 return function(*args, **kwargs)
 
         return under
@@ -223,24 +222,24 @@ def autocast(
     """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
 
     Args:
-        recipe: a Recipe or its name for every layer; None leaves each layer the one it was converted with.
-        enabled: False runs torch's own linear in every layer, to evaluate in BF16 without touching the model.
-        calibrating: runs in high precision, bit for bit as without, while the doors of predicted scales (delayed,
-            guarded) note every amax of the forward and of a backward inside the context. Leaving it without an
-            exception is one step of their histories.
-        update: "step" moves predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
-            scales when the outermost autocast is left, gradient scales when the backward ends.
-        group: over which amaxes are reduced; None finds it, see `ScalingState`.
+        recipe: a Recipe or its name, for every layer; None: each layer keeps the recipe of its conversion.
+        enabled: False runs torch's own linear in every layer, for a BF16 evaluation of the unchanged model.
+        calibrating: layers run torch's own linear in high precision. Meanwhile the doors of predicted scales (delayed,
+            guarded) stage every amax of the forward and of a backward inside the context. If the context ends without
+            an exception, their histories take one step.
+        update: "step" changes predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
+            scales change when the outermost autocast ends, gradient scales when the backward ends.
+        group: the ranks that share amaxes; None: ottava finds them, see `ScalingState`.
     Raises:
         ValueError: unknown recipe or update.
-        TypeError: as a decorator of a generator or coroutine function, whose body runs after the autocast has ended.
-    Warns: when it ends without an exception and did nothing: no ottava layer ran in it, or it calibrated and no layer
-        that ran has predicted scales. High precision is what unconverted layers run anyway, so enabled=False and a
-        recipe like bf16 are silent. Compiled layers ask nobody when they run: once one was compiled in this process,
-        only a calibration and update="autocast" can tell.
-    Edge cases: layers that were not converted do not listen. A backward uses the recipe of its forward, also where
-        torch.utils.checkpoint recomputes it after the context has ended. In a torch.compile'd model calibrating and
-        update="autocast" run the layers uncompiled, which fullgraph=True refuses.
+        TypeError: it decorates a generator or coroutine function, whose body runs after the autocast has ended.
+    Warns: if it ends without an exception and had no effect: no ottava layer ran in it, or it calibrated and no layer
+        that ran has predicted scales. enabled=False and recipes like bf16 do not warn, because unconverted layers run
+        in high precision anyway. A compiled layer does not read the autocast when it runs. So once torch has compiled
+        one in this process, only a calibration and update="autocast" can warn.
+    Edge cases: unconverted layers ignore it. A backward uses the recipe of its forward, even if torch.utils.checkpoint
+        recomputes that forward after the context has ended. In a torch.compile'd model calibrating and
+        update="autocast" run the layers uncompiled; fullgraph=True refuses that.
 
     Example:
         >>> import ottava
@@ -259,44 +258,44 @@ def autocast(
 
 
 @contextmanager
-def _saying(
+def _entering(
     asked: Recipe | None, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
     outer = AMBIENT.get()
-    own = Session() if calibrating or (update == "autocast" and outer.session is None) else None
-    entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, own or outer.session)
+    session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
+    entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, session or outer.session)
     token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:
         yield
-        if own is not None and calibrating:
-            own.close("all")
-        elif own is not None and torch.is_grad_enabled():
-            own.close("forward")
-        if reason := _did_nothing(entered, own):
-            warnings.warn(reason, stacklevel=4)  # this, contextlib, Autocast, and who left it
+        if session is not None and calibrating:
+            session.close("all")
+        elif session is not None and torch.is_grad_enabled():
+            session.close("forward")
+        if reason := _did_nothing(entered, session):
+            warnings.warn(reason, stacklevel=4)  # this, contextlib, Autocast, and the user's line
     finally:
         outer.ear.heard |= entered.ear.heard
         AMBIENT.reset(token)
-        _COMPILED_VIEW.ambient = AMBIENT.get()  # not what it was on entering: another thread may have left that since
+        _COMPILED_VIEW.ambient = AMBIENT.get()  # not the one at the start: another thread may have left that one
 
 
-def _did_nothing(said: Ambient, session: Session | None) -> str | None:
-    """Why an autocast that has ended was for nothing; None if it was not."""
-    name = said.recipe.name if said.recipe is not None else None
-    if said.ear.heard:
-        if not said.calibrating or session is None or session.predicts:
+def _did_nothing(ended: Ambient, session: Session | None) -> str | None:
+    """Why an autocast had no effect; None if it had one."""
+    name = ended.recipe.name if ended.recipe is not None else None
+    if ended.ear.heard:
+        if not ended.calibrating or session is None or session.predicts:
             return None
         return (
             "ottava.autocast(calibrating=True) filled no history: no layer that ran has predicted scales. Name a "
             'recipe that has some: ottava.autocast("delayed", calibrating=True)'
         )
-    wanted = said.calibrating or (said.enabled and (said.recipe is None or said.recipe.quantized))
-    if not wanted or (_COMPILED_VIEW.traced and said.session is None):
+    wanted = ended.calibrating or (ended.enabled and (ended.recipe is None or ended.recipe.quantized))
+    if not wanted or (_COMPILED_VIEW.traced and ended.session is None):
         return None
-    effect = "no history was filled" if said.calibrating else "nothing ran in FP8 by it"
-    line = f'ottava.convert(model, "{name or ("delayed" if said.calibrating else "tensorwise")}")'
+    effect = "it filled no history" if ended.calibrating else "nothing ran in FP8 by it"
+    line = f'ottava.convert(model, "{name or ("delayed" if ended.calibrating else "tensorwise")}")'
     return (
         f"ottava.autocast: no ottava layer ran in it, so {effect}. Before it, convert the model that runs in it: {line}"
     )

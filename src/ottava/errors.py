@@ -1,10 +1,9 @@
-"""How ottava refuses: every message says what was got, what is needed and what to do.
+"""How ottava refuses: every message gives the wrong value, the needed one and the next step.
 
-Tools that all rooms share: `unknown_name` writes the sentence for a name that nobody knows, with the nearest name that
-somebody does; `need` refuses an argument of another type and `need_type` a setting; `RefusesUnknownFields` gives a
-frozen dataclass a constructor that refuses typos. The failure this prevents: TransformerEngine accepts
-`DelayedScaling(amax_history_length=16)` and keeps 1024. `refuse_other_sums` stops a kernel that sums other fields than
-it is asked for.
+All rooms share these functions. `unknown_name` writes the sentence for an unknown name, with the nearest known one.
+`need` refuses an argument of another type, and `need_type` a setting. `RefusesUnknownFields` gives a frozen dataclass a
+constructor that refuses typos; TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+`refuse_other_sums` stops a kernel that does not sum the requested fields.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Self
 
 
 def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
-    """The sentence for an unknown name: what was got, the nearest known name, and all that are known.
+    """The sentence for an unknown name: the name, the nearest known one, and all known ones.
 
     Example:
         >>> unknown_name("recipe", "rowise", ("bf16", "rowwise"))
@@ -30,10 +29,10 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
 
 
 def need(caller: str, got: object, kind: type, needed: str = "a torch.nn.Module: the model itself") -> None:
-    """Refuses what is not of that kind.
+    """Refuses an argument of another type.
 
     Raises:
-        TypeError: it names the caller, what was got, and what is needed.
+        TypeError: the message names the caller, the argument's type, and the needed one.
 
     Example:
         >>> need("convert", None, list, "a list of layers")
@@ -52,7 +51,7 @@ _WORDS = MappingProxyType(
 
 
 def need_type(what: str, got: object, kind: type) -> None:
-    """Raises TypeError where `got` is not of that kind. A bool is no whole number here, and a text no list.
+    """Raises TypeError if `got` has another type. A bool is no whole number here, and a text is no list.
 
     Example:
         >>> need_type("margin", True, int)
@@ -65,7 +64,7 @@ def need_type(what: str, got: object, kind: type) -> None:
 
 
 def refuse_other_sums(kernel: str, asked: Mapping[str, int], summed: Mapping[str, int]) -> None:
-    """Raises ValueError unless a kernel sums exactly the fields that it is asked for. Field -> bins, 0 for a number.
+    """Raises ValueError unless a kernel sums exactly the requested fields. Field -> bins, 0 for a number.
 
     Example:
         >>> refuse_other_sums("measure", {"sx": 0, "sx3": 0}, {"sx": 0})
@@ -87,7 +86,7 @@ class RefusesUnknownFields:
     """Mixin for dataclasses: an unknown keyword raises TypeError that names the nearest field."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # __new__ sees the keywords before the dataclass's own __init__ can say less about them.
+        # __new__ sees the keywords before the dataclass's __init__, whose message names no field
         known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]  # every user is a dataclass
         for name in kwargs:
             if name not in known:

@@ -1,4 +1,4 @@
-"""Files that are whole or as they were: what a full disk, a limit on sizes or a kill interrupts leaves no half."""
+"""Writes a file completely or not at all, even if the disk is full, a size limit stops it or a signal kills it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields the path to write to; when the block ends well, that file takes the place of `path`, else it goes.
+    """Yields a path to write to. If the block succeeds, that file replaces `path`; otherwise it is deleted.
 
     Example:
         >>> import tempfile
@@ -34,7 +34,7 @@ def append(stream: FileIO, data: bytes) -> None:
     """Adds all of `data` to the end of an unbuffered file, or nothing.
 
     Raises:
-        OSError: it cannot be written. What a full disk had room for is taken back, so the file's last record is whole.
+        OSError: the write failed. The file is cut to its old length, so its last record is whole.
 
     Example:
         >>> import tempfile
@@ -44,7 +44,7 @@ def append(stream: FileIO, data: bytes) -> None:
     end = stream.seek(0, os.SEEK_END)
     try:
         while data:
-            data = data[stream.write(data) :]  # a full disk writes what it has room for, and refuses the rest
+            data = data[stream.write(data) :]  # a full disk takes a part, and then raises
     except OSError:
         stream.truncate(end)
         raise

@@ -1,12 +1,12 @@
-"""Public names whose modules are imported when somebody first asks for them (PEP 562).
+"""Imports the module of a public name when code first uses the name (PEP 562).
 
-Python imports a package before any module in it, so what `ottava/__init__.py` imports is paid by `ottava --help` and by
-each press of the tab key as well: torch and all of the engine, seconds, before the first line of `ottava.cli` runs.
+Python imports a package before any module in it. If `ottava/__init__.py` imported torch and the engine, `ottava --help`
+and each press of the tab key would wait for them, seconds before the first line of `ottava.cli` runs.
 
     def __getattr__(name: str) -> Any:
         return first_use(__name__, _HOMES, name)
 
-A public name may not be that of a module beside it: importing the module would put it in the name's place.
+No public name may equal the name of a module beside it: importing that module would overwrite the name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 
 def first_use(package: str, homes: Mapping[str, tuple[str, ...]], name: str) -> Any:
-    """What `package.name` is; kept in the package, so that this runs once a name.
+    """The value of `package.name`. The package keeps it, so this runs once for each name.
 
     Args:
-        homes: dotted name of a module -> the public names that it defines.
-        name: one of these, or a module of the package, which is imported.
+        homes: dotted name of a module -> its public names.
+        name: one of these, or a module of the package.
     Raises:
-        AttributeError: neither. Python adds the nearest name.
+        AttributeError: `name` is neither. Python adds the nearest name to the message.
 
     Example:
         >>> first_use("ottava", {"ottava.formats": ("E4M3",)}, "E4M3").name

@@ -1,13 +1,14 @@
-"""Predicted scales change here and nowhere else: at a step boundary, for one model.
+"""Changes predicted scales, only here and only at a step boundary of one model.
 
 Between two boundaries every scale is a constant, so recomputation, micro-batches, pipeline order and graph replay all
-see the same one, without TransformerEngine's stash and restore. The boundary is found without the user: torch calls a
-hook after every `optimizer.step()`, and a model's state moves on when the optimizer holds parameters of that model. The
-hook holds the state weakly, the state holds the model weakly, and the layers hold the state: nothing outlives a model.
+see the same scale, without TransformerEngine's stash and restore. The state finds the boundary itself: torch calls a
+hook after every `optimizer.step()`, and the state of each model whose parameters the optimizer holds makes a boundary.
+The hook holds the state weakly, the state holds the model weakly, and the layers hold the state, so none outlives its
+model.
 
     one boundary = pack the staged amax of every door -> one all-reduce (MAX) -> roll every window, set every scale
 
-on the device, without reading anything back. The all-reduce always has a place for every door of the model: ranks that
+on the device, and the host reads nothing back. The all-reduce has a place for every door of the model, so ranks that
 ran other layers, or step other parameters (ZeroRedundancyOptimizer), cannot disagree on its size.
 """
 
@@ -46,36 +47,37 @@ _JOIN = "delayed scaling: DistributedDataParallel.join does not go with"
 
 
 class DoorAmax(NamedTuple):
-    """What a boundary moved into the window of one door."""
+    """The amax that a boundary put into the window of one door."""
 
     layer: str
     """Full name of the layer."""
     tensor: str
     """input, weight or grad_output."""
     spec: QuantizationSpec
-    """What the tensor is cast to."""
+    """The predicted spec of the tensor."""
     amax: float
     """Largest finite magnitude since the boundary before, over all ranks; 0: idle."""
 
 
 Boundaries = tuple[int, tuple[Any, ...]]
-"""How many boundaries there were, and what they moved into the windows."""
+"""The number of boundaries, and the amaxes that they put into the windows."""
 
 
 class ScalingState:
-    """The predicted-scale state of one model and the moment at which it moves on; a no-op where there is none.
+    """The predicted-scale state of one model; it decides when scales change. Without predicted scales it does nothing.
 
-    `convert` makes one, and that is enough for a plain loop with a torch optimizer. Make one yourself to name the
-    process group, or to call `update` from a loop without one.
+    `convert` makes one, and a plain loop with a torch optimizer needs no other. Make one yourself to name the process
+    group, or to call `update` in a loop without a torch optimizer.
 
     Args:
-        model: its ottava layers join this state; they leave an earlier one.
-        group: over which amaxes are reduced. None finds it: that of the DistributedDataParallel (or FSDP1 with
-            use_orig_params=True) around the model, or the mesh that its parameters are sharded over; else this process
-            stands alone. A wrapper that is older than the conversion is seen in its first forward, by eager code: for
-            compiled code give it as `model`, or the group.
+        model: its ottava layers join this state, and leave an earlier one.
+        group: the ranks that share amaxes. None: the group of the DistributedDataParallel (or of FSDP1 with
+            use_orig_params=True) around the model, or the mesh of its sharded parameters; without either, this process
+            stands alone. If the wrapper is older than the conversion, the state finds it in the wrapper's first eager
+            forward; for compiled code pass the wrapper as `model`, or the group.
     Raises:
-        RuntimeError: where it wraps, or at a boundary: ranks run different recipes; the ranks and the layer are named.
+        RuntimeError: ranks run different recipes; the message names the ranks and the layer. A wrapper that takes the
+            model raises it, or a boundary.
 
     Example:
         >>> import ottava
@@ -97,10 +99,10 @@ class ScalingState:
         """Updates so far."""
         self._found_group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self.moved_by_autocast = False
-        """Whether the last forward was under autocast(update="autocast"): then an optimizer's step is no boundary."""
+        """Whether the last forward ran under autocast(update="autocast"): then an optimizer's step is no boundary."""
         self._excused: set[int] = set()
         self._wrapper: Callable[[], Any] = lambda: None
-        self._agreed: list[QuantizationSpec | None] | None = None  # what all ranks were found to run
+        self._agreed: list[QuantizationSpec | None] | None = None  # the specs on which all ranks agreed last
         self._exchanging = self._exchanged = False
         self._refusal = ""
         self._listening = self._moves = False
@@ -118,13 +120,13 @@ class ScalingState:
                 self.listen()
 
     def update(self, part: Part = "all") -> None:
-        """Rolls the windows with what was staged since the last boundary and sets the scales of the next step.
+        """Makes a boundary: puts the staged amaxes into the windows and sets the scales of the next step.
 
         Args:
             part: "forward" (inputs and weights) or "backward" (gradients) only.
 
-        Doors that saw nothing do not roll; calling it twice changes nothing the second time. With a group, every rank
-        must call it; ranks on which a layer was idle take part with zeros. Kept casts of weights are forgotten.
+        The windows of idle doors stay, so a second call in a row changes nothing. With a group, every rank must call
+        it; a rank on which a layer was idle contributes zeros. Weight doors drop their kept casts.
         """
         doors = self.doors()
         for door in self.weight_doors():
@@ -133,7 +135,8 @@ class ScalingState:
         self._roll([door for door in doors if part == "all" or (id(door) in backward) == (part == "backward")])
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
-        """Calls `update` after every step of this optimizer, whatever parameters it holds; for wrapped optimizers."""
+        """Calls `update` after every step of this optimizer, even if it holds no parameter of the model; for wrapped
+        optimizers."""
         state = weakref.ref(self)
 
         def hook(*_: Any) -> None:
@@ -143,15 +146,15 @@ class ScalingState:
         return optimizer.register_step_post_hook(hook)
 
     def reset(self) -> None:
-        """Empties every history in place; the layers stay live and bootstrap again."""
+        """Empties every history in place; the doors start again from current scales."""
         for door in self.doors():
             door.reset()
 
     def take_amax(self) -> list[DoorAmax]:
-        """What the last boundary moved into the windows, one entry per door with predicted scales; to be recorded.
+        """The amaxes of the boundaries since the last call, one entry for each door with predicted scales.
 
-        Asked once per optimizer step, it tells that step's amaxes also where each of two optimizers was a boundary, or
-        `update` was called besides. What was told is not told again: a door that was idle since has 0. Reads the
+        One call after each optimizer step gives the amaxes of that step, even if two optimizers made a boundary each or
+        the loop called `update` besides. A call reports an amax once; a door without a new one has 0. Each call reads
         numbers back from the device.
 
         Example:
@@ -187,17 +190,18 @@ class ScalingState:
         return _doors(self._layers())
 
     def weight_doors(self) -> list[WeightQuantizer]:
-        """Those that keep casts."""
+        """The doors that keep casts."""
         return [layer.quantizers.weight for layer in self._layers()]
 
     def last_calls(self) -> list[Any]:
-        """What each layer ran last; other objects after a forward."""
+        """The last call of each layer. Each forward makes new objects."""
         return [layer.last_call for layer in self._layers()]
 
     def take_back(self, count: int) -> Boundaries:
-        """Uncounts the boundaries since there were `count`.
+        """Removes the boundaries after the first `count`.
 
-        Python noted them while a CUDA graph was captured, which ran none of their kernels; `repeat` counts its replays.
+        Python made them during the capture of a CUDA graph, which ran none of their kernels. `repeat` counts the
+        replays.
         """
         entries = tuple(entry for entry in self._unread if entry[0] > count)
         for _ in entries:
@@ -206,7 +210,7 @@ class ScalingState:
         return noted, entries
 
     def repeat(self, boundaries: Boundaries) -> None:
-        """Told of each replay of a CUDA graph that holds these boundaries: their amaxes stand where they stood."""
+        """Counts a replay of a CUDA graph with these boundaries; it writes their amaxes to the same memory."""
         noted, entries = boundaries
         self.boundaries += noted
         self._unread.extend(entries)
@@ -215,16 +219,16 @@ class ScalingState:
 
     def _layers(self) -> list[QuantizedLayer]:
         model = self._model()
-        if not self._members and model is not None:  # on first use: a copied state's layers are copied after it
+        if not self._members and model is not None:  # on first use: deepcopy copies the layers after the state
             layers = quantized_layers(model)
             mine = [layer for layer in layers if layer.scaling_state is self]
-            self._members = [weakref.ref(layer) for layer in mine or layers]  # none: it was made before the conversion
+            self._members = [weakref.ref(layer) for layer in mine or layers]  # not `mine`: older than the conversion
         return [layer for member in self._members if (layer := member()) is not None]
 
     def saw_forward(
         self, weight: Tensor, group: dist.ProcessGroup | None = None, *, moved_by_autocast: bool = False
     ) -> None:
-        """Told by a layer of each training forward with predicted scales."""
+        """A layer calls this in each training forward with predicted scales."""
         self.listen()
         self.moved_by_autocast = moved_by_autocast
         self._excused.clear()
@@ -235,7 +239,7 @@ class ScalingState:
             self._advice.saw_forward(weight)
 
     def find_group(self, named: dist.ProcessGroup | None = None) -> None:
-        """Told by a layer of each forward: takes the group that an autocast names, or that of the wrapper around it."""
+        """A layer calls this in each forward. Takes the group of the autocast, or that of the wrapper around it."""
         self._found_group = named or self._found_group
         active = DistributedDataParallel._get_active_ddp_module()
         known = active is None or active is self._wrapper()
@@ -243,7 +247,7 @@ class ScalingState:
             self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group
 
     def wrapped(self, wrapper: nn.Module) -> None:
-        """Told when the model, or a part of it, is put into a wrapper that knows its process group."""
+        """Runs when a wrapper with a process group takes the model or a part of it."""
         self._wrapper, self._found_group = weakref.ref(wrapper), wrapper.process_group  # type: ignore[assignment]
         self._refusal = refusal(wrapper)
         if not self._refusal and (group := self._group([])) is not None:
@@ -252,14 +256,13 @@ class ScalingState:
     def _agree(self, group: dist.ProcessGroup) -> None:
         specs = [door.spec for door in self.doors()]
         if specs != self._agreed:
-            tensors = ("input", "weight", "grad_output")
-            agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in tensors], specs)
+            agree(group, [f"{layer.name}.{tensor}" for layer in self._layers() for tensor in TENSORS], specs)
             self._agreed = specs
 
     @property
     def after_backward(self) -> Callable[[], None] | None:
-        """What each layer calls when its backward has ended: within DistributedDataParallel.join amaxes are exchanged
-        before the step, where ranks without a batch can take part."""
+        """A function that each layer calls when its backward ends. Inside DistributedDataParallel.join ranks exchange
+        amaxes at that moment, before the step, because ranks without batches can take part then."""
         wrapper = self._wrapper()
         if not (joining(wrapper) and wrapper.require_backward_grad_sync):
             return None
@@ -278,7 +281,7 @@ class ScalingState:
             torch.autograd.Variable._execution_engine.queue_callback(self.exchange)
 
     def exchange(self, *, joined: bool = False) -> None:
-        """Raises what is staged to the largest of all ranks; joined: this one has no batch, and only takes part."""
+        """Raises the staged amaxes to the largest of all ranks; joined: this rank has no batch and adds zeros."""
         doors = self.doors()
         live = [door for door in doors if door.spec is not None]
         group = self._group(live)
@@ -292,8 +295,8 @@ class ScalingState:
                 door.staged.copy_(column)
 
     def prepare(self, recipe_of: Callable[[str, Recipe], Recipe]) -> None:
-        """With several processes: makes the buffers of all layers as soon as one needs some, since another rank may run
-        others; recipe_of: (full name, own resolved recipe) -> what the autocast of the moment asks of a layer."""
+        """With several processes: makes the buffers of all layers if one layer needs some, because another rank may run
+        other layers; recipe_of: (full name, resolved recipe of the layer) -> the layer's recipe of the moment."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         for layer in self._layers():
@@ -302,20 +305,20 @@ class ScalingState:
                     door.prepare(spec, layer.weight.device)
 
     def listen(self, *, moves: bool = True) -> None:
-        """From now on every optimizer step is looked at: for the weights it changes, and, moves, as a boundary."""
+        """Watches every optimizer step from now on, for the changed weights; with `moves` also as a boundary."""
         self._moves = self._moves or moves
         if not self._listening:
             self._listening = True
             _STEPS.tell(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """A boundary will come; the closure of an LBFGS changes weights before it does."""
+        """Runs before a step; the closure of an LBFGS changes weights before the boundary."""
         model = self._model()
         if not self._advice.began and self._moves and model is not None and self._holds_ours(optimizer):
             self._advice.first_step(model, self._layers(), boundaries=self.boundaries)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The boundary: doors of weights that were stepped, and of frozen ones, move on."""
+        """The boundary: covers the doors of stepped weights and of frozen ones."""
         if not self._holds_ours(optimizer):
             return
         stepped = _stepped(optimizer)
@@ -324,8 +327,8 @@ class ScalingState:
                 layer.quantizers.weight.stepped()
         if not self._moves:
             return
-        if self.moved_by_autocast and id(optimizer) not in self._excused:  # a second step means forwards since that
-            self._excused.add(id(optimizer))  # nobody told us of: compiled ones
+        if self.moved_by_autocast and id(optimizer) not in self._excused:  # a second step in a row means that compiled
+            self._excused.add(id(optimizer))  # layers ran in between, which call no `saw_forward`
             return
         self.moved_by_autocast = False
         self._roll(_doors(m for m in self._layers() if id(m.parameter) in stepped or not m.parameter.requires_grad))
@@ -336,8 +339,8 @@ class ScalingState:
         return model is not None and any(id(p) in stepped for p in model.parameters())
 
     def _roll(self, due: list[Quantizer]) -> None:
-        """One boundary for these doors, and for those that are due on another rank."""
-        self.boundaries += 1  # on every rank, also where nothing ran
+        """One boundary for these doors, and for the doors that are due on another rank."""
+        self.boundaries += 1  # on every rank, even if nothing ran
         doors = self.doors()
         live = [door for door in doors if door.spec is not None]
         group = self._group(live)
@@ -351,7 +354,7 @@ class ScalingState:
                 dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
             elif not self._exchanged:
                 raise RuntimeError(
-                    f"{_JOIN} compiled code, which cannot exchange amaxes when a backward ends: do without one"
+                    f"{_JOIN} compiled code, which cannot exchange amaxes at the end of a backward: use one of the two"
                 )
         lanes = lanes * lanes[3]
         self._unread.append((self.boundaries, [weakref.ref(door) for door in doors], lanes))
@@ -359,7 +362,7 @@ class ScalingState:
             roll_windows(doors, lanes)
 
     def _due_lane(self, doors: list[Quantizer], due: list[Quantizer], device: torch.device) -> Tensor:
-        """(1, doors): 1 for a door that is due; kept, because making it waits for the device."""
+        """(1, doors): 1 for a door that is due. The state keeps it, because making one waits for the device."""
         wanted = {id(door) for door in due}
         key = bytes(id(door) in wanted for door in doors), device
         if key not in self._due_lanes:
@@ -377,15 +380,15 @@ class ScalingState:
             return group if dist.get_world_size(group) > 1 else None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and live:
             warnings.warn(
-                "delayed scaling: several processes, but neither DistributedDataParallel nor sharded parameters were "
-                "found, so each process predicts scales from its own amaxes only. Name the group: "
+                "delayed scaling: there are several processes, but neither DistributedDataParallel nor sharded "
+                "parameters, so each process predicts scales from its own amaxes only. Name the group: "
                 "ottava.ScalingState(model, group=...)",
                 stacklevel=4,
             )
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # deepcopy has noted the copy of the model before it reaches its layers, unless only a part is copied
+        # deepcopy copies the model before its layers, unless the user copies only a part
         model = self._model()
         copy = type(self)(None, self.group)
         memo[id(self)] = copy
@@ -396,19 +399,19 @@ class ScalingState:
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None,)  # processes and models are bound again where it is loaded
+        return type(self), (None,)  # the first forward after loading finds model and group again
 
     @property
     def bound(self) -> bool:
-        """Whether its model is known and alive."""
+        """Whether it has a living model."""
         return self._model() is not None
 
 
 class _Steps:
-    """torch's hooks around every optimizer step, and the living states they tell, in the order in which they came.
+    """torch's hooks around every optimizer step; they call the living states in the order of their registration.
 
-    One pair for the process, registered with this module: torch iterates over its hooks while they run, so one that
-    came or went with a model would break a step of another model in the middle (garbage collection, threads).
+    This module registers one pair for the process. torch iterates over its hooks while they run, so a pair that came
+    and went with a model would break a step of another model (garbage collection, threads).
     """
 
     def __init__(self) -> None:
@@ -423,7 +426,7 @@ class _Steps:
             self._states = (*(ref for ref in self._states if ref() is not None), weakref.ref(state))
 
     def living(self) -> list[ScalingState]:
-        """The states that are told."""
+        """The states that the hooks call."""
         return [state for ref in self._states if (state := ref()) is not None]
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
@@ -441,12 +444,12 @@ _STEPS = _Steps()
 
 
 def living_states() -> list[ScalingState]:
-    """Every state of this process that optimizer steps are told to."""
+    """Every state of this process that watches optimizer steps."""
     return _STEPS.living()
 
 
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
-    """Tells the states of a model what it has been wrapped in; ranks compare what they run, also those with nothing."""
+    """Gives a wrapper to the states of its model; ranks compare their specs, including ranks without any."""
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     for state in states:
         state.wrapped(wrapper)
@@ -456,7 +459,7 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
 
 
 def _shadow(wrapper: nn.Module) -> None:
-    """A rank without a batch takes part in what the others exchange at the end of a backward."""
+    """A rank without a batch takes part in the exchange at the end of the others' backward."""
     for state in dict.fromkeys(layer.scaling_state for layer in quantized_layers(wrapper)):
         state.exchange(joined=True)
 
@@ -469,7 +472,7 @@ def _doors(layers: Iterable[QuantizedLayer]) -> list[Quantizer]:
 
 
 def _staged(doors: list[Quantizer], device: torch.device) -> Tensor:
-    """(3, doors) of what is staged; zeros for doors that keep no state, so that all ranks agree on the size."""
+    """(3, doors): the staged values; zeros for doors without state, so that all ranks agree on the size."""
     nothing = torch.zeros(3, dtype=torch.float32, device=device)
     return torch.stack([door.staged.to(device) if door.spec is not None else nothing for door in doors], dim=1)
 

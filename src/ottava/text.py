@@ -1,7 +1,7 @@
 """Numbers, time and names as people read them, in pages, tables and messages; and values as JSON.
 
-pages/draw.js writes numbers in the browser, and writes them alike: both round the very number that they hold to three
-digits, halves away from zero, and `debug.report.payload` packs numbers so that they round alike on both sides.
+pages/draw.js writes numbers in the browser in the same way. Both round the exact value to three digits, halves away
+from zero, and `debug.report.payload` packs numbers so that both sides round alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _THREE_DIGITS = decimal.Context(prec=3, rounding=decimal.ROUND_HALF_UP)
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A number in three digits with its unit; counts are exact; a dash where nothing is known.
+    """A number in three digits with its unit; counts are exact; a dash for None and NaN.
 
     Example:
         >>> [number(v) for v in (0.0312, 2.5, 99.96, 12345.6, 3e-7, math.inf, math.nan, 0.0)]
@@ -49,7 +49,7 @@ def _three_digits(size: float) -> str:
 
 
 def rounded_alike(value: float) -> float:
-    """A number rounded to three digits as `Number.toPrecision` does it: from its exact value, halves away from zero.
+    """A number rounded to three digits like `Number.toPrecision`: from its exact value, halves away from zero.
 
     Example:
         >>> rounded_alike(2.125), rounded_alike(-112.5), rounded_alike(0.0)  # Python's own format gives 2.12 and 112
@@ -59,7 +59,7 @@ def rounded_alike(value: float) -> float:
 
 
 def elide(name: str, width: int) -> str:
-    """A name with its middle left out where it is longer than `width` characters.
+    """A name of at most `width` characters; an ellipsis replaces the middle of a longer one.
 
     Example:
         >>> elide("model.layers.31.mlp.down_proj", 20), elide("lm_head", 20)
@@ -82,7 +82,7 @@ def steps_text(first: int, last: int) -> str:
 
 
 def listed(names: Iterable[str], most: int | None = None) -> str:
-    """Names as a sentence has them; those beyond `most` are counted.
+    """Names in a sentence; beyond `most` it gives their number.
 
     Example:
         >>> listed(["a", "b", "c"]), listed(["a", "b", "c"], most=2), listed([])
@@ -108,7 +108,7 @@ def duration(seconds: float) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """Three decimals, as losses have them; a dash where there is no finite number.
+    """A loss in three decimals; a dash for None, NaN and infinities.
 
     Example:
         >>> fixed(1.7), fixed(None), fixed(math.nan)

@@ -1,9 +1,9 @@
-"""Reads what comes from outside: files that somebody else wrote, changed by hand, or that a killed process left.
+"""Reads files from outside: other people wrote them or changed them by hand, or a killed process left them.
 
-Every such text goes through here, so that no file can hang a command, fill the memory or end in a traceback: a FIFO is
-not waited for, a text has a largest size, a tree a largest depth and number of parts. A part that is shared (an anchor
-in YAML) counts at every place where it stands, for whoever walks the tree meets it there. Pickles have the same limits
-in `debug.safe_pickle`, event files in `debug.event_file`.
+Every such text goes through this module, so no file can hang a command, fill the memory or end in a traceback. The
+module does not wait for a FIFO. It limits the size of a text and the depth and number of parts of a tree. A shared part
+(an anchor in YAML) counts at each of its places, because code that walks the tree meets it there. `debug.safe_pickle`
+has the same limits for pickles, and `debug.event_file` for event files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 16 << 20
-"""Of a text. Of JSON this becomes at most some 400 MB in memory."""
+"""Bytes of a text. JSON of this size takes up to about 400 MB of memory."""
 MAX_YAML_BYTES = 256 << 10
 """PyYAML reads about 100 kB a second."""
 MAX_LINE = 1 << 20
@@ -42,27 +42,27 @@ _KINDS = MappingProxyType(
 
 
 class UntrustedError(ValueError):
-    """Something from outside cannot be read; the message says what is wrong with it, the caller says where it is."""
+    """A text from outside is unreadable. The message gives the fault; the caller adds the place."""
 
     exit_code = 4
 
 
 class LimitError(UntrustedError):
-    """It may be whole, but goes beyond a limit of this module."""
+    """The text may be whole, but exceeds a limit of this module."""
 
 
 def regular_size(path: Path) -> int:
     """Size of a regular file in bytes.
 
     Raises:
-        OSError: the file is missing, or may not be looked at.
-        UntrustedError: it is a folder, FIFO, socket or device: reading would fail, or wait for ever.
+        OSError: the file is missing, or its permissions hide it.
+        UntrustedError: it is a folder, FIFO, socket or device: reading would fail, or wait forever.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise UntrustedError(f"is {kind}; needs a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
@@ -70,7 +70,7 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        most: the largest size in bytes.
     Raises:
         OSError: as in `regular_size`.
         UntrustedError: it is no regular file, too large, or not UTF-8.
@@ -96,7 +96,7 @@ def read_text(path: Path, *, most: int = MAX_BYTES) -> str:
 
 
 def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
-    """The lines of a file without their ends, one at a time, however large the file is; "" for one that is too long.
+    """The lines of a file of any size, one at a time and without line ends; "" for a line that is too long.
 
     Raises:
         OSError, UntrustedError: as in `regular_size`.
@@ -112,10 +112,11 @@ def read_lines(path: Path, *, longest: int = MAX_LINE) -> Iterator[bytes]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. NaN, Infinity and -Infinity, which JSON has no word for, become "nan", "inf", "-inf".
+    """The value of a JSON text. JSON has no NaN and no infinities; they become "nan", "inf" and "-inf".
 
     Raises:
-        UntrustedError: it is no JSON.  LimitError: it is too deep, has too many parts or too large a whole number.
+        UntrustedError: the text is no JSON.
+        LimitError: the value is too deep, or has too many parts or too large a whole number.
 
     Example:
         >>> parse_json("[" * 5000 + "]" * 5000)
@@ -136,7 +137,7 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text, of plain types only; None for an empty one.
 
     Raises:
-        UntrustedError: it is no YAML.  LimitError: as in `parse_json`; every use of an anchor counts.
+        UntrustedError: the text is no YAML.  LimitError: as in `parse_json`; every use of an anchor counts.
 
     Example:
         >>> parse_yaml("a: &x [1, 2]\\nb: *x")
@@ -185,13 +186,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def check_tree(value: Any, *, finite: bool = False) -> None:
-    """Refuses a tree of plain values that is too deep, has too many parts, or a part that cannot be written again.
+    """Refuses a tree of plain values that is too deep, or has too many parts or an unwritable part.
 
     Args:
         value: the tree: dicts, lists, tuples, sets, and values of other types.
-        finite: whether infinities are refused, too; JSON has none, but 1e999 becomes one.
+        finite: refuse infinities, too; JSON has none, but 1e999 becomes one.
     Raises:
-        LimitError: see there.
+        LimitError: the tree exceeds a limit; the message names it.
 
     Example:
         >>> check_tree({"step": 10**30})
@@ -229,13 +230,13 @@ def _check_leaf(item: Any, finite: bool) -> None:
 
 
 def misfit(value: Any, shape: Any, where: str) -> str:
-    """Where a JSON value departs from a shape, in words; "" if nowhere.
+    """The first difference between a JSON value and a shape, in words; "" if there is none.
 
     Args:
         value: from JSON; None fits every shape.
-        shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping of
-            shapes by key; "*" is that of all other keys.
-        where: how the value is called in the message.
+        shape: a type (float: any number, also as the words "nan", "inf", "-inf"), a list of one shape, or a mapping
+            from keys to shapes; "*" stands for all other keys.
+        where: the name of the value in the message.
 
     Example:
         >>> misfit({"layers": [{"shape": "64"}]}, {"layers": [{"shape": [int]}]}, "watch.json")
@@ -254,4 +255,4 @@ def misfit(value: Any, shape: Any, where: str) -> str:
         parts = [(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value)]
     elif isinstance(shape, Mapping) and isinstance(value, dict):
         parts = [(below, shape.get(key, shape.get("*", object)), f"{where}.{key}") for key, below in value.items()]
-    return next((found for part in parts if (found := misfit(*part))), "")
+    return next((difference for part in parts if (difference := misfit(*part))), "")

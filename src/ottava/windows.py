@@ -1,4 +1,4 @@
-"""What a step boundary does to the windows and scales of doors: the rule, in one update for all doors of a spec."""
+"""A step boundary updates the windows and scales of doors by one rule, in one update for all doors of a spec."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ottava.quantizer import Quantizer, WeightQuantizer
 
 
 class _Pack:
-    """The buffers of all doors of one spec in some tensors, of which the doors' own are views.
+    """Stacked buffers of all doors of one spec; the doors hold views.
 
-    A boundary then costs some operations on vectors instead of some per door.
+    So a boundary runs a few operations on vectors, and not a few for each door.
     """
 
     def __init__(self, doors: list[Quantizer], columns: list[int]) -> None:
@@ -32,21 +32,21 @@ class _Pack:
             door.pack = self
 
     def holds(self, doors: list[Quantizer], columns: list[int]) -> bool:
-        """Whether it is still theirs: a door that was moved, copied or prepared anew has buffers of its own."""
+        """Whether all doors still hold views: a moved, copied or newly prepared door has buffers of its own."""
         same = self.columns == columns and self.ids == [id(door) for door in doors]
         return same and all(door.pack is self for door in doors)
 
 
 def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
-    """One fused update: every touched window takes its amax in, every scale follows; staging is cleared.
+    """One fused update: each window takes its door's amax, each scale follows, and the staged amaxes become 0.
 
-    The rule, per door that is due, with `last` its amax since the previous boundary:
-        last == 0   idle: neither window nor scale moves
+    The rule for a door that is due, with `last` its amax since the previous boundary:
+        last == 0   idle: window and scale stay
         else        window = [last, *window[:-1]];  scale = fmt.max * 2**-margin / max(window)
-    Source: TransformerEngine common/recipe/delayed_scaling.cu, except that a non-finite amax never arrives here.
+    Source: TransformerEngine common/recipe/delayed_scaling.cu; but here no non-finite amax arrives.
 
-    lanes: (4, doors): amax, non-finite and guard, as `Quantizer.staged`, and 1 for a door that is due; where that is 0
-        all are.
+    lanes: (4, doors): amax, non-finite and guard, as `Quantizer.staged`, and 1 for a door that is due. For other doors
+        all four are 0.
     """
     groups: dict[tuple[QuantizationSpec, torch.device], list[int]] = {}
     for index, door in enumerate(doors):
@@ -72,4 +72,4 @@ def roll_windows(doors: list[Quantizer], lanes: Tensor) -> None:
         pack.staged.mul_(1 - due[:, None])
     for door in doors:
         if isinstance(door, WeightQuantizer) and door.spec is not None:
-            door.cached = None  # the next forward casts anew, and its amax enters the next window
+            door.cached = None  # the next forward casts again, so that its amax enters the next window
