@@ -42,8 +42,8 @@ def test_a_recipe_says_where_it_is_on() -> None:
 
 def test_mistakes_are_named() -> None:
     for settings, error, words in (
-        ({"qkv": QuantizationSpec(E4M3, BLOCK_1X128)}, ValueError, "needs one current scale a tensor"),
-        ({"s": QuantizationSpec(E4M3, scaling="delayed")}, ValueError, "needs one current scale a tensor"),
+        ({"qkv": QuantizationSpec(E4M3, BLOCK_1X128)}, ValueError, "needs one current scale for the tensor"),
+        ({"s": QuantizationSpec(E4M3, scaling="delayed")}, ValueError, "needs one current scale for the tensor"),
         ({"qkv": QuantizationSpec(E5M2)}, ValueError, "qkv meets qkv: no tensor core multiplies E5M2 by E5M2"),
         ({"do": None}, TypeError, "AttentionRecipe: do is None"),
         ({"qvk": None}, TypeError, "did you mean 'qkv'?"),

@@ -1,6 +1,6 @@
-"""What attention casts where it runs on FP8 operands: the part of a recipe that is no GEMM of a linear layer. All data.
+"""The casts of FP8 attention, as data: the part of a recipe besides the GEMMs of linear layers.
 
-Six tensors, as cuDNN and TransformerEngine have them: three of the forward, three of the backward.
+Six tensors, the same as in cuDNN and TransformerEngine: three of the forward, three of the backward.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ottava.quantized_tensor import QuantizationSpec, refuse_pair
 from ottava.scaling import PER_TENSOR
 
 ATTENTION_TENSORS = ("qkv", "s", "o", "do", "dp", "dqkv")
-"""What FP8 attention casts, forward and backward, see `AttentionRecipe`."""
+"""The tensors that FP8 attention casts, forward and backward; see `AttentionRecipe`."""
 _FORWARD, _BACKWARD = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 
 
 @dataclass(frozen=True)
 class AttentionRecipe(RefusesUnknownFields):
-    """What attention casts, where it runs on FP8 operands: one scale a tensor, and one for all of q, k and v.
+    """The spec of each tensor that FP8 attention casts: one scale for each tensor, and one for q, k and v together.
 
     Raises:
-        TypeError: no spec where one is needed.
-        ValueError: a spec that is not per tensor or predicts its scale, or a pair that no tensor core multiplies.
+        TypeError: a field needs a spec and has none.
+        ValueError: a spec is not per tensor, or predicts its scale; or no tensor core multiplies a pair.
 
     Example:
         >>> str(AttentionRecipe())
@@ -53,8 +53,8 @@ class AttentionRecipe(RefusesUnknownFields):
             need_type(f"AttentionRecipe: {tensor}", spec, QuantizationSpec)
             if spec.granularity != PER_TENSOR or spec.predicted:
                 raise ValueError(
-                    f"AttentionRecipe: {tensor} is {spec}; needs one current scale a tensor: blocks would lie along "
-                    "another dimension in each GEMM, and histories are kept for linear layers alone"
+                    f"AttentionRecipe: {tensor} is {spec}; needs one current scale for the tensor: each GEMM would "
+                    "need blocks along another dimension, and only linear layers keep histories"
                 )
         for lhs, rhs in (("qkv", "qkv"), ("s", "qkv"), ("do", "qkv"), ("s", "do"), ("dp", "qkv")):
             if reason := refuse_pair(getattr(self, lhs), getattr(self, rhs)):
@@ -70,7 +70,7 @@ class AttentionRecipe(RefusesUnknownFields):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionRecipe:
-        """The inverse of `to_dict`; what is not given is the default."""
+        """The inverse of `to_dict`; a missing field takes its default."""
         need_type("AttentionRecipe", values, Mapping)
         specs: dict[str, Any] = {name: QuantizationSpec.from_dict(v) if v else None for name, v in values.items()}
         return cls(**specs)

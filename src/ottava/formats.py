@@ -5,8 +5,8 @@ A code (an unsigned integer of `bits` bits) is sign | exponent | mantissa, and s
     (-1)**sign * 2**(exponent - bias) * (1 + mantissa / 2**mantissa_bits)      exponent field > 0: normal
     (-1)**sign * 2**(1 - bias)        * (0 + mantissa / 2**mantissa_bits)      exponent field = 0: zero, subnormal
 
-unless `specials` reserves it for infinity or NaN. Adding a format is adding one entry at the end of this file: tables,
-rounding, scaling, recipes and the tests pick it up. Rounding and casts live in `rounding`, scales in `scaling`.
+unless `specials` reserves it for infinity or NaN. A new format is one entry at the end of this file; tables, rounding,
+scaling, recipes and tests then use it. Rounding and casts live in `rounding`, scales in `scaling`.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) v1.0; OCP Microscaling Formats (MX) v1.0; IEEE 754-2019.
 """
@@ -40,7 +40,7 @@ class Format(RefusesUnknownFields):
     """
 
     name: str
-    """What the field calls it: E4M3."""
+    """The field's name for it: E4M3."""
     exponent_bits: int
     """Width of the exponent field."""
     mantissa_bits: int
@@ -54,7 +54,7 @@ class Format(RefusesUnknownFields):
     has_zero: bool = True
     """False where exponent field 0 is an ordinary power of two (E8M0): then there are no subnormals either."""
     dtype: torch.dtype | None = None
-    """torch's storage type; None where torch has none: codes are then held one a byte in uint8."""
+    """torch's storage type; None: torch has none, and each code takes a byte of uint8."""
 
     def __post_init__(self) -> None:
         if self.exponent_bits < 1 or self.mantissa_bits < 0:
@@ -64,7 +64,7 @@ class Format(RefusesUnknownFields):
             )
 
     def __hash__(self) -> int:
-        return hash(self.name)  # every call of a kernel looks its format up
+        return hash(self.name)  # short: every call of a kernel looks up its format
 
     @functools.cached_property
     def bits(self) -> int:
@@ -73,14 +73,14 @@ class Format(RefusesUnknownFields):
 
     @functools.cached_property
     def storage_dtype(self) -> torch.dtype:
-        """What holds a code in memory: the torch type, or uint8 with one code a byte."""
+        """The dtype of codes in memory: the torch type, or uint8 with one code in each byte."""
         return self.dtype or torch.uint8
 
     @functools.cached_property
     def emax(self) -> int:
         """Exponent of the largest number."""
         top = (1 << self.exponent_bits) - 1
-        # "ieee" gives the whole top exponent away; "fn" only its last mantissa, which is all of it without a mantissa.
+        # "ieee" reserves the whole top exponent; "fn" only its last mantissa, so all of it if there is no mantissa
         reserved = self.specials == "ieee" or (self.specials == "fn" and self.mantissa_bits == 0)
         return top - int(reserved) - self.bias
 
@@ -97,16 +97,16 @@ class Format(RefusesUnknownFields):
 
     @functools.cached_property
     def clip(self) -> float:
-        """Where clipping begins: up to half a step above the largest number rounds to it. See `tie_clips`."""
+        """The magnitude at which clipping begins, half a step above the largest number. See `tie_clips`."""
         return self.max + math.ldexp(self.eps, self.emax) / 2
 
     @functools.cached_property
     def tie_clips(self) -> bool:
-        """Whether `clip` itself is clipped: a tie goes to the even one of its neighbours, which may be beyond."""
+        """Whether a cast clips `clip` itself: a tie goes to the even neighbour, which may lie beyond the format."""
         return self.max / math.ldexp(self.eps, self.emax) % 2 != 0
 
     def clips(self, magnitude: Any, scale_inv: Any = 1.0) -> Any:
-        """Whether nearest-even clips a magnitude in units of scale_inv: floats, arrays or tensors.
+        """Whether rounding to nearest even clips a magnitude in units of scale_inv: floats, arrays or tensors.
 
         Example:
             >>> E4M3.clips(464.0), E4M3.clips(465.0), E5M2.clip, E5M2.clips(61440.0)
@@ -149,7 +149,7 @@ class Format(RefusesUnknownFields):
 
     @functools.cached_property
     def range_bits(self) -> float:
-        """log2(max / min_subnormal): how many octaves fit in."""
+        """log2(max / min_subnormal): the number of octaves."""
         return math.log2(self.max) - math.log2(self.min_subnormal)
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def get_format(name: str | Format) -> Format:
     """The registered format of that name, in any case; a Format passes through.
 
     Raises:
-        ValueError: nobody knows the name; the nearest known one is named.  TypeError: neither a name nor a Format.
+        ValueError: unknown name; the message gives the nearest known one.  TypeError: neither a name nor a Format.
 
     Example:
         >>> get_format("e4m3").max

@@ -1,7 +1,7 @@
-"""The contract of a quantized layer: what state, receipt, calibration, tuning, planning, watch and replay speak to.
+"""The interface of a quantized layer for state, receipt, calibration, tuning, planning, watch and replay.
 
-Whatever casts for a GEMM of its own is one of these: a Linear, a norm with a linear behind it, experts. How such a
-layer runs is in `nn.layer`; nothing below needs to know.
+Every layer that casts for a GEMM of its own implements it: a Linear, a norm with a linear behind it, experts.
+`nn.layer` runs such a layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class QuantizedLayer(nn.Module):
     """A module whose GEMMs run as a recipe says, with three doors of its own."""
 
     name: str
-    """Full name in the converted model, which override patterns are matched against."""
+    """Full name in the converted model; override patterns match it."""
     recipe: Recipe
     """As given to `convert`, overrides included."""
     resolved: Recipe
@@ -28,13 +28,13 @@ class QuantizedLayer(nn.Module):
     quantizers: LinearQuantizers
     """The doors of its input, weight and gradient."""
     plans: dict[Any, GemmPlan]
-    """How its GEMMs are made, as far as they have been."""
+    """The plans of its GEMMs so far."""
     last_call: Call | None
-    """What its last forward and backward ran; None: nothing yet."""
+    """Its last forward and backward; None: nothing has run yet."""
     scaling_state: Any
-    """The `state.ScalingState` that says when predicted scales move on; shared by the layers of a model."""
+    """The `state.ScalingState` that decides when predicted scales change; the layers of a model share it."""
     weight: Tensor
-    """(N, K), or as its module keeps it."""
+    """(N, K), or in the layout of its module."""
     bias: Any
     """(N,) or None."""
     in_features: int
@@ -44,7 +44,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def parameter(self) -> Tensor:
-        """What an optimizer holds: the weight, or the parameter that it is a piece of."""
+        """The parameter that an optimizer holds: the weight, or the larger parameter with this piece."""
         return self.weight
 
     def adopt(self, recipe: Recipe, name: str) -> None:
@@ -53,7 +53,7 @@ class QuantizedLayer(nn.Module):
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
-    """Those of a model, in the order of its modules.
+    """The quantized layers of a model, in the order of its modules.
 
     Example:
         >>> import ottava

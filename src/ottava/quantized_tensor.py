@@ -1,8 +1,8 @@
-"""What a cast is asked for (`QuantizationSpec`) and what it gives (`QuantizedTensor`): two plain frozen containers.
+"""The settings of a cast (`QuantizationSpec`) and its result (`QuantizedTensor`): two plain frozen containers.
 
-No tensor subclass and no dispatch: an FP8 operand that is used where a tensor is wanted fails loudly instead of being
-dequantized silently, and the path through a Linear stays short (torchao's subclass takes 113 calls where a container
-takes 8). Casts and GEMMs on them live in `ops`.
+There is no tensor subclass and no dispatch. Code that takes an FP8 operand for a tensor raises an error, and nothing
+dequantizes silently. The path through a Linear stays short (torchao's subclass takes 113 calls, a container 8). `casts`
+and `ops` hold the casts and GEMMs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, Scale, ScaleF
 Scaling = Literal["current", "delayed", "guarded"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 AmaxFunction = Callable[[Tensor], Tensor]
-"""Window of amaxes, newest first, (amax_history_len,) -> the amax to scale for, (); entries not yet filled are 0."""
+"""Window of amaxes, newest first, (amax_history_len,) -> the amax of the next scale, (); empty entries are 0."""
 
 _CHOICES: tuple[tuple[str, Any], ...] = (
     ("scale_format", ScaleFormat),
     ("scaling", Scaling),
     ("rounding", Rounding),
 )
-# they decide what the next scale is, not what a cast does with it: no part of `key`
+# these fields decide the next scale, not the cast with it, so `key` leaves them out
 _HISTORY_FIELDS = ("amax_history_len", "amax_compute_algo", "bootstrap")
 _TYPES: tuple[tuple[str, type], ...] = (
     ("format", Format),
@@ -41,16 +41,16 @@ _TYPES: tuple[tuple[str, type], ...] = (
     ("guard_bits", int),
     ("bootstrap", bool),
 )
-_MAX_MARGIN, _MAX_HISTORY = 126, 1 << 20  # octaves that an fp32 scale has; TransformerEngine's default is 1024
+_MAX_MARGIN, _MAX_HISTORY = 126, 1 << 20  # the octaves of an fp32 scale; TransformerEngine's default is 1024
 
 
 @dataclass(frozen=True)
 class QuantizationSpec(RefusesUnknownFields):
-    """What one operand of one GEMM becomes: one cell of a recipe. Frozen, hashable, compared by every field.
+    """The cast of one operand of one GEMM: one cell of a recipe. Frozen, hashable, compared by every field.
 
     Raises:
         TypeError: unknown field, or a value of another type.
-        ValueError: a value that is not offered, or a combination that means nothing.
+        ValueError: an unknown value, or a combination without a meaning.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -61,27 +61,27 @@ class QuantizationSpec(RefusesUnknownFields):
     format: Format
     """Number format of the codes."""
     granularity: Granularity = PER_TENSOR
-    """Which elements share a scale."""
+    """The elements that share a scale."""
     scale_format: ScaleFormat = "fp32"
-    """How precise a scale is."""
+    """The number format of a scale."""
     scaling: Scaling = "current"
-    """"current": from this tensor's own amax. "delayed": predicted from the amax of earlier steps. "guarded":
-    predicted, but the current scale wherever the prediction would clip or waste more than `guard_bits` octaves."""
+    """"current": from this tensor's own amax. "delayed": predicted from the amaxes of earlier steps. "guarded":
+    predicted, but the current scale if the prediction would clip or waste more than `guard_bits` octaves."""
     margin: int = 0
     """Octaves of headroom above amax."""
     amax_history_len: int = 16
-    """Delayed: length of the window in optimizer steps. TE's default of 1024 holds on to old spikes (TE #1169)."""
+    """Delayed: length of the window in optimizer steps. TE's default of 1024 remembers old spikes (TE #1169)."""
     amax_compute_algo: AmaxAlgorithm | AmaxFunction = "max"
     """Delayed: largest amax of the window, the last one, or a function of the window."""
     bootstrap: bool = True
-    """Delayed: take the current scale while there is no history; False starts at scale 1, as TransformerEngine does."""
+    """Delayed: without a history take the current scale; False starts at scale 1, as TransformerEngine does."""
     guard_bits: int = 3
     """Guarded: octaves below the top of the format in which amax may land before the guard fires."""
     rounding: Rounding = "nearest_even"
     """"stochastic" for gradients in very small formats."""
     key: str = field(init=False, repr=False, compare=False)
-    """The spec as one string, for torch custom operators, whose arguments know no dataclass; kept because Dynamo
-    cannot trace its making."""
+    """The spec as one string, because torch custom operators take no dataclass. A field, because Dynamo cannot trace
+    the code that makes it."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -110,26 +110,28 @@ class QuantizationSpec(RefusesUnknownFields):
                 f"granularity {self.granularity}, scales {self.scale_format}. Use scaling='current' for rows and blocks"
             )
         if self.scale_format == "e4m3" and self.granularity == PER_TENSOR:
-            raise ValueError("QuantizationSpec: scale_format 'e4m3' is a scale per block; give a block granularity")
+            raise ValueError(
+                "QuantizationSpec: scale_format 'e4m3' needs a scale for each block: give a block granularity"
+            )
         settings = {name: value for name, value in self.to_dict().items() if name not in _HISTORY_FIELDS}
         object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
         compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
         object.__setattr__(self, "_hash", hash(compared))
 
     def __hash__(self) -> int:
-        return self._hash  # kernels look specs up
+        return self._hash  # kernels look up settings by spec
 
     @property
     def predicted(self) -> bool:
-        """Whether the scale comes from a history of earlier steps, so that a door keeps state for it."""
+        """Whether the scale comes from a history of earlier steps; then a door keeps state."""
         return self.scaling != "current"
 
     def scale_of(self, amax: Tensor) -> Scale:
-        """What brings an amax to the top of the format, see `scaling.compute_scale`."""
+        """The scale that brings an amax to the top of the format, see `scaling.compute_scale`."""
         return compute_scale(amax, self.format, scale_format=self.scale_format, margin=self.margin)
 
     def from_window(self, history: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, whether there is one) of amaxes (..., steps), newest first, 0 where there was none: both (...).
+        """(scale, whether it is usable) of a window of amaxes (..., steps), newest first, empty entries 0: both (...).
 
         Example:
             >>> from ottava.formats import E4M3
@@ -137,7 +139,7 @@ class QuantizationSpec(RefusesUnknownFields):
             (tensor([1., 1.]), tensor([ True, False]))
         """
         algorithm = self.amax_compute_algo
-        if callable(algorithm):  # it may answer anything
+        if callable(algorithm):  # a user's function of one window
             rows = history.reshape(-1, history.shape[-1])
             amax = torch.stack([algorithm(row) for row in rows]).reshape(history.shape[:-1])
         else:
@@ -148,16 +150,16 @@ class QuantizationSpec(RefusesUnknownFields):
         return self._name
 
     @functools.cached_property
-    def _name(self) -> str:  # kept, for every GEMM writes down what it ran
+    def _name(self) -> str:  # cached: the record of every GEMM holds it
         extras: list[str] = [self.scale_format] if self.scale_format != "fp32" else []
         extras += [self.scaling] if self.predicted else []
         extras += ["stochastic"] if self.rounding == "stochastic" else []
         return f"{self.format.name}[{', '.join([str(self.granularity), *extras])}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and YAML values; fields at their default are left out.
+        """Plain JSON and YAML values, without fields at their default.
 
-        A function as amax_compute_algo is written as "module:name" for the record; `from_dict` does not import it.
+        A function as amax_compute_algo becomes "module:name", for the record only; `from_dict` does not import it.
         """
         settings = [f for f in fields(self) if f.init]
         kept = {f.name: getattr(self, f.name) for f in settings if getattr(self, f.name) != f.default}
@@ -170,7 +172,7 @@ class QuantizationSpec(RefusesUnknownFields):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationSpec:
-        """The inverse of `to_dict`; unknown keys and names are refused with the nearest known one."""
+        """The inverse of `to_dict`; errors on unknown keys and names give the nearest known one."""
         need_type("QuantizationSpec", values, Mapping)
         values = dict(values)
         if "format" not in values:
@@ -180,8 +182,8 @@ class QuantizationSpec(RefusesUnknownFields):
             values["granularity"] = Granularity.parse(values["granularity"])
         if ":" in str(values.get("amax_compute_algo", "")):
             raise ValueError(
-                f"QuantizationSpec: amax_compute_algo {values['amax_compute_algo']!r} is a function; build the recipe "
-                "in Python and pass the function itself"
+                f"QuantizationSpec: amax_compute_algo {values['amax_compute_algo']!r} names a function; build the "
+                "recipe in Python and pass the function itself"
             )
         return cls(**values)
 
@@ -189,7 +191,7 @@ class QuantizationSpec(RefusesUnknownFields):
 def refuse_pair(lhs: QuantizationSpec | None, rhs: QuantizationSpec | None) -> str | None:
     """Why no GEMM takes these two operands together, on any device; None if one does.
 
-    The rules are those of the hardware, applied on a CPU as well, so that what trains here also trains there.
+    A CPU follows the rules of the hardware, too, so a run that works here also works there.
     Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered).
     """
     if lhs is None and rhs is None:
@@ -207,19 +209,18 @@ def refuse_pair(lhs: QuantizationSpec | None, rhs: QuantizationSpec | None) -> s
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Codes and what dequantizes them: x ~= decode(data) * scale_inv, block by block."""
+    """Codes and their scales: x ~= decode(data) * scale_inv, block by block."""
 
     data: Tensor
     """Codes (R, C) in spec.format.storage_dtype."""
     scale_inv: Tensor
     """fp32, one entry per block: spec.granularity.grid_shape((R, C))."""
     spec: QuantizationSpec
-    """How it was cast."""
+    """The settings of the cast."""
     dtype: torch.dtype
-    """Of the tensor it stands for."""
+    """Of the original tensor."""
     amax: Tensor | None = None
-    """Of its blocks, fp32, in any order, as the cast saw them; the largest is that of the tensor. None where they were
-    not kept. Whoever watches wants them; what is kept for backward leaves them out."""
+    """The amaxes of the blocks, fp32, in any order, for watches; None: not kept, as in backward."""
 
     @property
     def shape(self) -> torch.Size:
@@ -228,12 +229,12 @@ class QuantizedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where codes and scales are."""
+        """The device of codes and scales."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales as stored here: E8M0 and E4M3 scales are kept in fp32, 4-bit codes one a byte."""
+        """Bytes of codes and scales in memory: E8M0 and E4M3 scales take fp32, each 4-bit code takes a byte."""
         return self.data.nbytes + self.scale_inv.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,15 +2,15 @@
 
 The rule, the same on every device and every torch from 2.11 on:
 - nearest-even (default) or stochastic, subnormals included, exact: no double rounding, no flush to zero;
-- what lies beyond the format's range saturates to its last number, infinity too (as satfinite hardware does: count
-  non-finite values before the cast, afterwards they are gone);
+- numbers beyond the format's range, infinity included, saturate to its last number, as in satfinite hardware; so code
+  must count non-finite values before the cast;
 - NaN stays NaN; a format without NaN (E2M1, E2M3, E3M2) takes its largest number instead, as NVIDIA's `cvt` does;
 - -0 keeps its sign. The payload and sign of a NaN are not specified.
 
-Why torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2
-overflow is infinity in both, and 4- and 6-bit formats have no cast at all. So: clamp first, always.
+torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2 overflow
+is infinity in both, and torch has no cast to 4- and 6-bit formats. So this module always clamps first.
 
-Scales are not applied here; see `scaling` and `kernels.reference`.
+This module applies no scales; see `scaling` and `kernels.reference`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def check_input_dtype(x: Tensor, caller: str) -> None:
-    """Raises TypeError unless x is float32, bfloat16 or float16: all else would round twice or lose range unseen."""
+    """Raises TypeError unless x is float32, bfloat16 or float16: others would round twice or silently lose range."""
     if x.dtype not in _INPUT_DTYPES:
         raise TypeError(f"{caller}: got {x.dtype}; needs float32, bfloat16 or float16: cast with .float() first")
 
@@ -47,7 +47,7 @@ def round_to_format(
         x: any shape; float32, bfloat16 or float16.
         rounding: "nearest_even", or "stochastic": up with the probability of the distance from the lower neighbour, in
             steps of 2**-24; the random bits of an element depend on its place, row by row, and on one seed a call.
-        generator: the seed of stochastic rounding is drawn from it; torch's default generator when None.
+        generator: of the seed of stochastic rounding; None: torch's default generator.
     Returns:
         fp32, shape of x; every entry is a number of `fmt`, or NaN.
     Raises:
@@ -71,7 +71,7 @@ def encode(
 ) -> Tensor:
     """The codes of x rounded to `fmt`, in `fmt.storage_dtype`; arguments and errors as `round_to_format`.
 
-    Formats with a torch dtype come back in it; the others as uint8, one code a byte in its low bits.
+    Codes have the format's torch dtype. Formats without one give uint8, one code in the low bits of each byte.
 
     Example:
         >>> from ottava.formats import E2M1
@@ -85,13 +85,13 @@ def encode(
 def encode_(
     x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
 ) -> Tensor:
-    """As `encode`, of an fp32 tensor that it may overwrite: one pass over memory less."""
+    """As `encode`, of an fp32 tensor that it may overwrite, which saves a pass over memory."""
     if fmt.dtype is not None and fmt != E8M0:
         y = x if rounding == "nearest_even" else _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
         return y.clamp_(fmt.lowest, fmt.max).to(fmt.dtype)  # NaN passes through clamp
     y, exponent = _round_on_grid(x, fmt, rounding, generator)
     significand = (y.abs() * power_of_two(fmt.mantissa_bits - exponent)).nan_to_num(0.0).to(torch.int64)
-    # A significand with its implied one carries into the exponent field by itself; subnormals leave that field 0.
+    # the implied one of a significand carries into the exponent field; subnormals leave that field 0
     codes = ((exponent - fmt.emin) << fmt.mantissa_bits) + significand
     if not fmt.has_zero:
         codes = codes - (1 << fmt.mantissa_bits)
@@ -104,7 +104,7 @@ def encode_(
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """The numbers that codes in `fmt.storage_dtype` stand for, as fp32 in memory of their own; exact.
+    """The exact numbers of codes in `fmt.storage_dtype`, as a new fp32 tensor.
 
     Raises:
         TypeError: the codes are not in fmt.storage_dtype.
@@ -124,20 +124,20 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
-    """E4M3 on a CPU by moving the bits into fp32's fields: torch's own conversion there is ten times slower."""
+    """Moves the bits of E4M3 into fp32's fields, on a CPU: torch's own conversion takes ten times as long."""
     bits = codes.view(torch.int8).to(torch.int32)
-    bits <<= 20  # mantissa and exponent to the bottom of theirs, the sign to bit 31
-    bits &= -0x78000001  # its extension out of the upper exponent bits
+    bits <<= 20  # mantissa and exponent to the low end of fp32's fields, the sign to bit 31
+    bits &= -0x78000001  # clears the sign extension in the upper exponent bits
     y = bits.view(torch.float32).mul_(2.0 ** (127 - E4M3.bias))  # exact, subnormals too
     if y.numel():
         low, high = torch.aminmax(y)
-        if max(-float(low), float(high)) > E4M3.max:  # the NaN code has become 480
+        if max(-float(low), float(high)) > E4M3.max:  # 480 stands for the NaN code
             y[y.abs() > E4M3.max] = math.nan
     return y
 
 
 def code_values(fmt: Format) -> Tensor:
-    """The value of every code of `fmt` in the order of the codes, fp32 (2**bits,); from the definition, not from torch.
+    """The values of all codes of `fmt` in the order of the codes, fp32 (2**bits,), by the definition, not by torch.
 
     Raises:
         ValueError: the format has more than 16 bits.
@@ -177,7 +177,7 @@ def _round_on_grid(
 ) -> tuple[Tensor, Tensor]:
     """(numbers of fmt as fp64, exponent of each one's binade as int64, at least fmt.emin).
 
-    In fp64, where every fp32 number is normal and x / quantum is exact: only the rounding rounds.
+    It computes in fp64: every fp32 number is normal there and x / quantum is exact, so there is one rounding.
     """
     x64 = x.to(torch.float64)
     quantum = power_of_two(_exponent(x64, fmt) - fmt.mantissa_bits)
@@ -186,25 +186,25 @@ def _round_on_grid(
         steps = steps.round()
     elif rounding == "stochastic":
         bits = random_bits(draw_seed(x.device, generator), x.numel()).view(x.shape)
-        # away from zero where the fraction and 24 random bits reach the next step
+        # away from zero if the fraction plus 24 random bits reaches the next step
         steps = torch.copysign((steps.abs() + (bits >> 8).to(torch.float64) * 2.0**-24).floor(), x64)
     else:
         raise ValueError(unknown_name("rounding", rounding, get_args(Rounding)))
     y = (steps * quantum).clamp(fmt.lowest, fmt.max)
     if not fmt.has_nan:
         y = torch.where(y.isnan(), fmt.max, y)
-    return y, _exponent(y, fmt)  # again: rounding may have carried into the next binade
+    return y, _exponent(y, fmt)  # computed again: rounding may carry into the next binade
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """int64 () on `device`, from torch's generator there: where its state is put back, so is the seed."""
+    """int64 () on `device`, from torch's generator of that device; restoring the generator restores the seed."""
     return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device, dtype=torch.int64)
 
 
 def random_bits(seed: Tensor, count: int) -> Tensor:
     """32 random bits for each of `count` elements, as int64; element i has word i % 4 of philox(i // 4, key=seed).
 
-    They depend on nothing but seed and i: not on threads, on the device, or on how the elements lie in memory.
+    They depend on seed and i only, not on threads, device or memory layout.
 
     Example:
         >>> random_bits(torch.tensor(0), 5)
@@ -223,7 +223,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     a, b, c, d = counter
     first, second = key
     for _ in range(10):
-        low, high = a * 0xD2511F53, c * 0xCD9E8D57  # wraps; the bits are those of the unsigned product
+        low, high = a * 0xD2511F53, c * 0xCD9E8D57  # int64 wraps to the bits of the unsigned product
         a, b = ((high >> 32) & _LOW_32) ^ b ^ first, high & _LOW_32
         c, d = ((low >> 32) & _LOW_32) ^ d ^ second, low & _LOW_32
         first, second = (first + 0x9E3779B9) & _LOW_32, (second + 0xBB67AE85) & _LOW_32
@@ -235,7 +235,7 @@ def _exponent(x64: Tensor, fmt: Format) -> Tensor:
 
 
 def floor_log2(x: Tensor) -> Tensor:
-    """floor(log2(|x|)) as int64, exact, from the bits: a float log2 rounds 2**k - ulp up to k.
+    """floor(log2(|x|)) as int64, exact, from the bits; a floating-point log2 rounds 2**k - ulp up to k.
 
     0 gives -1023; infinity and NaN give 1024.
 

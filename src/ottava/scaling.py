@@ -1,10 +1,10 @@
-"""Which elements share a scale (`Granularity`), their largest magnitude (`amax`), and the scale that follows from it.
+"""The elements that share a scale (`Granularity`), their largest magnitude (`amax`), and their scale.
 
     scale = fmt.max / (amax * 2**margin)         x * scale fills the format
-    scale_inv = 1 / scale                        x ~= q * scale_inv; this one is stored
+    scale_inv = 1 / scale                        x ~= q * scale_inv; a quantized tensor stores scale_inv
 
-`scale` lives only between this file and the cast; what is kept beside the codes is always `scale_inv`, the factor that
-dequantizes (TransformerEngine's word; the "decoding factor" of torch's scaled_mm). Powers of two are made from bits:
+`scale` lives only between this file and the cast. A quantized tensor always stores `scale_inv`, the factor that
+dequantizes (TransformerEngine's word; the "decoding factor" of torch's scaled_mm). Powers of two come from bits:
 torchao's exp2(floor(log2(s))) rounds *up* for 237 of 241 values just under a power of two.
 """
 
@@ -22,16 +22,16 @@ from ottava.formats import E4M3, E8M0, Format
 from ottava.rounding import floor_log2, power_of_two, round_to_format
 
 ScaleFormat = Literal["fp32", "pow2", "e8m0", "e8m0_floor", "e4m3"]
-"""How precise a scale is:
+"""The number format of a scale:
 
 fp32        any fp32 number.
 pow2        fp32 rounded down to a power of two: no mantissa error from scaling, nothing saturates.
-e8m0        power of two in a byte; the exponent of scale_inv is rounded up, so nothing saturates (NVIDIA's rule).
+e8m0        power of two in a byte; NVIDIA's rule rounds the exponent of scale_inv up, so nothing saturates.
 e8m0_floor  the same byte by the OCP MX rule, floor(log2(amax)) - emax: saturates values near the top of the block.
 e4m3        NVFP4's two levels: an fp32 scale for the tensor times an E4M3 scale for each block.
 """
 
-_MAX_EXTENT = 1 << 16  # a tensor is padded to whole blocks
+_MAX_EXTENT = 1 << 16  # of a block: the reference pads a tensor to whole blocks
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -65,7 +65,7 @@ class Granularity(RefusesUnknownFields):
 
     @functools.cached_property
     def transposed(self) -> Granularity:
-        """The same blocks as seen from the transpose."""
+        """The same blocks of the transpose."""
         return Granularity(self.cols, self.rows)
 
     def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -73,13 +73,13 @@ class Granularity(RefusesUnknownFields):
         return self.rows or max(shape[0], 1), self.cols or max(shape[1], 1)
 
     def grid_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many blocks cover a tensor of that shape, ragged last ones included; 1 along a whole extent."""
+        """The number of blocks that cover a tensor of that shape, with ragged last ones; 1 along a whole extent."""
         rows = 1 if self.rows is None else -(-shape[0] // self.rows)
         cols = 1 if self.cols is None else -(-shape[1] // self.cols)
         return rows, cols
 
     def blocks(self, x: Tensor) -> Tensor:
-        """x (R, C) as (grid rows, rows, grid columns, columns), zero-padded to whole blocks; a view where it can be."""
+        """x (R, C) as (grid rows, rows, grid columns, columns), zero-padded to whole blocks; a view if possible."""
         (rows, cols), (grid_rows, grid_cols) = (
             self.block_shape((x.shape[0], x.shape[1])),
             self.grid_shape((x.shape[0], x.shape[1])),
@@ -96,14 +96,14 @@ class Granularity(RefusesUnknownFields):
             lines, per_block, size, height, width = x.t(), per_block.t(), self.transposed, width, height
         rows, cols = size.rows or max(height, 1), size.cols or max(width, 1)
         if lines.is_contiguous() and height % rows == 0 and width % cols == 0 and per_block.numel() > 1:
-            # no factor for every element has to be made
+            # broadcasting needs no factor for every element
             lines.view(height // rows, rows, width // cols, cols).mul_(per_block[:, None, :, None])
         else:
             lines.mul_(size.expand(per_block, (height, width)))
         return x
 
     def expand(self, per_block: Tensor, shape: tuple[int, int]) -> Tensor:
-        """One entry per block -> something that broadcasts against a tensor of that shape."""
+        """One entry per block -> a tensor that broadcasts against a tensor of that shape."""
         rows, cols = self.block_shape(shape)
         if per_block.shape[0] > 1 and rows > 1:
             per_block = per_block.repeat_interleave(rows, 0)[: shape[0]]
@@ -147,8 +147,7 @@ def amax(x: Tensor, granularity: Granularity = PER_TENSOR) -> Tensor:
     Args:
         x: (R, C); float64, float32, bfloat16 or float16; any strides, also empty.
     Returns:
-        fp32, granularity.grid_shape(x.shape). NaN where the block has one, else inf where it has one; an empty block
-        gives 0.
+        fp32, granularity.grid_shape(x.shape). A block with a NaN gives NaN, one with an infinity inf, an empty one 0.
 
     Example:
         >>> amax(torch.tensor([[1.0, -3.0], [0.5, 0.25]]), PER_ROW)
@@ -157,13 +156,13 @@ def amax(x: Tensor, granularity: Granularity = PER_TENSOR) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros(granularity.grid_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
-    if column_major(x):  # reduce along memory, not across it
+    if column_major(x):  # so that the reduction runs along memory
         return amax(x.t(), granularity.transposed).t().contiguous()
-    if granularity == PER_TENSOR:  # aminmax reads once and allocates nothing; abs().max() does neither
+    if granularity == PER_TENSOR:  # aminmax reads once and allocates nothing, unlike abs().max()
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).to(torch.float32).reshape(1, 1)
-    # Without the sign bit the bits of floats are ordered like their magnitudes, infinity and NaN on top, and integers
-    # reduce several times faster than floats (a CPU's aminmax along a dimension: 25 times slower).
+    # Without the sign bit the bits of floats have the order of their magnitudes, infinity and NaN on top. torch reduces
+    # integers several times faster than floats (aminmax along a dimension takes 25 times as long on a CPU).
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     magnitudes = granularity.blocks(x.resolve_neg().view(integer).bitwise_and(torch.iinfo(integer).max))
     largest = magnitudes.squeeze(1).amax(dim=-1) if granularity.rows == 1 else magnitudes.amax(dim=(1, 3))
@@ -171,12 +170,12 @@ def amax(x: Tensor, granularity: Granularity = PER_TENSOR) -> Tensor:
 
 
 def column_major(x: Tensor) -> bool:
-    """Whether a matrix lies in memory column by column, as the transpose of an ordinary one does."""
+    """Whether memory holds a matrix column by column, like the transpose of an ordinary one."""
     return x.stride(0) == 1 and x.stride(1) > 1
 
 
 class Scale(NamedTuple):
-    """What a cast multiplies with, and its inverse that is stored; fp32, one entry per block."""
+    """The factor of a cast, and its inverse, which a quantized tensor stores; fp32, one entry per block."""
 
     scale: Tensor
     scale_inv: Tensor
