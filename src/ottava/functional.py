@@ -5,12 +5,11 @@
     dw (N, K) = dy.T (N, M) @ x.T  (K, M).T
     db (N,)   = sum of dy over M, in fp32, from the unquantized dy
 
-An operand that the recipe leaves in high precision passes through its door unchanged; nothing here asks "is it FP8?".
-Saved for backward: the operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a
-gradient will need. A norm or an activation may stand in front of the input's door (`Producer`). Operands of other
-ranks may be gathered between cast and GEMM, and results summed over ranks (`Exchange`). Without them neither costs a
-call. Where nothing is cast, the same Producer runs in front of torch's own linear (`produced`), so that its formulas
-stand once.
+An operand in high precision passes through its door unchanged; no code here asks "is it FP8?". Backward keeps the
+operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a gradient needs. A norm or
+an activation may stand in front of the input's door (`Producer`). An `Exchange` may gather operands of other ranks
+between cast and GEMM, and sum results over ranks. A layer without them pays no call. In high precision the same
+Producer runs in front of torch's own linear (`produced`), so its formulas stand once.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from ottava.recipe import Recipe
 class Producer(Protocol):
     """Makes the rows that the input door casts: a norm or an activation in front of a linear, part of one backward.
 
-    It holds no tensors: what it learns or keeps comes in as parameters and goes out as saved tensors. It runs outside
+    It holds no tensors: its parameters come in, and the tensors for its backward go out. It runs outside
     torch.autocast, so its dtypes are explicit.
     """
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """(rows (M, K) in x's dtype, what its backward needs)."""
+        """(rows (M, K) in x's dtype, the tensors that its backward needs)."""
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients of x and of each parameter."""
 
 
 class Exchange(Protocol):
-    """Stands between casts and GEMMs where the weight is split over ranks: see `nn.sharding`."""
+    """Stands between casts and GEMMs if ranks hold parts of the weight: see `nn.sharding`."""
 
     def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
         """The tokens of all ranks, as the codes and scales that these have cast.
@@ -60,16 +59,16 @@ class Exchange(Protocol):
 
 
 class Call:
-    """One forward of a quantized layer and its backward: what it runs under, and what it ran.
+    """One forward of a quantized layer and its backward: its settings, and the record of the kernels that ran.
 
     Args:
-        doors: the three of the layer.
+        doors: the three doors of the layer.
         recipe: resolved for this layer (no overrides left).
-        plans: where the layer keeps how its GEMMs are made.
-        produce: makes the rows that are cast; None: they are the input.
-        exchange: gathers operands between cast and GEMM; None: this rank's are all.
-        training: whether it is a training forward: one in grad mode that is no calibration.
-        before: the layer's call before this one, of which the last training call is kept: evaluation must not hide it.
+        plans: the layer's plans of GEMMs.
+        produce: makes the rows for the input door; None: the rows are the input.
+        exchange: gathers operands between cast and GEMM; None: this rank has all of them.
+        training: whether this is a training forward: in grad mode, and no calibration.
+        before: the layer's previous call. This call keeps the last training call, so that evaluation does not hide it.
     """
 
     __slots__ = (
@@ -90,27 +89,27 @@ class Call:
         before: Call | None = None,
     ) -> None:
         self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
-        self.input_shape = input_shape  # None: the call was compiled, and is not seen when it runs
+        self.input_shape = input_shape  # None: compiled code runs the call without a word
         self.produce, self.exchange = produce, exchange
         self.dtype: torch.dtype | None = None
-        self.records: dict[str, GemmRecord] = {}  # "fprop", "dgrad", "wgrad" -> what ran
+        self.records: dict[str, GemmRecord] = {}  # by "fprop", "dgrad", "wgrad"
         self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
         self.cast_specs: tuple[QuantizationSpec | None, ...] = ()
-        """What the forward has cast its input to, for x and for x.T."""
+        """The specs of x and of x.T to which the forward has cast its input."""
         self.remark = ""
-        """What a receipt says about these casts besides."""
+        """A remark of the receipt about these casts."""
         self.after_backward: Callable[[], None] | None = None
         self.training, self.trained = training, None if training or before is None else before.last_training
 
     @property
     def casts(self) -> int:
-        """How often the forward has cast its input: twice, unless one cast serves x and x.T."""
+        """The number of casts of the input in the forward: two, unless one cast serves x and x.T."""
         specs = [spec for spec in self.cast_specs if spec is not None]
         return 1 if len(specs) == 2 and specs[0] == specs[1] and specs[0].granularity.transposes else len(specs)
 
     @property
     def last_training(self) -> Call | None:
-        """This call if it was one of training, else the last one that was."""
+        """This call if it is a training call, else the last training call."""
         return self if self.training else self.trained
 
 
@@ -118,16 +117,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
     """y = x @ weight.T + bias under a recipe.
 
     Args:
-        x: (..., K); fp32, bf16 or fp16. Its dtype is that of y and dx. With a `call.produce`, what that takes.
+        x: (..., K); fp32, bf16 or fp16. y and dx have its dtype. With a `call.produce`: that Producer's input.
         weight: (N, K); may have another float dtype; dw has the weight's.
         bias: (N,) or None.
-        call: doors, recipe and slots; what was run is noted there.
+        call: doors, recipe and slots; it records the kernels that ran.
         parameters: of `call.produce`; they get gradients.
     Returns:
         (..., N).
     Raises:
-        ValueError: the last dimension of x, or of the rows made of it, is not K.  TypeError: x has another dtype.
-        NotImplementedError: a second derivative is asked for (backward with create_graph=True).
+        ValueError: the last dimension of x, or of the Producer's rows, is not K.  TypeError: x has another dtype.
+        NotImplementedError: in a backward with create_graph=True: there is no second derivative.
     """
     if x.dim() == 0 or (call.produce is None and x.shape[-1] != weight.shape[1]):
         raise ValueError(f"linear: got input {tuple(x.shape)}; needs (..., {weight.shape[1]}), as the weight has it")
@@ -139,30 +138,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
 
 
 def produced(produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """The rows that a Producer makes, as an operation of its own: a stand-alone norm, or rows that nobody casts.
+    """The rows of a Producer as an operation of its own: a stand-alone norm, or rows in high precision.
 
     Args:
         x: any shape that the Producer takes.
         parameters: of the Producer; they get gradients.
     Raises:
-        NotImplementedError: a second derivative is asked for (backward with create_graph=True).
+        NotImplementedError: in a backward with create_graph=True: there is no second derivative.
     """
     return _Produced.apply(produce, x, *parameters)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=8)
 def build_ahead(dtype: torch.dtype, casts: bool = True) -> None:
-    """Begins to compile what linears with such weights need on a CPU, all of it at once and in the background.
+    """Compiles in the background, all at once, the libraries that linears with such weights need on a CPU.
 
-    The first step would ask for one library after the other, and wait for each. Nothing is begun where there is an
-    accelerator: a model that is converted on the CPU will hardly stay there. casts: False for layers in high precision.
+    Otherwise the first step would wait for one library after the other. If the machine has an accelerator, this
+    function does nothing: a model converted on the CPU will move there. casts: False for layers in high precision.
     """
     if torch.accelerator.is_available():
         return
-    inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # torch.autocast's, as training in FP32 has it
-    for one in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
-        if one in native_quantize.VARIANTS:
-            native_build.begin("quantize", native_quantize.VARIANTS[one])
+    inputs = torch.bfloat16 if dtype == torch.float32 else dtype  # FP32 weights run under torch.autocast
+    for cast_dtype in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
+        if cast_dtype in native_quantize.VARIANTS:
+            native_build.begin("quantize", native_quantize.VARIANTS[cast_dtype])
     for name in ("gemm", "sums"):
         native_build.begin(name)
 
@@ -178,9 +177,9 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Tensor | None,
     ) -> Tensor:
-        # needs_input_grad is requires_grad, also where no gradient will ever be asked for
+        # needs_input_grad is requires_grad, without regard to grad mode
         _, _, *needed = ctx.needs_input_grad
-        needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of what makes the rows
+        needs_dx = grad_enabled and (needed[0] or True in needed[3:])  # for x, or a parameter of the Producer
         needs_dw = grad_enabled and needed[1]
         fprop, wgrad = call.recipe.fprop, call.recipe.wgrad
         made: tuple[Tensor | None, ...] = ()
@@ -319,7 +318,7 @@ class _Produced(torch.autograd.Function):
 def _made(
     produce: Producer, x: Tensor, parameters: tuple[Tensor | None, ...], features: int, dtype: torch.dtype | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """What a Producer makes, in the dtype that the linear behind it runs in."""
+    """The rows of a Producer in the dtype of its linear, and the tensors for its backward."""
     with no_autocast(x.device):
         rows, made = produce.forward(x, *parameters)
     if rows.shape[-1] != features:
@@ -331,11 +330,11 @@ def _made(
 
 
 def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
-    """When the gradient of y arrives, the door stages its amax. For calibration."""
+    """For calibration: the door stages the amax of y's gradient when it arrives."""
     if not y.requires_grad:
         return
-    # a hook, not a Function of its own: y may be written to in place afterwards (nn.ReLU). Of a 3-D input y is a view
-    # of the GEMM's result, which an in-place operation cuts out of the graph, hooks and all: so the result is asked
+    # A hook, not a Function: the next module may write to y in place (nn.ReLU). With a 3-D input y is a view of the
+    # GEMM's result; an in-place operation removes the view and its hooks from the graph, so the hook is on the result.
     result = y if y._base is None or y._base.grad_fn is None or y._base.numel() != y.numel() else y._base
     result.register_hook(lambda dy: door.calibrate(dy, spec))
 
@@ -344,9 +343,9 @@ Described = tuple[tuple[QuantizationSpec, torch.dtype] | None, ...]
 
 
 def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described, int]:
-    """Two tensors of each operand, as autograd saves them; what they are; bytes of the quantized ones.
+    """Two tensors of each operand, for autograd to save; their descriptions; bytes of the quantized operands.
 
-    `unflattened` is the way back.
+    `unflattened` is the inverse.
     """
     tensors: list[Tensor | None] = []
     described: list[tuple[QuantizationSpec, torch.dtype] | None] = []
@@ -363,6 +362,6 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
 
 
 def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
-    """The operands of `flattened`."""
+    """The inverse of `flattened`."""
     pairs = zip(tensors[::2], tensors[1::2], described, strict=True)
     return [data if cast is None else QuantizedTensor(data, scale_inv, *cast) for data, scale_inv, cast in pairs]  # type: ignore[arg-type]

@@ -4,9 +4,9 @@
     dgrad   dx (M, K) = dy   (M, N) @ w.T  (K, N).T      lhs dy,   rhs w.T
     wgrad   dw (N, K) = dy.T (N, M) @ x.T  (K, M).T      lhs dy.T, rhs x.T
 
-A cell is a `QuantizationSpec`, or None: stay in high precision. Blocks always run along the last dimension, the one
-that is contracted, so "column-wise" is just row-wise of the transpose. Overrides give single layers other cells. Adding
-a recipe is adding one entry to `RECIPES`; which layer runs which recipe at a given moment is decided in `nn.linear`.
+A cell is a `QuantizationSpec`, or None for high precision. Blocks always run along the last dimension, which the GEMM
+contracts, so "column-wise" is row-wise of the transpose. Overrides give single layers other cells. A new recipe is one
+entry in `RECIPES`. `nn.layer` decides which recipe a layer runs at a given moment.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ CELL_OF: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("grad_output", "col"): ("wgrad", "lhs"),
     }
 )
-"""(tensor, direction) -> the GEMM and side whose cell casts it; "row" is x, "col" is x.T."""
+"""(tensor, direction) -> GEMM and side of its cell; "row" is x, "col" is x.T."""
 TENSOR_OF = MappingProxyType({cell: tensor for tensor, cell in CELL_OF.items()})
-"""The other way round."""
+"""GEMM and side of a cell -> (tensor, direction)."""
 TENSORS = tuple(tensor for tensor, direction in CELL_OF if direction == "row")
-"""What a linear layer casts; see `Recipe.cells`."""
+"""The tensors that a linear layer casts; see `Recipe.cells`."""
 HISTORY_FIELDS = ("margin", "amax_history_len", "amax_compute_algo", "bootstrap")
-"""Fields of a predicted cell that `get_recipe` takes; what each means stands in `QuantizationSpec`."""
+"""Fields of a predicted cell that `get_recipe` takes; `QuantizationSpec` explains them."""
 _BF16_GEMM = "/fp8_inputs_bf16_gemm"
 
 
 @dataclass(frozen=True)
 class GemmRecipe(RefusesUnknownFields):
-    """The two cells of one GEMM, and how it is computed.
+    """The two cells of one GEMM, and the way to compute it.
 
     Raises:
         ValueError: no hardware multiplies these two operands (see `quantized_tensor.refuse_pair`).
@@ -66,9 +66,9 @@ class GemmRecipe(RefusesUnknownFields):
     rhs: QuantizationSpec | None = None
     """Right operand."""
     fast_accum: bool = False
-    """Let Hopper keep partial sums in its short accumulator. The field's practice: in fprop only."""
+    """Let Hopper keep partial sums in its short accumulator. The field does so in fprop only."""
     compute: Compute = "native"
-    """"bf16": decode the operands and multiply in BF16. Tells damage by quantization from damage by accumulation."""
+    """"bf16": decode the operands and multiply in BF16, to tell damage by quantization from damage by accumulation."""
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
@@ -117,7 +117,7 @@ class Override(RefusesUnknownFields):
     """Other cells for the layers whose name matches a pattern ("layers.0.*", "*.mlp.down_proj")."""
 
     pattern: str
-    """Shell pattern over the layer's full name: * matches dots too."""
+    """Shell pattern for the layer's full name; * matches dots too."""
     changes: tuple[tuple[str, _Change], ...]
     """Pairs such as ("wgrad", GemmRecipe()), ("fprop.lhs", spec) or ("attention", None), applied together."""
 
@@ -136,7 +136,7 @@ class Override(RefusesUnknownFields):
             if not (isinstance(value, kind) or (value is None and target not in GEMMS)):
                 needed = kind.__name__ if target in GEMMS else f"{kind.__name__} or None"
                 raise TypeError(f"override {self.pattern!r}: {target} is {value!r}; needs a {needed}")
-        # One order, and of two changes of one cell the later: equal effects, equal overrides, whatever a file sorted.
+        # one order, and the later of two changes of a cell: overrides with equal effects are equal
         changes = dict(self.changes)
         object.__setattr__(self, "changes", tuple((t, changes[t]) for t in _TARGETS if t in changes))
 
@@ -147,7 +147,7 @@ class Override(RefusesUnknownFields):
         for target, value in self.changes:
             gemm, _, side = target.partition(".")
             if side:
-                sides.setdefault(gemm, {})[side] = value  # both sides of a GEMM change at once: half of it is refused
+                sides.setdefault(gemm, {})[side] = value  # both sides at once: GemmRecipe refuses half of a change
             else:
                 gemms[gemm] = value
         for gemm, cells in sides.items():
@@ -157,10 +157,10 @@ class Override(RefusesUnknownFields):
 
 @dataclass(frozen=True)
 class Recipe(RefusesUnknownFields):
-    """The whole of a training recipe: six cells and the layers that differ. Frozen, hashable, compared by every field.
+    """A training recipe: six cells and overrides for single layers. Frozen, hashable, compared by every field.
 
     Raises:
-        TypeError: unknown field.  ValueError: cells that no GEMM takes together.
+        TypeError: unknown field.  ValueError: no GEMM takes two of the cells together.
 
     Example:
         >>> recipe = RECIPES["tensorwise"].override("layers.0.*", "bf16").override("*.down_proj", wgrad=None)
@@ -169,7 +169,7 @@ class Recipe(RefusesUnknownFields):
     """
 
     name: str
-    """What receipts and reports call it."""
+    """Its name in receipts and reports."""
     fprop: GemmRecipe = HIGH_PRECISION
     """y = x @ w.T"""
     dgrad: GemmRecipe = HIGH_PRECISION
@@ -177,27 +177,27 @@ class Recipe(RefusesUnknownFields):
     wgrad: GemmRecipe = HIGH_PRECISION
     """dw = dy.T @ x"""
     overrides: tuple[Override, ...] = ()
-    """Layers that differ; of two that match a layer, the later one has the last word."""
+    """Other cells for single layers; the last matching override wins."""
     attention: AttentionRecipe | None = None
-    """What `nn.DotProductAttention` casts; None, as in every registered recipe: it runs in high precision."""
+    """The casts of `nn.DotProductAttention`; None, as in every registered recipe: it runs in high precision."""
     predicted: bool = field(init=False, repr=False, compare=False)
-    """Whether a cell of its own, no override's, is predicted: then doors keep state. Asked in every forward."""
+    """Whether one of the six cells is predicted, so that doors keep state. A field, because every forward reads it."""
     casts: bool = field(init=False, repr=False, compare=False)
-    """Whether a GEMM of its own, no override's, is quantized. Asked in every forward."""
+    """Whether one of the three GEMMs is quantized. A field, because every forward reads it."""
 
     def __post_init__(self) -> None:
         need_type("Recipe: name", self.name, str)
         if not self.name:
-            raise ValueError("Recipe: a name is needed, so that receipts and reports can name it")
+            raise ValueError("Recipe: the name is empty; receipts and reports need one")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
         object.__setattr__(self, "casts", any(spec is not None for spec in specs))
         for tensor in TENSORS:
-            one, other = self.cells(tensor)
-            if one and other and one.predicted and other.predicted and one != other:
+            row, col = self.cells(tensor)
+            if row and col and row.predicted and col.predicted and row != col:
                 raise ValueError(
-                    f"recipe {self.name!r}: {tensor} is predicted as {one} and as {other}; a tensor has one history: "
-                    f"give both cells one spec"
+                    f"recipe {self.name!r}: {tensor} is predicted as {row} and as {col}; a tensor has one history: "
+                    "give both cells one spec"
                 )
         for override in self.overrides:
             override.apply(replace(self, overrides=()))  # refuses bad cells here, not in the first forward
@@ -218,12 +218,12 @@ class Recipe(RefusesUnknownFields):
         """This recipe with other cells for the layers that match `pattern`.
 
         Args:
-            pattern: shell pattern over the layer's full name.
-            recipe: take all six cells from that recipe (its name will do).
+            pattern: shell pattern for the layer's full name.
+            recipe: a Recipe or its name; take all six cells from it.
             cells: single cells by name: {"fprop.lhs": spec}.
             gemms: whole GEMMs: wgrad=GemmRecipe(...), or attention=AttentionRecipe(); None for high precision.
         Raises:
-            ValueError: unknown cell or recipe, nothing to change, or cells that no GEMM takes together.
+            ValueError: unknown cell or recipe, no change at all, or no GEMM takes two of the cells together.
         """
         changes: list[tuple[str, _Change]] = []
         if recipe is not None:
@@ -236,7 +236,7 @@ class Recipe(RefusesUnknownFields):
         return replace(self, overrides=(*self.overrides, Override(pattern, tuple(changes))))
 
     def cells(self, tensor: str) -> tuple[QuantizationSpec | None, QuantizationSpec | None]:
-        """What a door casts its tensor x to, and x.T; tensor: one of TENSORS.
+        """The cells of x and x.T for the door of a tensor, one of TENSORS.
 
         Example:
             >>> [str(spec) for spec in RECIPES["blockwise"].cells("weight")]
@@ -248,7 +248,7 @@ class Recipe(RefusesUnknownFields):
         return row, col
 
     def for_layer(self, layer: str) -> Recipe:
-        """The recipe of the layer of that full name: overrides applied, none left."""
+        """The recipe of the layer with that full name; it has no overrides left."""
         resolved = replace(self, overrides=()) if self.overrides else self
         for override in self.overrides:
             if fnmatch.fnmatchcase(layer, override.pattern):
@@ -256,9 +256,9 @@ class Recipe(RefusesUnknownFields):
         return resolved
 
     def fp8_inputs_bf16_gemm(self) -> Recipe:
-        """The diagnostic form: the same quantized operands, every GEMM computed in BF16.
+        """The diagnostic form: the same quantized operands, and every GEMM in BF16.
 
-        If it cures a run, the accumulation or the FP8 GEMM was at fault; if not, the quantization itself.
+        If it cures a run, the accumulation or the FP8 GEMM was at fault; otherwise the quantization was.
         """
         if self.name.endswith(_BF16_GEMM):
             return self
@@ -269,7 +269,7 @@ class Recipe(RefusesUnknownFields):
         return replace(self._changed(in_bf16), name=self.name + _BF16_GEMM)
 
     def _changed(self, change: Callable[[_Change], _Change]) -> Recipe:
-        """Each GEMM of this recipe, and all that its overrides put in place, after `change`."""
+        """This recipe with `change` applied to each GEMM and to each value of its overrides."""
         gemms: dict[str, Any] = {gemm: change(getattr(self, gemm)) for gemm in GEMMS}
         overrides = (Override(o.pattern, tuple((t, change(v)) for t, v in o.changes)) for o in self.overrides)
         return replace(self, overrides=tuple(overrides), **gemms)
@@ -292,7 +292,7 @@ class Recipe(RefusesUnknownFields):
         """The inverse of `to_dict`. Overrides may also name a whole recipe: {"pattern": "lm_head", "recipe": "bf16"}.
 
         Raises:
-            TypeError, ValueError: unknown key, name or combination; the nearest known name is named.
+            TypeError, ValueError: unknown key, name or combination; the message gives the nearest known name.
         """
         need_type("Recipe", values, Mapping)
         values = dict(values)
@@ -335,7 +335,7 @@ def _change_from_dict(target: str, value: Mapping[str, Any] | None) -> _Change:
 def _table(
     name: str, input: QuantizationSpec, weight: QuantizationSpec, grad_output: QuantizationSpec, **cells: Any
 ) -> Recipe:
-    """The usual table: each tensor has one spec in both of its GEMMs; `cells` holds the exceptions."""
+    """The usual table: each tensor has one spec in both of its GEMMs; `cells` gives the exceptions."""
     gemms = {
         "fprop": GemmRecipe(input, weight, fast_accum=True),
         "dgrad": GemmRecipe(grad_output, weight),
@@ -375,7 +375,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             _table("mxfp8_floor", _MX_FLOOR, _MX_FLOOR, _MX_FLOOR),
             # TE DelayedScaling(HYBRID)
             _table("delayed", _DELAYED_E4M3, _DELAYED_E4M3, _DELAYED_E5M2),
-            # delayed, but exact wherever the predicted scale would clip or waste 3 octaves; 1 octave of headroom
+            # delayed, with the current scale if the predicted one would clip or waste 3 octaves; 1 octave of headroom
             _table("guarded", _GUARDED_E4M3, _GUARDED_E4M3, _GUARDED_E5M2),
             # TE NVFP4BlockScaling without its random Hadamard transform
             _table("nvfp4", _NV, replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")),
@@ -388,11 +388,11 @@ def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
     """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form.
 
     Args:
-        history: fields for each cell whose scale is predicted, overrides' cells as well: margin, amax_history_len,
+        history: fields for each cell with a predicted scale, including cells of overrides: margin, amax_history_len,
             amax_compute_algo, bootstrap (see `QuantizationSpec`).
     Raises:
-        ValueError: nobody knows the name (the nearest known one is named), a value that a cell refuses, or history
-            fields for a recipe that predicts no scale.
+        ValueError: unknown name (the message gives the nearest known one), a value that a cell refuses, or history
+            fields for a recipe without predicted scales.
         TypeError: neither a name nor a Recipe, an unknown field, or a value of another type.
 
     Example:
@@ -417,12 +417,12 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
     for name in history:
         if name not in HISTORY_FIELDS:
             raise TypeError(f"get_recipe: {unknown_name('history field', name, HISTORY_FIELDS)}")
-    found = []
+    predicted = []
 
     def cell(spec: QuantizationSpec | None) -> QuantizationSpec | None:
         if spec is None or not spec.predicted:
             return spec
-        found.append(spec)
+        predicted.append(spec)
         return replace(spec, **history)
 
     def change(value: _Change) -> _Change:
@@ -431,7 +431,7 @@ def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:
         return value if isinstance(value, AttentionRecipe) else cell(value)
 
     changed = recipe._changed(change)
-    if not found:
+    if not predicted:
         raise ValueError(
             f"get_recipe: {', '.join(history)} given for recipe {recipe.name!r}, which predicts no scale and keeps no "
             "history. Take 'delayed' or 'guarded', or leave these fields out"

@@ -1,7 +1,7 @@
-"""How everything here is configured: frozen, typed sections, made by keywords, from a mapping or from a YAML file.
+"""Settings as frozen, typed sections, from keywords, from a mapping or from a YAML file.
 
-Every key has a default, so an empty file is valid; every key is checked, so a typo is an error that names the nearest
-key that exists. Files and overrides come from outside, and are read by `untrusted`.
+Every key has a default, so an empty file is valid. pydantic checks every key, and the error for a typo names the
+nearest existing key. Files and overrides come from outside, so `untrusted` reads them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from ottava.errors import unknown_name
 from ottava.untrusted import MAX_YAML_BYTES, UntrustedError, parse_yaml, read_text
 
 _LONGEST = 200
-"""Letters of a wrong value that a message repeats."""
+"""Characters of a wrong value that a message repeats."""
 
 _MOST = 2**53
-"""What a float counts exactly, as schedules do."""
+"""Schedules count in floats, which are exact up to here."""
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or out of range; the message says which, and what would do."""
+    """A setting is unknown or out of range; the message names it and the valid values."""
 
     exit_code = 2
 
 
 class Section(BaseModel):
-    """A part of the settings: immutable, and unknown keys are refused.
+    """An immutable part of the settings, which refuses unknown keys.
 
     Raises:
-        ConfigError: a line for each problem, with the key's full path.
+        ConfigError: one line for each problem, with the key's full path.
 
     Example:
         >>> class Schedule(Section):
@@ -52,12 +52,12 @@ class Section(BaseModel):
         except ValidationError as error:
             raise ConfigError("\n".join(_explained(type(self), error))) from None
 
-    # As RootModel's: a section inside another one is made without this, so that the outermost knows the full path
+    # as in RootModel: pydantic makes inner sections without this __init__, so the outermost one knows the full path
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def checked(cls, tree: Mapping[str, Any], path: Path | None = None) -> Self:
-        """From a mapping; where a file held it, what is wrong names the file."""
+        """From a mapping; if it came from a file, the error names the file."""
         try:
             return cls(**tree)
         except ConfigError as error:
@@ -68,7 +68,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; {} of an empty one.
 
     Raises:
-        ConfigError: there is no such file, or it holds no mapping.
+        ConfigError: no such file, or the file holds no mapping.
     """
     try:
         tree = parse_yaml(read_text(path, most=MAX_YAML_BYTES))
@@ -84,10 +84,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `a.b=c`, c in YAML, in a tree of settings, making the mappings on the way.
+    """Sets one `a.b=c`, c in YAML, in a tree of settings; makes missing mappings.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the override has another form.
 
     Example:
         >>> tree = {}
@@ -125,18 +125,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
-    """Each problem as one line: the key's full path, then what is wrong with it."""
+    """Each problem as one line: the key's full path, then the fault."""
     for problem in error.errors():
         parents = [str(part) for part in problem["loc"][:-1]]
         path = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "value_error":  # one of ours, which says it all
-            said = problem["msg"].removeprefix("Value error, ")
-            yield f"{path}: {said}" if path else said
+        if problem["type"] == "value_error":  # our own text
+            text = problem["msg"].removeprefix("Value error, ")
+            yield f"{path}: {text}" if path else text
         elif problem["type"] == "missing":
             yield f"{path}: is missing"
         elif problem["type"] != "extra_forbidden":
-            said = problem["msg"]
-            yield f"{path}: got {short(problem['input'])}; {said[:1].lower()}{said[1:]}"
+            text = problem["msg"]
+            yield f"{path}: got {short(problem['input'])}; {text[:1].lower()}{text[1:]}"
         else:
             inner = section
             for name in [name for name in parents if not name.isdecimal()]:
@@ -146,7 +146,7 @@ def _explained(section: type[Section], error: ValidationError) -> Iterable[str]:
 
 
 def short(value: object) -> str:
-    """A value as a message repeats it."""
+    """A value for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
