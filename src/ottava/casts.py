@@ -1,8 +1,8 @@
-"""`quantize` and its kin: casts to FP8 and back, and the choice of the kernel that runs them.
+"""Casts to FP8 and back, and the choice of their kernel.
 
-The first kernel of an explicit tuple that supports a cast makes it; `explain_quantize` lists every refusal. All kernels
-give the reference's bits. What is decided depends on dtype, shape and strides and not on numbers, so a door decides
-once and keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
+The first kernel of an explicit tuple that supports a cast runs it; `explain_quantize` lists every refusal. All kernels
+give the reference's bits. The choice depends on dtype, shape and strides, not on numbers, so a door decides once and
+keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`ottava::quantize`,
 `ottava::quantize_both`), with the bits of eager code.
 """
 
@@ -27,7 +27,7 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
 class QuantizeKernel(Protocol):
-    """What a kernel file that casts offers."""
+    """The interface of a kernel file for casts."""
 
     NAME: str
 
@@ -40,10 +40,10 @@ class QuantizeKernel(Protocol):
 
 Plan = TypeVar("Plan")
 MOST_PLANS = 32
-"""That one door or one layer keeps."""
+"""The largest number of plans of one door or one layer."""
 
 _POWERS = ("pow2", "e8m0", "e8m0_floor")
-"""Scale formats whose every scale is a power of two."""
+"""Scale formats in which every scale is a power of two."""
 
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
@@ -57,7 +57,7 @@ class Both(NamedTuple):
     col: QuantizedTensor | None
     """Of x.T."""
     amax: Tensor | None
-    """Of the first of them, one entry a block; None: it has been staged."""
+    """Of the first of them, one entry per block; None: the kernel has staged it."""
 
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None], Both]
@@ -70,11 +70,11 @@ class CastPlan(NamedTuple):
     run: Run
     """Makes the casts."""
     kernel: str
-    """What runs."""
+    """Name of the kernel that runs."""
     refusals: tuple[str, ...]
     """Why the kernels before it do not."""
     specs: tuple[QuantizationSpec | None, QuantizationSpec | None]
-    """What is cast to. A plan that is kept keeps them alive, so their `id` names them."""
+    """Of x and x.T. A kept plan keeps them alive, so their `id` names them."""
 
 
 def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> QuantizedTensor:
@@ -82,7 +82,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) 
 
     Args:
         x: (R, C); float32, bfloat16 or float16; any strides, also empty.
-        scale: fp32, one entry, multiplies x before the cast (delayed scaling); None: the current scale of each block.
+        scale: fp32, one entry, the factor of x before the cast (delayed scaling); None: each block's current scale.
     Returns:
         QuantizedTensor: .data codes (R, C) | .scale_inv fp32, one entry per block | .dequantize().
     Raises:
@@ -92,12 +92,12 @@ def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) 
     Example:
         >>> from ottava.formats import E4M3
         >>> x_q = quantize(torch.tensor([[0.5, -3.0], [14.0, 7.0]]), QuantizationSpec(E4M3))
-        >>> x_q.scale_inv, x_q.data.float()                                # 14 / 448, and what is kept in FP8
+        >>> x_q.scale_inv, x_q.data.float()                                # 14 / 448, and the codes' numbers
         (tensor([[0.0312]]), tensor([[ 16., -96.],
                 [448., 224.]]))
     """
     x_q = cast_both(x, spec, None, scale=scale).row
-    assert x_q is not None  # it was asked for
+    assert x_q is not None  # spec is not None
     return x_q
 
 
@@ -113,11 +113,11 @@ def cast_both(
     """x cast to spec and x.T cast to spec_t, from one reading of x where a kernel can.
 
     Args:
-        x: (R, C); spec, spec_t: None for one that is not wanted, not both.
-        scale: as for `quantize`, one for both; where it is 0 the current scale is used.
-        staged: fp32 (3,), what a door has seen since its last boundary. A kernel that can raises it to this cast's
-            amax, and then returns no amax.
-        plans: where the caller keeps what was decided. None: it is decided anew.
+        x: (R, C); spec, spec_t: None for a cast that is not wanted, not both.
+        scale: as for `quantize`, one for both; 0 takes the current scale.
+        staged: fp32 (3,), of a door: its amax since the last boundary. Some kernels raise it to this cast's amax
+            themselves, and then return no amax.
+        plans: the caller's kept plans. None: decide anew.
     """
     if torch.compiler.is_compiling():
         return _compiled(x, spec, spec_t, scale)
@@ -137,7 +137,7 @@ def cast_both(
 
 
 def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
-    """Keeps what one door or one layer has decided, MOST_PLANS at most.
+    """Adds a plan to those of a door or a layer, MOST_PLANS at most.
 
     Example:
         >>> plans = dict.fromkeys(range(32), "old")
@@ -158,7 +158,7 @@ def plan_casts(
     scale: Tensor | None = None,
     staged: Tensor | None = None,
 ) -> CastPlan:
-    """Decides who casts matrices like x to spec, and their transposes to spec_t; arguments as for `cast_both`.
+    """Chooses the kernel that casts matrices like x to spec, and their transposes to spec_t; arguments of `cast_both`.
 
     Raises:
         TypeError: dtype.  ValueError: not a matrix.
@@ -196,7 +196,7 @@ def plan_casts(
 def _one_for_both(
     x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None
 ) -> CastPlan:
-    """Codes of x.T that are those of x: one scale for the whole tensor, or square blocks."""
+    """x and x.T with the same codes: one scale for the whole tensor, or square blocks."""
     known = spec or spec_t
     assert known is not None
     cast, kernel, refusals = _first(x, known, scale)
@@ -205,7 +205,7 @@ def _one_for_both(
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
         data, scale_inv, amax = cast(x, scale, staged)
-        kept = amax if on_cpu or one_scale else None  # elsewhere nobody would read it back
+        kept = amax if on_cpu or one_scale else None  # nobody reads amaxes of blocks back from an accelerator
         row = QuantizedTensor(data, scale_inv, known, dtype, kept) if wants_row else None
         turned = scale_inv if one_scale else scale_inv.t()
         col = QuantizedTensor(data.t(), turned, known, dtype, kept) if wants_col else None
@@ -278,7 +278,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
     """As `QuantizedTensor.dequantize`, bit for bit, by the fastest kernel that takes it.
 
     Args:
-        dtype: that of the original by default.
+        dtype: of the result; None: that of the original.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -296,7 +296,7 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
 
 
 def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
-    """Why x.T is not made from the codes of x; None if `turn` makes it.
+    """Why `turn` cannot make x.T from the codes of x; None if it can.
 
     Example:
         >>> from ottava.recipe import RECIPES
@@ -305,25 +305,24 @@ def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
     """
     if spec.format != spec_t.format:
         return f"x is cast to {spec.format} and x.T to {spec_t.format}"
-    for one in (spec, spec_t):
-        if one.scale_format not in _POWERS:
-            return f"{one.scale_format} scales are no powers of two, so that codes would be rounded twice"
-        if one.rounding != "nearest_even" or one.predicted:
-            return f"{one} is cast from x alone"
+    for side in (spec, spec_t):
+        if side.scale_format not in _POWERS:
+            return f"{side.scale_format} scales are no powers of two, so that codes would be rounded twice"
+        if side.rounding != "nearest_even" or side.predicted:
+            return f"only x itself can be cast to {side}"
     return None
 
 
 def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
     """x.T cast to spec_t, from the codes of x: between scales that are powers of two a code moves by whole octaves.
 
-    Nothing is lost but where a number falls among the subnormals of its new block: there it is rounded once more, by
-    half the smallest subnormal at most. ("e8m0_floor" saturates what is near the top, as in any cast.) x itself is
-    not needed any longer, nor kept.
+    A number loses bits only if it becomes a subnormal of its new block. Then it is rounded once more, by at most half
+    the smallest subnormal. ("e8m0_floor" saturates numbers near the top, as in any cast.) The caller may free x.
 
     Raises:
-        ValueError: `refuse_turn` says why.
-    Source: FP8-Flow-MoE (arXiv 2511.02302), whose 128x128 tiles take the largest scale of their rows; here each block
-        of x.T has the scale that its own amax asks for.
+        ValueError: `refuse_turn` gives the reason.
+    Source: FP8-Flow-MoE (arXiv 2511.02302). Its 128x128 tiles take the largest scale of their rows; here each block of
+        x.T has the scale of its own amax.
 
     Example:
         >>> from ottava.recipe import RECIPES
@@ -342,7 +341,7 @@ def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
 
 
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
-    """Which kernel `quantize` would run on this matrix, and why not those before it, one a line.
+    """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -389,14 +388,14 @@ def spec_from_key(key: str) -> QuantizationSpec:
 
 
 def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """An accelerator's GEMMs want contiguous codes, and Triton writes such; on a CPU they keep the strides of x."""
+    """Empty codes: contiguous on an accelerator, as its GEMMs need them; with the strides of x on a CPU."""
     if x.device.type == "cpu":
         return torch.empty_like(x, dtype=dtype, device=device)
     return torch.empty(x.shape, dtype=dtype, device=device)
 
 
 def _as_promised(data: Tensor, x: Tensor) -> Tensor:
-    """Codes of x with the strides that compiled code was told; nearly always they have them."""
+    """Codes of x with the strides that compiled code expects; nearly always they have them."""
     if data.stride() == x.stride() and x.device.type == "cpu":
         return data
     strides = _codes_like(x, data.dtype, "meta").stride()
@@ -421,13 +420,13 @@ def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Te
 
 
 def _casts_as(x: Tensor) -> str:
-    """The type of device whose way of casting x and x.T compiled code takes."""
+    """The type of device; it decides how compiled code casts x and x.T."""
     return x.device.type
 
 
 @constant_in_graph
 def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
-    """Whether compiled code asks for both casts at once, and whether these have one scale for each element."""
+    """Whether compiled code calls one operator for both casts, and whether both share each element's scale."""
     cells = spec_from_key(spec), spec_from_key(spec_t)
     if device == "cpu":
         return not (cells[0] == cells[1] and cells[0].granularity.transposes), False
@@ -446,14 +445,14 @@ def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> t
     _both_promised,
 )
 def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
-    """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty where they share their scales."""
+    """(codes, scale_inv, amax) of x, (codes, scale_inv) of x.T; the last is empty if they share their scales."""
     row_spec, col_spec = spec_from_key(spec), spec_from_key(spec_t)
     row, col, amax = plan_casts(x, row_spec, col_spec, scale=scale).run(x, scale, None)
     assert row is not None
     assert col is not None
-    assert amax is not None  # both were asked for, and nothing is staged
+    assert amax is not None  # both specs are given, and no door stages the amax
     codes_t = _as_promised(col.data, x.t())
-    if codes_t.data_ptr() == row.data.data_ptr():  # outputs must not share memory
+    if codes_t.data_ptr() == row.data.data_ptr():  # outputs of an operator must not share memory
         codes_t = codes_t.clone(memory_format=torch.preserve_format)
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
     return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own

@@ -1,7 +1,7 @@
-"""Which kernel runs a GEMM: the tables of kernels, the order in which they are asked, and what was measured.
+"""Chooses the kernel of a GEMM, from tables of kernels and from measurements.
 
-The first kernel that supports a call gets it, unless another was measured to be faster: by `ops.tune_gemm` on a GPU,
-once a machine on a CPU (`cpu_ranking`). A new kernel is one file in `kernels` and one entry in a table here.
+The first kernel that supports a call runs it, unless a measurement found a faster one: `ops.tune_gemm` measures on a
+GPU, `cpu_ranking` once a machine on a CPU. A new kernel is one file in `kernels` and one entry in a table here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ottava.quantized_tensor import QuantizedTensor, RunGemm
 
 
 class GemmKernel(Protocol):
-    """What a kernel file offers; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`, `reads_scales`."""
+    """The interface of a kernel file for GEMMs; see `kernels`. Optional: `plan_gemm`, `ways`, `SOURCES`,
+    `reads_scales`."""
 
     NAME: str
     NATIVE: bool
@@ -36,7 +37,7 @@ class GemmKernel(Protocol):
         """None, or the reason why not."""
 
     def padding(self, a: QuantizedTensor, b: QuantizedTensor) -> str:
-        """What is zero-padded."""
+        """The zero-padded sizes; "": none."""
 
     def gemm(
         self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
@@ -44,15 +45,15 @@ class GemmKernel(Protocol):
         """(M, K), (N, K) -> (M, N)."""
 
 
-# The order of capability; `cpu_ranking` moves what was measured to be clearly faster. On a CPU torch's scaled GEMM
-# rounds more often than the others: an oracle there, not an engine, and never moved.
+# The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
+# often than the others. It is an oracle there, not an engine, and keeps its place.
 CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
-# Triton's runs where `tune_gemm` measured it to be the fastest; unmeasured it stands behind what is known to be fast.
+# Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
 class DenseKernel(Protocol):
-    """What a kernel file offers that multiplies matrices in high precision."""
+    """The interface of a kernel file for matrices in high precision."""
 
     NAME: str
 
@@ -62,7 +63,7 @@ class DenseKernel(Protocol):
     def plan_dense(
         self, a: Tensor, b: Tensor, bias: Tensor | None
     ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        """(M, K), (N, K) -> (M, N) in their dtype: how matrices like these are multiplied."""
+        """A function (a (M, K), b (N, K), bias) -> (M, N) in their dtype, for all matrices like these."""
 
 
 DENSE_KERNELS: tuple[DenseKernel, ...] = (torch_mm, native_gemm, reference)
@@ -70,25 +71,25 @@ DENSE_KERNELS: tuple[DenseKernel, ...] = (torch_mm, native_gemm, reference)
 
 
 class Chosen(NamedTuple):
-    """Who runs a call."""
+    """The kernel of a call."""
 
     kernel: GemmKernel
     """The kernel."""
     refusals: tuple[str, ...]
     """Why those before it do not."""
     lasting: bool
-    """Whether all calls with such operands go there; False: numbers among the scales decided."""
+    """Whether it runs all calls with such operands; False: the choice depends on numbers among the scales."""
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Inside the operations dtypes are explicit: torch.autocast must not turn the fp32 accumulation into BF16."""
+    """Turns torch.autocast off for operations with explicit dtypes: it must not make fp32 accumulation BF16."""
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
-    """Those of a device, in the order in which they are asked."""
+    """The kernels of a device, in the order in which dispatch asks them."""
     if device.type != "cpu":
         return ACCELERATOR_KERNELS
     return _in_order(CPU_KERNELS, native_gemm.built())
@@ -96,14 +97,14 @@ def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
-    """Those that were measured change places among themselves."""
+    """The measured kernels change places among themselves."""
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
     return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
 
 
 def cpu_ranking() -> cpu_choice.Ranking:
-    """In which order kernels are tried on this CPU, measured once a machine; the native one is built for it.
+    """The order of kernels on this CPU, measured once a machine; it builds the native kernel.
 
     Example:
         >>> cpu_ranking().order[-1].split()[0] in ("native_gemm", "bf16_mm", "reference")
@@ -127,7 +128,7 @@ def _cpu_ranking(kernels: tuple[GemmKernel, ...], native: Built) -> cpu_choice.R
 
 
 def dense_kernels(device: torch.device, dtype: torch.dtype) -> tuple[DenseKernel, ...]:
-    """Those of high precision, in the order in which they are asked."""
+    """The kernels for high precision, in the order in which dispatch asks them."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return (torch_mm,)
     return _dense_in_order(DENSE_KERNELS, native_gemm.built())
@@ -140,9 +141,9 @@ def _dense_in_order(kernels: tuple[DenseKernel, ...], native: Built) -> tuple[De
 
 
 def dense_ranking() -> cpu_choice.Ranking:
-    """In which order kernels are tried on BF16 operands on this CPU, measured once a machine.
+    """The order of kernels for BF16 operands on this CPU, measured once a machine.
 
-    torch emulates them where there are no BF16 units, which takes longer than fp32 does.
+    torch emulates BF16 on a CPU without BF16 units, which takes longer than fp32.
 
     Example:
         >>> sorted(way.split()[0] for way in dense_ranking().order)[-1]
@@ -166,7 +167,7 @@ def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> cpu_choic
 
 
 def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
-    """Who multiplies two matrices in high precision, and why those that come before it do not."""
+    """The kernel for two matrices in high precision, and why the kernels before it do not run."""
     refusals: list[str] = []
     for kernel in dense_kernels(a.device, a.dtype):
         if (reason := kernel.supports_dense(a, b)) is None:
@@ -177,7 +178,7 @@ def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
 
 @functools.cache
 def torch_is_beaten() -> bool:
-    """Whether something else than torch's GEMM comes first for BF16 operands on this CPU.
+    """Whether another kernel than torch's GEMM comes first for BF16 operands on this CPU.
 
     Example:
         >>> torch_is_beaten() == (dense_ranking().order[0] != "torch.mm")
@@ -197,7 +198,7 @@ def choose_gemm(
     """The kernel for a call; `backend` names one.
 
     Raises:
-        ValueError: an unknown backend, or one that does not take the call; or none takes it.
+        ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
     """
     kernels = gemm_kernels(a.device)
     if backend is not None:
@@ -235,7 +236,7 @@ def made_of(device: torch.device) -> dict[str, str]:
 def measured(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> gemm_choice.Choice | None:
-    """What was measured for a call on its device; None: nothing yet, or a kernel was changed since."""
+    """The measurement of a call on its device; None: there is none, or a kernel has changed since."""
     choice = gemm_choice.known(a, b, out_dtype, bias, fast_accum)
     if choice is not None and choice.made_of != made_of(a.device):
         return None
@@ -250,7 +251,7 @@ def runner(
     bias: Tensor | None,
     fast_accum: bool,
 ) -> RunGemm:
-    """What runs a kernel on all operands like these: its own `plan_gemm`, or its `gemm`."""
+    """A function that runs a kernel on all operands like these: from its `plan_gemm`, else its `gemm`."""
     plan = getattr(kernel, "plan_gemm", None)
     if plan is not None:
         run: RunGemm = plan(a, b, out_dtype, bias, fast_accum)
@@ -273,13 +274,13 @@ def gemm_ways(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> dict[str, Callable[[], Tensor]]:
-    """Every kernel, and every configuration of one, that takes this call here -> the call; not the reference.
+    """Name of each kernel and configuration that takes this call here -> the call; without the reference.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
         >>> from ottava.formats import E4M3
         >>> a = quantize(torch.ones(16, 16), QuantizationSpec(E4M3))
-        >>> ways = gemm_ways(a, a, out_dtype=torch.bfloat16)  # which: what this torch and this machine have
+        >>> ways = gemm_ways(a, a, out_dtype=torch.bfloat16)  # they depend on torch and on the machine
         >>> all(float(run()[0, 0]) == 16 for run in ways.values())
         True
     """

@@ -251,9 +251,8 @@ def forward_gemm(
     w_row, w_col = call.doors.weight(weight, fprop.rhs, call.recipe.dgrad.rhs, columnwise=needs_dx, record=record)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
-    y = multiply(
-        x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop"
-    )  # y (M, N) = x (M, K) @ w (N, K).T
+    # y (M, N) = x (M, K) @ w (N, K).T
+    y = multiply(x_row, w_row, fprop, dtype, bias, call.plans, call.records, "fprop")
     if call.exchange is not None:
         y = call.exchange.sum("y", y)
     return y, w_col
@@ -278,9 +277,8 @@ def backward_gemms(
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     x_dtype, weight_dtype, bias_dtype = dtypes
     dx = dw = None
-    db = (
-        column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
-    )  # first: what made dy has left some of it in a cache
+    # db first: the operation that made dy has left a part of it in a cache
+    db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
     dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
     if call.exchange is not None:
         dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None

@@ -1,8 +1,8 @@
-"""`gemm` and its plans; which kernel runs is decided in `dispatch`, casts are in `casts`.
+"""`gemm` and its plans. `dispatch` chooses the kernel; `casts` holds the casts.
 
-A plan depends on specs, dtypes, shapes and strides and not on numbers, so a layer decides once and keeps it. Nothing
-falls back silently: a plan carries the record of what it runs, `receipt` shows it, and `explain` lists every refusal.
-Inside torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bits of eager code.
+A plan depends on specs, dtypes, shapes and strides, not on numbers, so a layer decides once and keeps it. No GEMM falls
+back silently: a plan holds the record of its kernel, `receipt` shows it, and `explain` lists every refusal. Inside
+torch.compile a GEMM is an opaque custom operator (`ottava::gemm`), with the bits of eager code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WRONG = 2.0**-5  # relative error, in norm
 
 @dataclass(frozen=True, slots=True)
 class GemmRecord:
-    """What one GEMM really ran."""
+    """The record of one GEMM that ran."""
 
     lhs: str
     """Spec or dtype of the left operand."""
@@ -61,13 +61,13 @@ class GemmRecord:
     quantized: bool
     """Whether both operands were quantized."""
     native: bool
-    """Whether they stayed so inside the GEMM; False: emulated."""
+    """Whether the GEMM multiplied codes; False: it emulated that."""
     padding: str
-    """What was zero-padded, "" if nothing."""
+    """The zero-padded sizes; "": none."""
     refusals: tuple[str, ...]
     """Why faster kernels did not run."""
     out_dtype: str
-    """Of the result: "bfloat16" and the like."""
+    """dtype of the result, such as "bfloat16"."""
 
 
 Log = Callable[[GemmRecord], None]
@@ -88,15 +88,15 @@ def gemm(
 
     Args:
         a, b: two matrices, both quantized or both not.
-        out_dtype: of y; rounded to once.
+        out_dtype: of y; the GEMM rounds to it once.
         bias: (N,), added before that rounding.
         fast_accum: let Hopper keep partial sums in its short accumulator.
         compute: "bf16" decodes quantized operands and multiplies in BF16.
-        backend: name of the kernel to use; None takes the first that supports the call.
-        log: called with a GemmRecord of what ran (not while compiling).
+        backend: name of a kernel; None: the first that supports the call.
+        log: called with the GemmRecord (not while compiling).
     Raises:
-        ValueError: shapes, a pair of formats that no hardware takes, an unknown or unsupporting backend; on every
-            device alike.
+        ValueError: shapes that do not fit, a pair of formats that no hardware takes, an unknown backend, or one that
+            does not support the call; on every device alike.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
@@ -116,18 +116,18 @@ def gemm(
 
 
 class GemmPlan(NamedTuple):
-    """How a GEMM is made: decided once for all operands of these specs, dtypes, shapes, strides and devices."""
+    """How a GEMM runs: decided once for all operands of these specs, dtypes, shapes, strides and devices."""
 
     run: Callable[[Any, Any, Tensor | None], Tensor]
     """(a, b, bias) -> y."""
     record: GemmRecord
-    """What that is, in words."""
+    """Its record for receipts."""
     kept: tuple[Any, ...] = ()
-    """Specs of the operands: a plan that is kept keeps them alive, so that their `id` names them."""
+    """Specs of the operands: a kept plan keeps them alive, so that their `id` names them."""
     lasting: bool = True
-    """Whether all calls with such operands are made so; False: numbers among the scales decided."""
+    """Whether the plan holds for all such operands; False: it depends on numbers among the scales."""
     measured: int = 0
-    """`Store.changes` of the device at that time."""
+    """`Store.changes` of the device when the plan was made."""
 
 
 def multiply(
@@ -140,13 +140,13 @@ def multiply(
     records: dict[str, GemmRecord],
     name: str,
 ) -> Tensor:
-    """As `gemm` under the settings of `cells`; what ran stands in records[name] then, but not while compiling.
+    """As `gemm` under the settings of `cells`. It writes the record to records[name], but not while compiling.
 
-    What was decided is kept in `plans`, where later calls with such operands find it. A high-precision fp32 weight is
-    taken in the activation's dtype, as torch.autocast would have it.
+    It keeps its plan in `plans` for later calls with such operands. It casts a high-precision fp32 weight to the
+    activation's dtype, as torch.autocast does.
     """
     assert a is not None
-    assert b is not None  # the doors were asked for exactly what is used
+    assert b is not None  # the caller asks its doors for all operands that it uses
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
         held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)
@@ -165,7 +165,7 @@ def multiply(
         added = None if bias is None else bias.dtype
         key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute)
         plan = plans.get(key) if plain else None
-    except RuntimeError:  # one has no strides or no memory
+    except RuntimeError:  # a tensor has no strides or no memory
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
@@ -229,10 +229,10 @@ def explain(
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> str:
-    """Which kernel `gemm` would run on these operands, and why not the others, one a line.
+    """The kernel that `gemm` would run on these operands, and why not the others, one per line.
 
-    A last line tells what was measured: on a GPU by `tune_gemm` for this call, on a CPU once for all calls; the order
-    follows that. Operands in high precision are asked about the same way.
+    A last line gives the measurement that decides the order: on a GPU that of `tune_gemm` for this call, on a CPU one
+    for all calls. Operands in high precision work, too.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
@@ -240,7 +240,7 @@ def explain(
         >>> explain(torch.ones(2, 2), torch.ones(2, 2), out_dtype=torch.float32)
         'torch.mm: runs'
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
-        >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # which runs: whether a C++ compiler is there
+        >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # the one that runs depends on a C++ compiler
         >>> [line.split(":")[0] for line in lines]
         ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm', 'measured']
         >>> next(line for line in lines if line.startswith("bf16_mm"))
@@ -290,18 +290,19 @@ def tune_gemm(
     timer: gemm_choice.Timer | None = None,
     store: gemm_choice.Store | None = None,
 ) -> gemm_choice.Choice:
-    """Times every kernel, and every configuration of one, that takes this call here, and keeps what it found on disk.
+    """Times every kernel that takes this call, in all its configurations, and keeps the times on disk.
 
-    From then on `gemm` runs the fastest for calls of these formats, sizes and dtypes. Ways whose result is off are out.
+    From then on `gemm` runs the fastest one for calls of these formats, sizes and dtypes. Kernels with wrong results
+    are out.
 
     Args:
-        a, b, out_dtype, bias, fast_accum: as for `gemm`; finite numbers; zeros run faster than others.
+        a, b, out_dtype, bias, fast_accum: as for `gemm`; take finite numbers, not zeros, which run faster.
         timer: seconds of one call; None: by CUDA events, each call with a cold L2 cache.
-        store: where it is kept; None: the device's own, in the cache folder.
+        store: keeps the times; None: the device's store, in the cache folder.
     Raises:
-        ValueError: the operands, as `gemm`; or no timer, and they are not on a CUDA device.
-        RuntimeError: not one way works.
-    Edge cases: it waits for the device; not for use inside a CUDA graph or torch.compile.
+        ValueError: as `gemm`; or the operands are not on a CUDA device, and there is no timer.
+        RuntimeError: no kernel works.
+    Edge cases: it waits for the device, so it cannot run inside a CUDA graph or torch.compile.
     """
     _check(a, b, bias)
     if timer is None and a.device.type != "cuda":
@@ -318,7 +319,7 @@ def tune_gemm(
 
 
 def _judge(truth: Tensor, y: Tensor) -> str:
-    """Wrong kernels are off by whole terms; short accumulators and 16-bit outputs by far less than this."""
+    """Why a result is wrong; "" if it is right. A wrong kernel errs by whole terms, a short accumulator far less."""
     error = float(torch.linalg.vector_norm(y.float() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-30))
     return "" if error < _WRONG else f"wrong results: relative error {error:.3g}"
 

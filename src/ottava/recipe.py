@@ -188,7 +188,7 @@ class Recipe(RefusesUnknownFields):
     def __post_init__(self) -> None:
         need_type("Recipe: name", self.name, str)
         if not self.name:
-            raise ValueError("Recipe: the name is empty; receipts and reports need one")
+            raise ValueError("Recipe: a name is needed; receipts and reports show it")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
         object.__setattr__(self, "casts", any(spec is not None for spec in specs))

@@ -1,11 +1,11 @@
-"""torch's BF16 GEMM on codes, for CPUs with BF16 units: the fast path where no compiler is at hand.
+"""torch's BF16 GEMM on codes, for CPUs with BF16 units: the fast path without a compiler.
 
     y = round_once(alpha * sum_k (qa * 2**i) * (qb * 2**j) + bias)
 
 Codes of E4M3 and E5M2 are exact in bf16 and their products exact in fp32; a power-of-two scale moves the exponent of a
-bf16 number and changes nothing else. oneDNN sums in fp32, applies alpha and bias to the sum and rounds once. So what
-comes out is what the reference gives, up to the order of the sum (CPUs without BF16 units, where oneDNN goes other and
-slower ways, are refused). Decoding an arbitrary scale into bf16 operands instead would get half of the outputs wrong.
+bf16 number and changes nothing else. oneDNN sums in fp32, applies alpha and bias to the sum and rounds once. So the
+result is the reference's, up to the order of the sum. The kernel refuses CPUs without BF16 units, on which oneDNN takes
+other and slower ways. With an arbitrary scale in the bf16 operands half of the outputs would be wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALE_RANGE = (2.0**-47, 2.0**47)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
-    """Why torch's BF16 GEMM does not take this call; None if it does. Looks at scales that are to be folded."""
+    """Why torch's BF16 GEMM does not take this call; None if it does. Reads the scales that it would fold."""
     if a.device.type != "cpu" or b.device.type != "cpu":
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
     if reason := refusal(a.data) or refusal(b.data):
@@ -56,7 +56,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 
 def reads_scales(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether the numbers among their scales decide about such operands."""
+    """Whether `supports_gemm` depends on the numbers among the scales of such operands."""
     sides = a.spec, b.spec
     if not {side.format for side in sides} <= {E4M3, E5M2} or not _has_bf16_units():
         return False
@@ -94,11 +94,11 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
         tensor([   0.5000, -448.0000], dtype=torch.bfloat16)
     """
     bits = codes.view(torch.int8).to(torch.int16)
-    bits <<= 7 - fmt.mantissa_bits  # mantissa and exponent to the bottom of theirs, the sign to bit 15
-    bits &= ~(0x7FFF & ~((1 << (7 + fmt.exponent_bits)) - 1))  # its extension out of the upper exponent bits
+    bits <<= 7 - fmt.mantissa_bits  # mantissa and exponent to the low end of bf16's fields, the sign to bit 15
+    bits &= ~(0x7FFF & ~((1 << (7 + fmt.exponent_bits)) - 1))  # clears the sign extension in the upper exponent bits
     y = bits.view(torch.bfloat16).mul_(2.0 ** (127 - fmt.bias))  # exact, subnormals too
     low, high = torch.aminmax(y) if y.numel() else (y.new_zeros(()), y.new_zeros(()))
-    if max(-float(low), float(high)) > fmt.max:  # codes of infinity and NaN have become numbers
+    if max(-float(low), float(high)) > fmt.max:  # these numbers stand for the codes of infinity and NaN
         above = y.abs() > fmt.max
         y[above] = codes[above].to(torch.bfloat16) if fmt == E5M2 else math.nan
     return y

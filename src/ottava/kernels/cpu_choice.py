@@ -1,13 +1,13 @@
-"""In which order ways to run a GEMM on this CPU are to be tried: measured once a machine, not once a process.
+"""The order of ways to run a GEMM on this CPU, measured once a machine, not once a process.
 
-Capability gives an order (AVX512 before AVX2 and so on); it stands unless a later way was measured to be MARGIN faster.
-Each way first multiplies small integers, whose sums are exact in any order: one wrong bit and it is out. Times are CPU
-time on one thread, in turns, medians: a busy machine spoils them little. The first process to measure writes the result
-beside the libraries of `native.build`, and all processes, itself included, go by what is there. It is measured anew for
-another CPU, torch, compiler or source, and when the file is deleted.
+Capability gives an order (AVX512 before AVX2 and so on). It stands unless a measurement finds a later way to be MARGIN
+faster. Each way first multiplies small integers, whose sums are exact in any order; one wrong bit excludes the way.
+Times are medians of CPU time on one thread, taken in turns, so a busy machine spoils them little. The first process
+writes the result beside the libraries of `native.build`, and all processes, the first included, follow that file. A
+process measures again for another CPU, torch, compiler or source, or if the file is missing.
 
-Sums of different ways agree to the rounding of an fp32 accumulation, not bit by bit, and another machine may choose
-another way.
+Sums of different ways agree to the rounding of an fp32 accumulation, not bit by bit. Another machine may choose another
+way.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _LOGGER = logging.getLogger(__name__)
 MARGIN = 1.1
 """A way that capability puts first keeps its place unless another takes less than 1 / 1.1 of its time."""
 SIZES = (256, 512, 512)
-"""(M, N, K) of what is measured: a millisecond."""
+"""(M, N, K) of the measured GEMM: a millisecond."""
 
 Way = Callable[[Any, Any], Tensor]
-"""Two operands (of E4M3 with a scale per tensor, or what else was made) -> their product in bf16."""
+"""Two operands (of E4M3 with a scale per tensor, or of the caller's `make`) -> their product in bf16."""
 
 
 class Ranking(NamedTuple):
-    """Ways in the order in which they are to be tried, and why."""
+    """Ways in their order, and its reason."""
 
     order: tuple[str, ...]
     """Their names."""
     choice: Choice | None
-    """What was measured; None: there was nothing to choose, or nothing could be measured."""
+    """The measurement; None: there was one way only, or the measurement failed."""
     path: Path | None
-    """The file that says so; None: this process only."""
+    """The file of the measurement; None: this process only."""
     note: str = ""
-    """What is not as it should be: no cache, or nothing could be measured."""
+    """A fault: no cache, or a failed measurement."""
 
     def __str__(self) -> str:
         if self.choice is None:
@@ -69,16 +69,16 @@ def rank(
     store: Store | None = None,
     timer: Timer | None = None,
 ) -> Ranking:
-    """The order in which ways are to be tried here: as it was measured on this machine, now if that has not happened.
+    """The order of ways on this machine, from an earlier measurement, or measured now.
 
     Args:
-        what: is chosen; with the names of the ways it names the measurement.
+        what: name of the choice; with the names of the ways it names the measurement.
         ways: in the order of capability.
-        key: what times depend on besides CPU and torch: a hash of sources and compiler.
-        make: makes what is multiplied, of (M, N, K); None: `operands`.
-        store: where it is kept; None: the cache folder.
+        key: a hash of sources and compiler; times depend on it besides CPU and torch.
+        make: makes the operands from (M, N, K); None: `operands`.
+        store: keeps the measurement; None: the cache folder.
         timer: seconds of one call; None: CPU time of the thread.
-    Edge cases: nothing is raised. Where no way gives the right numbers, capability's order stays and `note` says so.
+    Edge cases: it raises nothing. If no way gives the right numbers, capability's order stays and `note` says so.
 
     Example:
         >>> rank("one", {"only": lambda a, b: a.data}, "").order
@@ -101,18 +101,18 @@ def rank(
 
 
 def ordered(ways: tuple[str, ...], milliseconds: Mapping[str, float]) -> tuple[str, ...]:
-    """Ways in the order of capability, but those that are clearly faster before those that they beat; failed ones last.
+    """Ways in the order of capability, but a clearly faster way before the ways that it beats; failed ones last.
 
     Example:
         >>> ordered(("a", "b", "c", "d"), {"b": 1.0, "a": 1.05, "c": 0.5})
         ('c', 'a', 'b', 'd')
     """
     order: list[str] = []
-    left = [way for way in ways if way in milliseconds]
-    while left:
-        fastest = min(milliseconds[way] for way in left)
-        order.append(next(way for way in left if milliseconds[way] <= MARGIN * fastest))
-        left.remove(order[-1])
+    waiting = [way for way in ways if way in milliseconds]
+    while waiting:
+        fastest = min(milliseconds[way] for way in waiting)
+        order.append(next(way for way in waiting if milliseconds[way] <= MARGIN * fastest))
+        waiting.remove(order[-1])
     return (*order, *(way for way in ways if way not in milliseconds))
 
 
@@ -125,7 +125,7 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     """
     spec = QuantizationSpec(E4M3)
     sides = []
-    for rows, factor in ((m, 2654435761), (n, 2246822519)):  # as hashes scatter; no generator is touched
+    for rows, factor in ((m, 2654435761), (n, 2246822519)):  # multipliers of hashes; torch's generator stays as it is
         i = torch.arange(rows * k, device="cpu").reshape(rows, k)
         numbers = (i * factor % 2**32 >> 15) % 17 - 8
         codes = numbers.to(torch.float32).to(E4M3.storage_dtype)
@@ -145,7 +145,7 @@ def dense_operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def cpu_seconds(run: Callable[[], Tensor]) -> float:
-    """CPU time of this thread in one call; where the clock of threads is coarse (Windows), wall-clock time."""
+    """CPU time of this thread in one call; wall-clock time if the clock of threads is coarse (Windows)."""
     clock = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-5 else time.perf_counter
     before = clock()
     run()
@@ -153,12 +153,12 @@ def cpu_seconds(run: Callable[[], Tensor]) -> float:
 
 
 def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any, Any]], timer: Timer) -> Choice | str:
-    """What they take, or why nothing could be measured.
+    """The times, or why the measurement failed.
 
-    In a thread of its own: autocast, gradients, inference and the modes of a debugger are a thread's own, and so is the
-    number of threads that OpenMP takes.
+    It runs in a new thread, because autocast, grad mode, inference mode, the modes of a debugger and OpenMP's number of
+    threads belong to a thread.
     """
-    found: list[Choice | str] = []
+    results: list[Choice | str] = []
 
     def work() -> None:
         threads = torch.get_num_threads()
@@ -167,16 +167,16 @@ def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any,
             a, b = make(*SIZES)
             truth = (a.data.to(torch.float32) @ b.data.to(torch.float32).t()).to(torch.bfloat16)
             calls = {name: partial(way, a, b) for name, way in ways.items()}
-            found.append(gemm_choice.measure(calls, partial(_judge, truth), timer))
-        except Exception as error:  # whatever it is: the order of capability needs no measurement
-            found.append(f"nothing could be measured ({type(error).__name__}: {error}): capability decides")
+            results.append(gemm_choice.measure(calls, partial(_judge, truth), timer))
+        except Exception as error:  # of any kind: the order of capability needs no measurement
+            results.append(f"nothing could be measured ({type(error).__name__}: {error}): capability decides")
         finally:
             torch.set_num_threads(threads)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def _judge(truth: Tensor, y: Tensor) -> str:

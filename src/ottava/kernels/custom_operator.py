@@ -1,8 +1,8 @@
-"""What torch.compile makes of a function: one opaque node of the graph, or a constant.
+"""Decorators that make a function one opaque node of a compiled graph, or a constant in it.
 
-`torch.library.custom_op` does the same with ten more Python calls around each of ours, three times the price: a layer
-has seven operators a step, and its GEMMs are short where it is small. `torch.compiler.assume_constant_result` imports
-Dynamo, which takes longer than all of torch, and nobody may compile.
+`torch.library.custom_op` adds ten Python calls around each of ours, which takes three times as long. A layer runs seven
+operators a step, and a small layer has short GEMMs. `torch.compiler.assume_constant_result` imports Dynamo, which takes
+longer than all of torch, even if no code compiles.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def constant_in_graph(function: Run) -> Run:
-    """Decorates what runs while torch.compile traces, and whose result, a plain constant, stands in the graph.
+    """Decorates a function that runs while torch.compile traces; its result becomes a constant of the graph.
 
-    As `torch.compiler.assume_constant_result`, which sets the same mark and imports Dynamo for it.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports Dynamo.
 
     Example:
         >>> @constant_in_graph
@@ -32,13 +32,13 @@ def constant_in_graph(function: Run) -> Run:
 
 
 def custom_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Run], Run]:
-    """Decorates what `torch.ops.ottava.NAME` runs, on any device; the function itself stays as it is.
+    """Makes a function the implementation of `torch.ops.ottava.NAME` on any device, and returns it unchanged.
 
     Args:
-        schema: "NAME(Tensor x, str spec) -> Tensor" in torch's words. It may neither write to an argument nor return
-            one, nor a tensor that it keeps: compiled code writes over results that it needs no more.
-        fake: takes the same arguments, fake ones; gives tensors of the shapes, dtypes and strides that will come.
-    Edge cases: no gradient flows through it. Used once for a name: torch refuses a second definition.
+        schema: "NAME(Tensor x, str spec) -> Tensor", as torch writes it. The function must not write to an argument or
+            return one. It must not keep its result either: compiled code overwrites results after their last use.
+        fake: takes the same arguments as fake tensors; returns tensors with the shapes, dtypes and strides to expect.
+    Edge cases: no gradient flows through the operator. torch refuses a second definition of a name.
 
     Example:
         >>> def fake(x):

@@ -1,11 +1,11 @@
-"""The GEMM of quantized operands where the device has none: decoded to BF16, multiplied by its BF16 tensor cores.
+"""GEMMs that the device does not have: decodes the operands to BF16 and multiplies on BF16 tensor cores.
 
-A100 for every recipe, and Hopper for 1x32 and 1x16 blocks. An emulation: it has FP8's numbers and BF16's speed, and the
-receipt says so. Codes have at most 4 significant bits, so BF16 holds them exactly; what multiplies them decides:
+An A100 runs it for every recipe, a Hopper GPU for 1x32 and 1x16 blocks. It emulates FP8 at BF16's speed, and the
+receipt says so. Codes have at most 4 significant bits, so BF16 holds them exactly. The scales decide:
 
     one scale along K           codes in BF16, fp32 sums, then the scales, the bias and one rounding: as `reference`
     powers of two, in blocks    codes times scales are exact in BF16 as well (above 2**-126)
-    other scales, in blocks     codes times scales are rounded to BF16 first: half a BF16 ulp on each operand
+    other scales, in blocks     BF16 rounds codes times scales first: half a BF16 ulp on each operand
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AMPERE = (8, 0)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
-    """Why this is not the way; None if it is."""
+    """Why this kernel does not take the call; None if it does."""
     if max(a.spec.format.mantissa_bits, b.spec.format.mantissa_bits) > 7:
         return f"{NAME}: {a.spec.format} x {b.spec.format} does not fit in BF16"
     if 0 in (*a.shape, *b.shape):

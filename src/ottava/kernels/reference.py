@@ -1,12 +1,12 @@
-"""The truth: quantize and GEMM in plain torch on any device. Every other kernel is tested against this file.
+"""The truth: quantize and GEMM in plain torch on any device. Tests compare every other kernel with this file.
 
     quantize   q = round_to_format(x * scale)                     in fp32, block by block
     gemm       y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
-The GEMM emulates a tensor core with a full fp32 accumulator: codes are decoded exactly, products are exact in fp32
-(E4M3 and E5M2 have at most 4 significant bits), sums are fp32, scales come in after the sum (after each block of K
-where blocks run along K), and there is ONE rounding to the output type. What it does not model is the shorter
-accumulator of Hopper's tensor cores (about 14 bits between promotions).
+The GEMM emulates a tensor core with a full fp32 accumulator. It decodes codes exactly. Products are exact in fp32 (E4M3
+and E5M2 have at most 4 significant bits), and sums are fp32. Scales multiply the sum (with blocks along K: each block's
+sum), and there is ONE rounding to the output type. It does not model the shorter accumulator of Hopper's tensor cores
+(about 14 bits between promotions).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NATIVE = False
 
 
 class Cast(NamedTuple):
-    """What a quantize kernel gives."""
+    """The result of a quantize kernel."""
 
     data: Tensor
     """Codes (R, C)."""
@@ -47,9 +47,8 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
     Args:
         x: fp32, bf16 or fp16; any strides, also empty.
-        scale: one entry that multiplies (predicted scaling). Where it is 0 there is no history yet, and where a
-            guarded spec finds that amax * scale misses the top `guard_bits` octaves of the format, the current scale is
-            taken instead.
+        scale: one entry, the factor of x (predicted scaling). The cast takes the current scale instead if it is 0 (no
+            history yet), or if the spec is guarded and amax * scale misses the top `guard_bits` octaves of the format.
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
@@ -70,7 +69,7 @@ def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale
 
 
 def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:
-    """What each block is multiplied with, and its inverse: `scale` where that is taken, else the current scale."""
+    """The factor of each block and its inverse: `scale` where `quantize` takes it, else the current scale."""
     current = compute_scale(block_amax, spec.format, scale_format=spec.scale_format, margin=spec.margin)
     if scale is None:
         return current
@@ -99,11 +98,11 @@ def gemm(
     """(M, K), (N, K) -> (M, N), both contracted over their last dimension. fast_accum changes nothing here."""
     k = a.data.shape[1]
     one_block = a.scale_inv.shape[1] <= 1 and b.scale_inv.shape[1] <= 1
-    if k == 0:  # an expert that got no tokens: nothing to sum, and no block that would have a scale
+    if k == 0:  # an expert without tokens: no sum, and no block with a scale
         y = a.scale_inv.new_zeros(a.shape[0], b.shape[0])
     elif not one_block and a.spec.scale_format != "fp32" and b.spec.scale_format != "fp32":
-        # code * scale_inv has so few bits that fp32 holds it (E4M3 block scales: to half an ulp, see docs): scaling
-        # the operands first gives the same products without rounding
+        # fp32 holds code * scale_inv (E4M3 block scales: to half an ulp, see docs), so scaled operands give the same
+        # products without rounding
         y = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     else:
         y = _sum_of_codes(a, b, k if one_block else _block_columns(a.spec.granularity, b.spec.granularity, k))
@@ -118,7 +117,7 @@ def supports_dense(a: Tensor, b: Tensor) -> str | None:
 
 
 def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """How matrices like these are multiplied: in fp32, and rounded once to their dtype; (a, b, bias) -> y."""
+    """A function (a, b, bias) -> y for all matrices like these: an fp32 GEMM, and one rounding to their dtype."""
 
     def dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         y = a.to(torch.float32) @ b.to(torch.float32).t()
@@ -130,7 +129,7 @@ def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, T
 
 
 def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
-    """The fp32 sum, scaled after each `step` of K, over which no scale changes."""
+    """The fp32 sum. It scales the sum of each `step` of K, inside which no scale changes."""
     a_codes, b_codes = decode(a.data, a.spec.format), decode(b.data, b.spec.format)
     k = a_codes.shape[1]
     if step == k:

@@ -2,12 +2,12 @@
 
     y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias           per tensor, per row of a and of b, or by blocks of 128
 
-cuBLASLt wants K and N in multiples of 16, and with blocks K in multiples of 128 and M of 4; all are zero-padded here,
-which changes no sum, and the receipt says so. torch's CPU version takes more than CUDA's does, but no blocks; the rules
-here are CUDA's on every device, so that what is refused on a cluster is refused on a laptop.
+cuBLASLt needs K and N in multiples of 16, and with blocks K in multiples of 128 and M of 4. This kernel zero-pads them,
+which changes no sum, and the receipt says so. torch's CPU version takes calls that CUDA's refuses, but no blocks. This
+kernel has CUDA's rules on every device, so a laptop refuses the calls that a cluster refuses.
 
-Blocks (1x128 with 1x128 or 128x128) are Hopper's, from CUDA 12.9 on, always in the slow, accurate accumulation. Their
-bias is added to an fp32 result: whether cuBLASLt adds it there is not known, and there is one rounding either way.
+Only Hopper takes blocks (1x128 with 1x128 or 128x128), from CUDA 12.9 on, always with slow, accurate accumulation. With
+blocks this kernel adds the bias to an fp32 result, because it is unknown whether cuBLASLt does. There is one rounding.
 
 Source: torch aten/src/ATen/native/cuda/ScaledBlas.cpp (shapes and strides of scales); vllm #49932 (M in fours).
 """
@@ -73,7 +73,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 
 def runs_on_cpu() -> bool:
-    """Whether this torch registered a kernel of its scaled GEMM for CPUs: 2.13 has one, 2.11 has not.
+    """Whether this torch has a kernel of its scaled GEMM for CPUs: 2.13 has one, 2.11 has none.
 
     Example:
         >>> isinstance(runs_on_cpu(), bool)
@@ -83,14 +83,14 @@ def runs_on_cpu() -> bool:
 
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """What is zero-padded: "K 100->112" and the like."""
+    """The zero-padded sizes, such as "K 100->112"."""
     m, n, k = _sizes(a, b)
     padded = (("M", a.shape[0], m), ("K", a.shape[1], k), ("N", b.shape[0], n))
     return ", ".join(f"{name} {size}->{aligned}" for name, size, aligned in padded if size != aligned)
 
 
 class Arguments(NamedTuple):
-    """What torch's scaled GEMM is called with."""
+    """The arguments of torch's scaled GEMM."""
 
     a: Tensor
     """Codes (M, K), row-major."""
@@ -107,7 +107,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(a: QuantizedTensor, b: QuantizedTensor) -> Arguments:
-    """Pads and lays out the operands as CUDA's kernels want them; nothing is copied that lies so already."""
+    """Pads and lays out the operands as CUDA's kernels need them; copies only where it must."""
     m, n, k = _sizes(a, b)
     codes_a, codes_b = _pad(a.data, m, k), _pad(b.data, n, k).t()
     if not _has_blocks(a):
@@ -150,7 +150,7 @@ def gemm(
 def plan_gemm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> RunGemm:
-    """`gemm` for all operands like these. Where nothing is padded or laid out anew, it is torch's call alone."""
+    """`gemm` for all operands like these. Without padding and copies the plan is torch's call alone."""
     device = a.device.type
     kind = ScalingType.TensorWise if a.scale_inv.numel() == b.scale_inv.numel() == 1 else ScalingType.RowWise
     whole = kind == ScalingType.TensorWise or (len(a.scale_inv), len(b.scale_inv)) == (a.shape[0], b.shape[0])

@@ -1,4 +1,4 @@
-"""torch's own GEMM on matrices in high precision: the fastest way wherever the device has units for their dtype."""
+"""torch's own GEMM on matrices in high precision: the fastest kernel if the device has units for their dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def supports_dense(a: Tensor, b: Tensor) -> str | None:
 
 
 def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """How matrices like these are multiplied: (a, b, bias) -> y, of their dtype; in eager code no Python between."""
+    """A function (a, b, bias) -> y of their dtype, for all matrices like these; mostly torch's own."""
     return torch.nn.functional.linear if bias is None or bias.dtype == a.dtype else dense
 
 
