@@ -1,11 +1,11 @@
-"""Which of several ways to run a GEMM is the fastest on this device: measured when asked to, kept on disk.
+"""Measures on request which way to run a GEMM is the fastest on this device, and keeps the times on disk.
 
-Nothing is measured on its own: a job must not pause in its first steps, nor differ from run to run. What was measured
-is read once a process. A file belongs to one call (formats, scales, M, N, K, output, bias, accumulation) on one kind of
-device under certain versions of torch, CUDA and Triton; its name is a hash of all that, and it holds a checksum. It
-also holds a hash of the sources of each kernel: the choice is out of date once one of them is changed
-(`Choice.made_of`). It is written beside and renamed: racing processes do no harm, and a damaged file is as good as
-none. Where the cache cannot be written, what was measured holds for the process.
+Nothing measures without a request: a job must not pause in its first steps, nor differ from run to run. A process reads
+the files once. A file belongs to one call (formats, scales, M, N, K, output, bias, accumulation) on one kind of device
+under certain versions of torch, CUDA and Triton. Its name is a hash of all that, and it holds a checksum. It also holds
+a hash of each kernel's sources; a change of one of them outdates the choice (`Choice.made_of`). A rename publishes the
+file, so racing processes do no harm, and a process ignores a damaged file. If no process can write to the cache, a
+measurement holds for its own process.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of an H200
 Timer = Callable[[Callable[[], Tensor]], float]
 """One call -> its seconds."""
 Judge = Callable[[Tensor], str]
-"""A result -> what is wrong with it, "" if nothing."""
+"""A result -> its fault, "" if it has none."""
 
 
 class Choice(NamedTuple):
-    """What was measured for one call."""
+    """The measurement of one call."""
 
     milliseconds: Mapping[str, float]
-    """Way (a kernel's name, and a configuration where it has several) -> median, the fastest first."""
+    """Way (a kernel's name, with a configuration if it has several) -> median, the fastest first."""
     failed: Mapping[str, str]
-    """Way -> why it is none: an error, or a wrong result."""
+    """Way -> its fault: an error, or a wrong result."""
     made_of: Mapping[str, str] = MappingProxyType({})
-    """Name of each kernel that was asked -> `hash_of_sources` at that time."""
+    """Name of each kernel of the device -> `hash_of_sources` at that time."""
 
     @property
     def kernel(self) -> str:
@@ -63,18 +63,18 @@ class Choice(NamedTuple):
 
 
 class Store:
-    """The choices of one kind of device: what its files say, and what was measured since.
+    """The choices of one kind of device, from files and from this process.
 
     Args:
-        folder: of the files; None: nothing is kept beyond the process.
-        device: what results depend on besides the call; see `device_name`.
+        folder: of the files; None: choices end with the process.
+        device: kind and versions on which times depend; see `device_name`.
     """
 
     def __init__(self, folder: Path | None, device: str) -> None:
         self._folder, self._device = folder, device
         self._choices: dict[str, Choice] = {}
         self.changes = 0
-        """How often something was kept: plans made before that are out of date."""
+        """The number of calls of `keep`; each outdates earlier plans."""
         for path in sorted(folder.glob(f"gemm-{_hash(device)}-*.json")) if folder is not None else ():
             if (read := _read(path)) is not None:
                 self._choices[read[0]] = read[1]
@@ -83,17 +83,17 @@ class Store:
         return len(self._choices)
 
     def known(self, call: str) -> Choice | None:
-        """What was measured for a call; None: nothing yet."""
+        """The choice for a call; None: there is none yet."""
         return self._choices.get(call)
 
     def path(self, call: str) -> Path | None:
-        """Where a call's choice is kept: delete it and it is measured anew. None: for this process only."""
+        """The file of a call's choice; delete it to measure again. None: the choice ends with the process."""
         return None if self._folder is None else self._folder / f"gemm-{_hash(self._device)}-{_hash(call)}.json"
 
     def keep(self, call: str, choice: Choice, first: bool = False) -> str:
-        """Keeps a choice, for later processes too; says why not, "" if all is well.
+        """Keeps a choice, for later processes too. Returns why it could not, or "".
 
-        first: one that another process kept in the meantime stays, and holds here too.
+        first: if another process has kept one in the meantime, take that one.
         """
         self._choices[call] = choice
         self.changes += 1
@@ -117,7 +117,7 @@ class Store:
 def call_name(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> str:
-    """All of a call that decides how long it takes, in words.
+    """The facts of a call that decide its time, in words.
 
     Example:
         >>> import ottava
@@ -134,7 +134,7 @@ def call_name(
 def known(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Choice | None:
-    """What was measured for a call on its device; None: nothing, and on devices that nothing is measured on."""
+    """The choice for a call on its device; None: there is none, or the device is no CUDA device."""
     if a.device.type != "cuda":
         return None
     choices = store(a.device)
@@ -143,7 +143,7 @@ def known(
 
 @functools.cache
 def store(device: torch.device) -> Store:
-    """The choices of a CUDA device, kept in the cache folder of `native.build`; read once a process."""
+    """The choices of a CUDA device, in the cache folder of `native.build`; a process reads them once."""
     if not torch.cuda.is_available():  # a fake tensor's device
         return Store(None, str(device))
     folder, note = native_build.usable_cache(native_build.from_environment().cache)
@@ -165,7 +165,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def hash_of_sources(kernel: ModuleType) -> str:
-    """Of the files that a kernel says it is made of, SOURCES beside its own; by itself, of its own file.
+    """A hash of a kernel's source files: those of its SOURCES, or its own file.
 
     Example:
         >>> from ottava.kernels import decoded, reference
@@ -178,10 +178,10 @@ def hash_of_sources(kernel: ModuleType) -> str:
 
 
 def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer) -> Choice:
-    """Runs every way, in turns, and takes medians; one that fails or gives wrong numbers is none.
+    """Runs all ways in turns and takes medians; excludes ways that fail or give wrong numbers.
 
     Raises:
-        RuntimeError: not one way worked.
+        RuntimeError: no way worked.
 
     Example:
         >>> clock = iter([2.0, 1.0] * 9)
@@ -196,7 +196,7 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
             wrong = judge(y)
             for _ in range(_WARM_UP):
                 run()
-        except Exception as error:  # too little shared memory, a compiler's bug: whatever it is, it is no way to run
+        except Exception as error:  # too little shared memory, a compiler's bug: any error excludes the way
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if wrong:
             failed[name] = wrong
@@ -211,7 +211,7 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
 
 
 def device_timer(device: torch.device) -> Timer:
-    """By CUDA events, with the L2 cache emptied before each call."""
+    """A timer by CUDA events; it empties the L2 cache before each call."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def seconds(run: Callable[[], Tensor]) -> float:
@@ -227,7 +227,7 @@ def device_timer(device: torch.device) -> Timer:
 
 
 def _publish(written: Path, path: Path) -> Choice | None:
-    """Puts a file in its place unless a whole one is there: what that one says, for the first to come decides."""
+    """First writer wins: puts a file in its place, or returns the choice of a whole file that is already there."""
     try:
         os.link(written, path)
     except OSError:  # it exists, or this file system has no links
@@ -241,7 +241,7 @@ def _publish(written: Path, path: Path) -> Choice | None:
 
 
 def _read(path: Path) -> tuple[str, Choice] | None:
-    """(call, choice); None for a file that is not whole, or not one of ours."""
+    """(call, choice); None for a damaged or foreign file."""
     try:
         outer = json.loads(path.read_text("utf-8"))
         if outer["sha256"] != _hash(outer["body"]):

@@ -1,23 +1,22 @@
 """Compiles a C++ file of `src` on first use, with the system's compiler, and keeps the library in a cache.
 
-A plain C interface, called through ctypes: no torch headers, so a file takes a second and not half a minute, and the
-wheel stays pure Python. Nothing here raises: where no library can be had, `Built.reason` says why, kernels repeat it in
-their refusals, and everything runs on the reference.
+ctypes calls a plain C interface. Without torch headers a file compiles in a second and not in half a minute, and the
+wheel stays pure Python. Nothing here raises. Without a library `Built.reason` says why, kernels repeat it in their
+refusals, and the reference runs.
 
     OTTAVA_NATIVE=0    switches native kernels off
-    OTTAVA_CACHE=DIR   where libraries are kept; else the user's cache folder
+    OTTAVA_CACHE=DIR   folder of the libraries; else the user's cache folder
     CXX="clang++"      the compiler; else the first of c++, g++, clang++
 
-A library's file name is NAME-KEY-FLAGS-CONTENT: KEY is a hash of all that decides what the compiler makes (source,
-headers, compiler, flags, CPU, versions), CONTENT one of the library itself. So one rename publishes it, two processes
-that build it at once do no harm, and a damaged file is not loaded but built anew. A cache that others can write to is
-not used.
+A library's file name is NAME-KEY-FLAGS-CONTENT. KEY is a hash of all that decides the library's code (source, headers,
+compiler, flags, CPU, versions), CONTENT a hash of the library itself. So one rename publishes it, two processes that
+build it at once do no harm, and a process rebuilds a damaged file instead of loading it. ottava uses no cache to which
+others can write.
 
-A new library is first loaded by a process of its own (`native.trial`), and published only then: one that ends that
-process, or is cut off, is not used. Where NAME_trial.py lies in this folder, that process also runs it: one with an
-instruction that this CPU does not have, or that computes something else, is not used either. NAME-KEY-failed-CONTENT
-keeps what was wrong, so that the next process does not build it again; not so of one that could not be loaded, since
-the next may be whole.
+Before a library is published, a separate process (`native.trial`) loads it. A truncated library, or one that crashes
+that process, is not used. If this folder has a NAME_trial.py, the process runs it, too; it refuses a library with an
+instruction that this CPU lacks, or with wrong results. NAME-KEY-failed-CONTENT keeps the fault, so the next process
+does not build the library again. A library that only failed to load leaves no such file: the next may be whole.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ SOURCES = Path(__file__).parent / "src"
 _LOADS = Path(__file__).parent / "trial.py"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    # not -O3, which takes longer: what it unrolls and peels is written so here
+    # not -O3, which takes longer; our code is already unrolled and peeled
     *("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC"),
     "-ffp-contract=off",  # a fused multiply-add would round once
 )
-_EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, and -mcpu where others have -march
+_EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, and -mcpu instead of -march
     ("-march=native", "-fopenmp"),
     ("-mcpu=native", "-fopenmp"),
     ("-fopenmp",),
@@ -61,25 +60,24 @@ _EXTRAS = (  # the first that the compiler takes; Apple's clang has no OpenMP, a
     ("-mcpu=native",),
     (),
 )
-_ROOM = 16 << 20  # bytes on a disk: a compiler that runs out of them would be taken for one that wants fewer flags
+_ROOM = 16 << 20  # bytes on a disk; a compiler on a full disk would look like one that refuses a flag
 _TIMEOUT = 120  # seconds
 _TRIAL_TIMEOUT = 20
 _OWN_FAULTS = ("SIGILL", "SIGSEGV", "SIGFPE", "SIGABRT", "SIGTRAP")
-"""Signals that a library brings on itself. Others come from outside (SIGBUS: from a file that is shorter than it says),
-and the next process may try again."""
+"""Signals that a library causes itself. After others the next process tries again (SIGBUS: a truncated file)."""
 _NOT_LOADED = 3  # the exit code of trial.py
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Where from and where to; `from_environment` reads them from the process's variables."""
+    """Settings of a build; `from_environment` reads them from the process's variables."""
 
     enabled: bool = True
-    """False: native kernels are switched off."""
+    """False switches native kernels off."""
     compiler: str = ""
-    """Command of the compiler, arguments allowed; "": the first that is found."""
+    """Command of the compiler, arguments allowed; "": the first on PATH."""
     cache: Path | None = None
-    """Folder of the libraries; None: build into a folder that goes when they are loaded."""
+    """Folder of the libraries; None: a temporary folder, deleted after loading."""
     sources: Path = field(default=SOURCES)
     """Folder of the .cpp and .h files; NAME_trial.py lies in the folder above."""
 
@@ -88,19 +86,19 @@ class Built(NamedTuple):
     """A loaded library, or why there is none."""
 
     library: ctypes.CDLL | None
-    """Its functions, as ctypes has them."""
+    """The library in ctypes."""
     reason: str
     """Why there is no library; "" if there is one."""
     seconds: float = 0.0
     """Spent compiling; 0 if it came from the cache."""
     flags: tuple[str, ...] = ()
-    """What it was compiled with."""
+    """Flags of the compiler."""
     note: str = ""
-    """What is not as it should be: a cache that cannot be used."""
+    """A fault, such as an unusable cache."""
     key: str = ""
-    """A hash of all that decides what the compiler makes; "" if nothing was compiled."""
+    """A hash of all that decides the library's code; "" if nothing was compiled."""
     failed_trial: bool = False
-    """Whether there is no library because it crashed, or computed something else, when it was tried; now or before."""
+    """Whether the library crashed or computed something else in its trial, now or before."""
 
     @property
     def threads(self) -> bool:
@@ -116,10 +114,10 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
         >>> settings.enabled, settings.cache.name
         (False, 'kept')
     """
-    found = os.environ if variables is None else variables
-    if given := found.get("OTTAVA_CACHE"):
+    given_variables = os.environ if variables is None else variables
+    if given := given_variables.get("OTTAVA_CACHE"):
         cache: Path | None = Path(given)
-    elif given := found.get("XDG_CACHE_HOME"):
+    elif given := given_variables.get("XDG_CACHE_HOME"):
         cache = Path(given) / "ottava"
     else:
         try:
@@ -128,21 +126,21 @@ def from_environment(variables: Mapping[str, str] | None = None) -> BuildSetting
             cache = None
         else:
             cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "ottava"
-    enabled = found.get("OTTAVA_NATIVE", "1").strip().lower() not in ("0", "false", "off", "no")
-    return BuildSettings(enabled, found.get("CXX", ""), cache)
+    enabled = given_variables.get("OTTAVA_NATIVE", "1").strip().lower() not in ("0", "false", "off", "no")
+    return BuildSettings(enabled, given_variables.get("CXX", ""), cache)
 
 
 @functools.lru_cache(maxsize=32)
 def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, variant: str = "") -> Built:
-    """The library of src/NAME.cpp, built if need be; asked once a process, name and variant.
+    """The library of src/NAME.cpp; builds it if necessary, once for each process, name and variant.
 
-    What is lost without it, or built anew each time, is logged once. Where another thread is building it, as `begin`
-    has it, that one is waited for.
+    The log says once if there is no library, or if each process must build it. If another thread builds it (`begin`),
+    this call waits for that thread.
 
     Args:
-        declare: gives its functions their argument types.
-        variant: a macro, "NAME=VALUE", with which the file is compiled to a library of its own: one for bf16 and one
-            for fp32 are each there in half the time that one for both takes, and few programs want both.
+        declare: sets the argument types of its functions.
+        variant: a macro, "NAME=VALUE", for a separate library of the file. A library for bf16 and one for fp32 each
+            compile in half the time of one for both, and few programs need both.
 
     Example:
         >>> load("nothing_of_that_name").library is None
@@ -150,7 +148,7 @@ def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, varian
     """
     built = _once(name, variant, from_environment(), os.getpid())()
     if built.library is None:
-        _LOGGER.info("%s.cpp: %s. What it would have run takes the slower reference.", name, built.reason)
+        _LOGGER.info("%s.cpp: %s. The slower reference runs instead.", name, built.reason)
     elif declare is not None:
         declare(built.library)
     if built.note:
@@ -159,10 +157,10 @@ def load(name: str, declare: Callable[[ctypes.CDLL], None] | None = None, varian
 
 
 def begin(name: str, variant: str = "") -> None:
-    """Builds in the background what `load` will ask for, and returns at once; a second call changes nothing.
+    """Starts to build a library in the background for a later `load`, and returns at once. A second call does nothing.
 
-    Edge cases: what goes wrong is what `load` reports when it is asked. A process that ends meanwhile waits for the
-    compiler, so that nothing half made stays in the cache.
+    Edge cases: `load` reports the errors. A process that ends meanwhile waits for the compiler, so that no partial file
+    stays in the cache.
 
     Example:
         >>> begin("quantize")
@@ -175,7 +173,7 @@ def begin(name: str, variant: str = "") -> None:
 
 @functools.lru_cache(maxsize=64)
 def _once(name: str, variant: str, settings: BuildSettings, process: int) -> Callable[[], Built]:
-    """A build made by the first who calls it, while others wait; a forked process has no thread of its parent's."""
+    """A function that builds once; the first caller builds, the others wait. A forked process builds for itself."""
     lock = threading.Lock()
     made: list[Built] = []
 
@@ -192,15 +190,15 @@ def _once(name: str, variant: str, settings: BuildSettings, process: int) -> Cal
 def _in_background(built: Callable[[], Built]) -> None:
     try:
         threading.Thread(target=built, name="ottava builds").start()
-    except RuntimeError:  # the interpreter is ending, or there are too many threads: `load` builds it itself
+    except RuntimeError:  # the interpreter is ending, or there are too many threads: `load` will build
         return
 
 
 def build(name: str, settings: BuildSettings, variant: str = "") -> Built:
-    """As `load`, under settings of one's own and without remembering.
+    """As `load`, under given settings and without a cache in the process.
 
-    Edge cases: nothing is raised. No compiler, a compile error, native kernels switched off: `reason`. A cache that
-    cannot be written to or that others may write to: compiled for this process only, and `note` says so.
+    Edge cases: it raises nothing. Without a compiler, after a compile error or with native kernels off, `reason` says
+    so. If the cache is not writable, or others may write to it, the library serves this process only; see `note`.
     """
     if not settings.enabled:
         return Built(None, "switched off by OTTAVA_NATIVE=0")
@@ -294,7 +292,7 @@ class _Failure(NamedTuple):
 
 
 def _trial(source: Path, library: Path) -> _Failure | None:
-    """What is wrong with a new library; None if nothing is, or if nothing can try it (no Python at sys.executable)."""
+    """The fault of a new library; None: it has none, or no process can try it (no Python at sys.executable)."""
     if missing := _cut_off(library):
         return _Failure(missing, False)
     if not sys.executable:
@@ -320,11 +318,11 @@ def _own_trial(source: Path) -> list[Path]:
 
 
 def _cut_off(library: Path) -> str:
-    """How much of a file is missing, if it is one of Linux (ELF, 64 bits) and its last part, the table of its sections,
-    is not all there; else "". Loading it may go well, and the first call of what is missing end the process."""
+    """Why a library of Linux (ELF, 64 bits) is truncated, by its last part, the table of its sections; else "". A
+    truncated library may load, and then end the process at the first call of a missing function."""
     content = library.read_bytes()
     if len(content) < 64 or content[:6] != b"\x7fELF\x02\x01":
-        return ""  # loading tells
+        return ""  # the trial will load it
     size, number = struct.unpack_from("<HH", content, 58)
     end = struct.unpack_from("<Q", content, 40)[0] + size * number
     if end > len(content):
@@ -337,7 +335,7 @@ def _failed(name: str, wrong: str) -> Built:
 
 
 def _remember(wrong: str, folder: Path, place: Path) -> None:
-    """Leaves in the cache what was wrong; written in `folder` and renamed, so that nobody reads half of it."""
+    """Writes the fault into the cache: first into `folder`, then by a rename, so that nobody reads half of it."""
     note = folder / "failed"
     note.write_text(wrong, "utf-8")
     note.chmod(0o600)
@@ -374,7 +372,7 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
     except PackageNotFoundError:  # run from its sources
         own_version = ""
     parts = [shlex.join(compiler), told.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
-    trial = [_LOADS, *_own_trial(source)]  # it has passed them
+    trial = [_LOADS, *_own_trial(source)]  # the library has passed these
     parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -382,7 +380,7 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
 def _run(
     command: list[str], seconds: int = _TIMEOUT, temporary: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`temporary`: where it puts files of its own; None: where it likes to."""
+    """temporary: folder for the command's temporary files; None: its default."""
     variables = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
     return subprocess.run(
         command,
@@ -396,7 +394,7 @@ def _run(
 
 
 def cpu() -> str:
-    """What -march=native depends on, a line a fact."""
+    """The facts on which -march=native depends, one per line."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -407,7 +405,7 @@ def cpu() -> str:
 
 
 def usable_cache(cache: Path | None) -> tuple[Path | None, str]:
-    """The folder if it can hold libraries of ours, and what is wrong with it otherwise."""
+    """(the folder or None, why it cannot hold libraries of ours)."""
     if cache is None:
         return None, "no cache folder: compiled anew in every process; set OTTAVA_CACHE"
     cache = cache.absolute()
@@ -422,7 +420,7 @@ def usable_cache(cache: Path | None) -> tuple[Path | None, str]:
 
 def _is_full(folder: Path) -> bool:
     usage = shutil.disk_usage(folder)
-    return usage.total > 0 and usage.free < _ROOM  # some file systems do not say: 0 of 0
+    return usage.total > 0 and usage.free < _ROOM  # some file systems report 0 of 0
 
 
 def _unusable(cache: Path | None, error: OSError) -> str:
@@ -430,7 +428,7 @@ def _unusable(cache: Path | None, error: OSError) -> str:
 
 
 def _only_ours(path: Path) -> bool:
-    """Whether nobody else (but root) could have put something there: what lies there is run."""
+    """Whether only we or root can write here. ottava executes files from here."""
     status = path.stat()
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
 

@@ -2,14 +2,13 @@
 
     y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
-bf16 numbers in the place of codes are multiplied the same way, as a BF16 tensor core does it. On a CPU without BF16
-units torch emulates that, slowly.
+It multiplies bf16 numbers in place of codes the same way, like a BF16 tensor core. On a CPU without BF16 units torch
+emulates that slowly.
 
-Where the CPU has BF16 units (AVX512-BF16, NEON's BFMMLA) the products run on them, which loses nothing: codes of
-up to 8 bits are exact there, and so is every product in fp32. Other CPUs run the same walk on fp32. Sums are those of
-the reference in another order, so outputs agree to the rounding of one fp32 accumulation. With one instruction set they
-are the same for any number of threads; which set runs is measured once a machine (`cpu_choice`). NEON has run on an
-emulator only.
+If the CPU has BF16 units (AVX512-BF16, NEON's BFMMLA), they compute the products without loss: codes of up to 8 bits
+are exact in bf16, and so is every product in fp32. Other CPUs run the same walk in fp32. It sums in another order than
+the reference, so outputs agree to the rounding of one fp32 accumulation. With one instruction set the bits do not
+depend on the number of threads. `cpu_choice` measures once a machine which set runs. NEON has run on an emulator only.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ NAME = "native_gemm"
 NATIVE = False
 
 LEVELS = ("portable", "AVX2", "AVX512", "AVX512-BF16", "NEON", "NEON-BF16")
-"""Instruction sets by the number that the library knows them by."""
+"""Instruction sets, by their number in the library."""
 _RIVALS = MappingProxyType({2: 1, 5: 4})
-"""Best level -> the one that might beat it: clocks fall with wide vectors, cores split BFMMLA. Of
-other neighbours the better has at least twice the products an instruction: a library is not built (0.7 s) to see it."""
+"""Best level -> the one that may beat it: clocks fall with wide vectors, cores split BFMMLA. In other
+pairs the better level has at least twice the products an instruction, so no library (0.7 s) is built to compare."""
 MODES = ("plain", "fold", "steps")
-"""How scales come in: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
+"""How scales enter: on the finished sum, folded into exponents along k, or on the sum of each step of k."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,9 +50,9 @@ _CALL = struct.Struct("=28q")  # struct Call of src/gemm.h: two sides, the resul
 
 
 def built(level: int | None = None) -> Built:
-    """The library for one of LEVELS, this CPU's best by itself, or why there is none.
+    """The library for one of LEVELS (None: this CPU's best), or why there is none.
 
-    Edge case: where the best fails its trial, the best that does not; `note` says so.
+    Edge case: if the best level fails its trial, the best that passes; `note` says so.
     """
     best = native_build.load("gemm")
     if level is None and best.failed_trial:
@@ -69,7 +68,7 @@ def _variant(level: int) -> Built:
 
 
 def levels() -> tuple[int, ...]:
-    """Those of LEVELS that this CPU has, the best first; none without a library."""
+    """The LEVELS of this CPU, the best first; none without a library."""
     library = built().library
     if library is None:
         return ()
@@ -79,7 +78,7 @@ def levels() -> tuple[int, ...]:
 
 
 def ranking() -> Ranking:
-    """The best of `levels` and its rival as measured on this machine; builds both, where that has not happened yet."""
+    """The measured order of the best of `levels` and its rival; the first call on a machine builds both."""
     return _ranking(built())
 
 
@@ -94,33 +93,33 @@ def _ranking(best: Built) -> Ranking:
 
 
 class Level(NamedTuple):
-    """An instruction set that is ready to run, or why none is: `built.reason`."""
+    """An instruction set with its library; `built.reason` says why there is none."""
 
     name: str
     """One of LEVELS; "" if there is no library."""
     built: Built
     """Its library."""
     unit: int
-    """Scales may change at multiples of this many k."""
+    """Scales may change at multiples of this k."""
 
 
 def fastest() -> Level:
-    """The level that runs here: the fastest of `ranking`."""
+    """The fastest level of `ranking`, which runs here."""
     return _fastest(built())
 
 
 @functools.lru_cache(maxsize=8)
 def _fastest(best: Built) -> Level:
     order = _ranking(best).order
-    found = built(LEVELS.index(order[0])) if order else best
-    library = found.library
+    first = built(LEVELS.index(order[0])) if order else best
+    library = first.library
     if library is None:
-        return Level("", found, 1)
-    return Level(LEVELS[library.ottava_gemm_level()], found, library.ottava_gemm_unit())
+        return Level("", first, 1)
+    return Level(LEVELS[library.ottava_gemm_level()], first, library.ottava_gemm_unit())
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
-    """Why this kernel does not take the call; None if it does. The first call that gets so far builds the library."""
+    """Why this kernel does not take the call; None if it does. It may build the library."""
     if not (a.data.is_cpu and b.data.is_cpu):
         return f"{NAME}: runs on cpu; got {a.device.type} and {b.device.type}"
     if reason := refusal(a.data, b.data, a.scale_inv, b.scale_inv, *(() if bias is None else (bias,))):
@@ -146,7 +145,7 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 
 def supports_dense(a: Tensor, b: Tensor) -> str | None:
-    """Why this kernel does not multiply matrices in high precision; None if it does. Builds the library, as above."""
+    """Why this kernel does not multiply matrices in high precision; None if it does. It may build the library."""
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16 or not (a.is_cpu and b.is_cpu):
         return f"{NAME}: takes bfloat16 on cpu; got {a.dtype} on {a.device.type} and {b.dtype} on {b.device.type}"
     if reason := refusal(a, b):
@@ -158,14 +157,14 @@ def supports_dense(a: Tensor, b: Tensor) -> str | None:
 
 
 def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """How matrices with the shapes and strides of these are multiplied: (a, b, bias) -> y, of their dtype."""
+    """A function (a, b, bias) -> y of their dtype, for all matrices with the shapes and strides of these."""
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     run = plan_gemm(_Dense(a, one), _Dense(b, one), a.dtype, bias)
     return lambda a, b, bias: run(_Dense(a, one), _Dense(b, one), bias)
 
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """Says nothing: tails are padded inside registers."""
+    """Pads nothing in memory: it pads tails inside registers."""
     return ""
 
 
@@ -179,11 +178,10 @@ def gemm(
 def run(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, level: int | None = None
 ) -> tuple[Tensor, str]:
-    """y, and which of MODES it was made in; `level` takes one of `levels`, by itself the fastest.
+    """(y, its mode, one of MODES); level: one of `levels`, None: the fastest.
 
     Raises:
-        RuntimeError: there is no library, no memory or no such level; `supports_gemm` tells all but the second
-            beforehand.
+        RuntimeError: no library, no memory or no such level; `supports_gemm` foresees all but a lack of memory.
     """
     modes: list[int] = []
     y = plan_gemm(a, b, out_dtype, bias, level=level)(a, b, bias, modes)
@@ -191,7 +189,7 @@ def run(
 
 
 class _Dense(NamedTuple):
-    """An operand in high precision, as `plan_gemm` reads one of codes: its number times a scale of 1."""
+    """An operand in high precision for `plan_gemm`: its numbers times a scale of 1."""
 
     data: Tensor
     scale_inv: Tensor
@@ -207,11 +205,11 @@ def plan_gemm(
     *,
     level: int | None = None,
 ) -> Callable[..., Tensor]:
-    """What `gemm` does for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y."""
-    found = fastest().built if level is None else built(level)
-    library = found.library
+    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y."""
+    chosen = fastest().built if level is None else built(level)
+    library = chosen.library
     if library is None:
-        raise RuntimeError(f"{NAME}: {found.reason}; ask supports_gemm first")
+        raise RuntimeError(f"{NAME}: {chosen.reason}; ask supports_gemm first")
     (m, k), n = a.data.shape, b.data.shape[0]
     cells = _cell(a.spec), _cell(b.spec)
     copied, copied_b = (not _along_memory(side.data) for side in (a, b))
@@ -220,20 +218,20 @@ def plan_gemm(
     first, second = cells  # their tables must live as long as this plan
     block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
     step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
-    known = bias is not None and bias.dtype in _TYPES
-    code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and known else 0
+    as_it_is = bias is not None and bias.dtype in _TYPES
+    code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and as_it_is else 0
     threads, pack, multiply = torch.get_num_threads, _CALL.pack, library.ottava_gemm
 
     def run(
         a: QuantizedTensor | _Dense, b: QuantizedTensor | _Dense, bias: Tensor | None, modes: list[int] | None = None
     ) -> Tensor:
-        # whatever the call reads is held here until it has ended
+        # these names keep the call's memory alive until it ends
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
         scale, scale_b = a.scale_inv, b.scale_inv
         y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=CPU)
         if bias is not None:
-            bias = (bias if known else bias.to(torch.float32)).contiguous()
+            bias = (bias if as_it_is else bias.to(torch.float32)).contiguous()
         mode = multiply(
             pack(
                 *(address(codes), m, *strides, address(scale), *scale.stride(), *block, first.address),
@@ -251,7 +249,7 @@ def plan_gemm(
 
 
 class _Cell(NamedTuple):
-    """What the kernel wants to know of a spec."""
+    """The facts of a spec that the kernel needs."""
 
     refused: str
     """Why it takes no such operand; "" if it does."""
@@ -262,9 +260,9 @@ class _Cell(NamedTuple):
     exact: bool
     """Whether scales are powers of two."""
     table: Tensor | None
-    """What each of 256 codes stands for, fp32; None: there are no codes, but bf16 numbers."""
+    """The numbers of 256 codes, fp32; None: the operand holds bf16 numbers, not codes."""
     address: int
-    """Where that lies."""
+    """The table's address."""
 
 
 @functools.lru_cache(maxsize=512)
@@ -284,7 +282,7 @@ def _cell(spec: QuantizationSpec | None) -> _Cell:
 
 
 def _step(a: int | None, b: int | None, k: int) -> int:
-    """How many k no scale changes over; a, b: columns of the blocks of either side."""
+    """The number of k between changes of a scale; a, b: columns of the blocks of either side."""
     if a is None and b is None:
         return k
     blocks = [cols for cols in (a, b) if cols is not None and cols < k]
@@ -292,7 +290,7 @@ def _step(a: int | None, b: int | None, k: int) -> int:
 
 
 def _along_memory(codes: Tensor) -> bool:
-    """Whether they lie row by row or column by column without gaps inside a row."""
+    """Whether codes lie row by row or column by column without gaps inside a row."""
     row, col = codes.stride()
     return (row == 1 or col == 1) and row > 0 and col > 0
 

@@ -1,7 +1,7 @@
 """Quantize and dequantize on a CPU in C++ (src/quantize.cpp, src/decode.cpp): the reference's bits, much faster.
 
-Built on first use, see `native.build`; where that fails `supports_quantize` says why, and the reference runs. Work is
-shared among as many threads as torch uses; neither their number nor the instruction set changes a bit.
+`native.build` compiles it on first use. If that fails, `supports_quantize` says why, and the reference runs. It uses as
+many threads as torch; neither their number nor the instruction set changes a bit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NAME = "native_quantize"
 VARIANTS = MappingProxyType(
     {torch.bfloat16: "", torch.float32: "OTTAVA_TYPE=Float32", torch.float16: "OTTAVA_TYPE=Float16"}
 )
-"""What a file is compiled with for tensors of a dtype."""
+"""dtype -> macro with which a file is compiled for such tensors."""
 _SCALE_FORMATS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _TILE_BYTES = 1 << 19  # of x, cast twice from a second-level cache; narrower tiles cost more calls than they save reads
-_MOST_OCTAVES = 64  # of margin and guard: what lies beyond leaves fp32 on the way
+_MOST_OCTAVES = 64  # of margin and guard; with more, intermediate numbers would leave fp32
 
 
 RunCast = Callable[[Tensor, Tensor | None, Tensor | None], Cast]
@@ -49,7 +49,7 @@ _BOTH = struct.Struct("@Pqqqqqq" + 2 * "qqPPPP")
 
 
 class _Cast(ctypes.Structure):
-    """The C++ file's `Cast`: what a spec comes down to."""
+    """The C++ file's `Cast`: the numbers of a spec."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("mantissa_bits", "emin", "emax", "bias", "bits", "nan_code")),
@@ -107,10 +107,10 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, staged: Tensor | None = None) -> Cast:
     """As `reference.quantize`, bit for bit; call `supports_quantize` first.
 
-    Row-major and column-major matrices are cast where they lie; others are copied first.
+    It casts row-major and column-major matrices in place, and copies others first.
 
     Args:
-        staged: a door's, fp32 (3,), contiguous: raised to what this cast, which has one scale, has seen.
+        staged: of a door, fp32 (3,), contiguous: the kernel raises it to the amax of this cast, which has one scale.
 
     Example:
         >>> from ottava.kernels import reference
@@ -123,24 +123,24 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None, sta
 
 
 def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
-    """What `quantize` does for every matrix of the dtype, shape and strides of x, worked out once."""
+    """`quantize` for every matrix of the dtype, shape and strides of x: sizes are computed once."""
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if not x.numel():  # nothing to cast or to see, but a scale to make
+    if not x.numel():  # no codes and no amax, but a scale
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
     rows, cols = x.shape
     (stride, step), turned = x.stride(), column_major(x)
     cell, granularity = settings(spec), spec.granularity
     shape, strides = (rows, cols), (1, rows) if turned else (cols, 1)
     grid = granularity.grid_shape(shape)
-    if turned:  # cast as x.T, whose rows lie in memory one after the other; scales and amaxes stay those of x
+    if turned:  # casts x.T, whose rows lie one after the other in memory; scales and amaxes stay those of x
         rows, cols, stride, step, granularity = cols, rows, step, stride, cell.transposed
     copied = (step != 1 and cols > 1) or (stride < cols and rows > 1)
     pitch = stride if rows > 1 and not copied else cols
     sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
-    empty = torch.empty_strided  # the one that is made the soonest
+    empty = torch.empty_strided  # the fastest of torch's allocating functions
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     cast = library.ottava_cast
@@ -203,7 +203,7 @@ def quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -
 
 
 def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Callable[[Tensor], CastPair]:
-    """What `quantize_both` does for every matrix of the dtype, shape and strides of x."""
+    """`quantize_both` for every matrix of the dtype, shape and strides of x."""
     turned = column_major(x)
     lines, (first, second) = (x.t(), (spec_t, spec)) if turned else (x, (spec, spec_t))
     rows, cols = shape = (lines.shape[0], lines.shape[1])
@@ -253,7 +253,7 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that codes stand for, exactly, in memory of their own; call `supports_decode` first.
+    """The exact numbers of codes, as a new tensor; call `supports_decode` first.
 
     Args:
         codes: any shape, in fmt.storage_dtype.
@@ -319,21 +319,21 @@ def _decode(
 
 
 class CastSettings(NamedTuple):
-    """A spec once and for all."""
+    """The settings of a spec for the C++ file."""
 
     refusal: str | None
-    """Why such casts are not made here."""
+    """Why this kernel makes no such casts."""
     cast: _Cast
-    """What the C++ file needs of it."""
+    """The numbers of the spec."""
     address: int
-    """Where that lies."""
+    """Their address."""
     transposed: Granularity
     """Its granularity for x.T."""
 
 
 @functools.lru_cache(maxsize=512)
 def settings(spec: QuantizationSpec) -> CastSettings:
-    """What a spec comes down to here."""
+    """The settings of a spec; computed once."""
     fmt = spec.format
     refusal = None
     if spec.rounding != "nearest_even":

@@ -1,7 +1,7 @@
-"""What a Linear does besides GEMMs and casts, in C++ at the speed of memory where there is a library, else in torch.
+"""The work of a Linear besides GEMMs and casts: in C++ at the speed of memory, or in torch without a library.
 
-`checksum` is what the weight cache believes; `column_sums` is the gradient of the bias. torch's own ways read 1 to 4
-GB/s on a core: together they were a tenth of a linear layer's step.
+`checksum` tells the weight cache that a weight has changed; `column_sums` is the gradient of the bias. torch's own
+operations read 1 to 4 GB/s on a core; both together took a tenth of a linear layer's step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ottava.kernels.native import build as native_build
 from ottava.scaling import column_major
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SEGMENT = 1 << 18  # bytes that are hashed on their own
-_SMALL = 1 << 16  # bytes that are summed faster than threads are woken
+_SEGMENT = 1 << 18  # bytes of one hash
+_SMALL = 1 << 16  # bytes; a single thread sums so few before others wake up
 _SUMS = struct.Struct("=8q")  # struct Sums of src/sums.cpp
 
 
@@ -37,8 +37,8 @@ def checksum(x: Tensor) -> int:
     One changed bit always changes it, and so does any other change but for one chance in 2**64 (2**32 without a
     library, where it is zlib's CRC).
     """
-    # Not a sum, which rows that change places leave as it is. Not through numpy(), after which torch cannot resize the
-    # storage any more, as FSDP2 does to free it.
+    # Not a sum, which stays the same if two rows change places. Not through numpy(): torch could not resize the storage
+    # afterwards, as FSDP2 does to free it.
     bits = x if x.is_contiguous() else x.detach().contiguous()
     there, nbytes = address(bits) if bits.is_cpu else 0, bits.nbytes
     if there <= LOWEST:
@@ -53,17 +53,17 @@ def checksum(x: Tensor) -> int:
 
 
 def column_sums(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x (R, C) -> (C,): sums over the rows in fp32, rounded once to dtype; on a CPU the same bits for any number of
-    threads, 64 rows at a time.
+    """x (R, C) -> (C,): sums over the rows in fp32, 64 rows at a time, and one rounding to dtype; on a CPU the bits do
+    not depend on the number of threads.
 
-    torch's own sum where there is no library, x is not on a CPU, or it lies column by column. What lies otherwise is
-    copied first: the bits of torch's sum would depend on the number of threads.
+    Without a library, off the CPU, or for a matrix that lies column by column, it is torch's own sum. It copies other
+    layouts first, because the bits of torch's sum would depend on the number of threads.
 
     Example:
         >>> column_sums(torch.ones(3, 2, dtype=torch.bfloat16))
         tensor([3., 3.])
     """
-    if torch.compiler.is_compiling():  # the bits of eager code
+    if torch.compiler.is_compiling():  # for the bits of eager code
         return torch.ops.ottava.column_sums(x, dtype)  # type: ignore[no-any-return]
     return _column_sums(x, dtype)
 
