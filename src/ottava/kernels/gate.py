@@ -18,8 +18,6 @@ LOWEST = 1 << 40
 
 PLAIN = (Tensor, Parameter)
 """The exact types of tensors with an address of their own."""
-CPU = torch.device("cpu")
-"""The device of C++ results, whatever torch's default device is; torch takes longer to read a string."""
 address = Tensor.data_ptr
 """For a tensor that has passed `refusal`, or that the caller has just made: it checks nothing."""
 
@@ -66,7 +64,7 @@ def pointer(x: Tensor | None) -> int:
     """The address of a plain tensor in the memory of the CPU, for C++; 0 for None and for a tensor without elements.
 
     Raises:
-        TypeError: any other tensor. Negated and nested tensors pass, because their bits lie there; `refusal` names them.
+        TypeError: any other tensor. Negated and nested tensors pass: their bits lie there, and `refusal` names them.
 
     Example:
         >>> pointer(torch.ones(2, device="meta"))

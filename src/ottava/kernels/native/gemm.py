@@ -26,7 +26,7 @@ from torch import Tensor
 from ottava.formats import Format
 from ottava.kernels import cpu_choice
 from ottava.kernels.cpu_choice import Ranking
-from ottava.kernels.gate import CPU, address, pointer, refusal
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native.build import Built
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -220,7 +220,7 @@ def plan_gemm(
     step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
     as_it_is = bias is not None and bias.dtype in _TYPES
     code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and as_it_is else 0
-    threads, pack, multiply = torch.get_num_threads, _CALL.pack, library.ottava_gemm
+    threads, pack, multiply, cpu = torch.get_num_threads, _CALL.pack, library.ottava_gemm, a.data.device
 
     def run(
         a: QuantizedTensor | _Dense, b: QuantizedTensor | _Dense, bias: Tensor | None, modes: list[int] | None = None
@@ -229,7 +229,7 @@ def plan_gemm(
         codes = a.data.contiguous() if copied else a.data
         codes_b = b.data.contiguous() if copied_b else b.data
         scale, scale_b = a.scale_inv, b.scale_inv
-        y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=CPU)
+        y = torch.empty_strided((m, n), (n, 1), dtype=out_dtype, device=cpu)
         if bias is not None:
             bias = (bias if as_it_is else bias.to(torch.float32)).contiguous()
         mode = multiply(

@@ -1,10 +1,10 @@
-"""Tries a library of src/gemm.cpp in a process of its own, before anything else loads it; see `native.build`.
+"""Runs a new library of src/gemm.cpp in a separate process, before others load it; see `native.build`.
 
-An instruction that the CPU does not have ends this process and not the user's;
-and a library whose numbers are wrong is not used. Small integers with power-of-two scales: sums are exact in any order,
-so every one of them is compared with Python's. Imports nothing but the standard library: it takes 0.1 s.
+An instruction that the CPU lacks crashes this process and not the user's, and ottava does not use a library with wrong
+numbers. With small integers and power-of-two scales sums are exact in any order, so the trial compares each of them
+with Python's. It imports only the standard library and takes 0.1 s.
 
-    python gemm_trial.py LIBRARY      prints "ok", or what is wrong
+    python gemm_trial.py LIBRARY      prints "ok", or the fault
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MODES = ("plain", "fold", "steps")
 
 
 def trial(library: ctypes.CDLL) -> str:
-    """What is wrong with a library; "" if every number is right in each mode and layout.
+    """The fault of a library; "" if every number is right in each mode and layout.
 
-    Edge cases: an illegal instruction ends the process.
+    Edge cases: an illegal instruction crashes the process.
     """
     rows = [[(7 * i + 3 * k + i * k) % 9 - 4 for k in range(K)] for i in range(M)]
     columns = [[(5 * j + 11 * k + j * k) % 9 - 4 for k in range(K)] for j in range(N)]

@@ -1,8 +1,8 @@
-"""Sums about casts in C++ (src/measure.cpp), for `debug.measure`: one walk, with the histograms that are asked
-for; and the casts themselves, where nobody made them yet.
+"""Sums about casts in C++ (src/measure.cpp), for `debug.measure`: one walk, with the requested histograms, and with the
+casts themselves if nobody has made them yet.
 
-What is summed is told to the library by name and place, and the library says by name what it sums; this file knows
-neither tallies nor statistics.
+The caller gives the library the name and place of each sum, and the library names the sums that it computes. This file
+knows neither tallies nor statistics.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ _POINTERS, _SIZES, _INTS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class Look(NamedTuple):
-    """A cast to be measured."""
+    """A cast for `measure`."""
 
     x: Tensor
     """(R, C) before the cast: a sample of rows, or all of them."""
     cast: QuantizedTensor | QuantizationSpec
-    """The same rows after it; or how to cast them."""
+    """The same rows after the cast; or the spec, if `measure` casts them."""
     extent: Tensor
     """Of the whole tensor, see `native.sample.survey`."""
     scale: Tensor | None = None
-    """For a cast that is still to be made: its scale, fp32, one entry; None: the current one, see `by_whole`."""
+    """The scale if `measure` casts, fp32, one entry; None: the current one, see `by_whole`."""
     squares: Tensor | None = None
-    """Of a sample: fp32, the largest finite magnitudes of the 128x128 blocks that its rows are from; None: the rows of
-    each block are all there."""
+    """Of a sample: fp32, the largest finite magnitudes of the 128x128 blocks around its rows; None: x has all rows of
+    each block."""
     square_rows: int = 128
-    """Rows of x from each of them but the last."""
+    """Rows of x from each block but the last."""
 
     @property
     def by_whole(self) -> bool:
-        """Whether the scale of the cast to be made is that of the whole tensor; what guards a prediction looks at the
-        amax that there is."""
+        """Whether `measure` casts with the scale of the whole tensor; a guard compares with the amax of the sample."""
         spec = spec_of(self)
         return self.scale is None and spec.granularity == PER_TENSOR and spec.scaling != "guarded"
 
@@ -117,27 +116,27 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
 
 
 class Layout(NamedTuple):
-    """What is asked for, by name, and where it goes: the table of `debug.tally`."""
+    """The requested sums and their places: the table of `debug.tally`."""
 
     sums: tuple[tuple[str, int], ...]
-    """Name and bins (0 for a number) of what is summed, in the order of a vector of sums."""
+    """Name and bins (0 for a number) of each sum, in the order of a vector of sums."""
     extremes: tuple[tuple[str, int], ...]
-    """The same of what is merged by the largest, minima negated."""
+    """The same of each extreme, which merges by the maximum; minima are negated."""
     used: int
-    """How much of a vector of sums, from its beginning, the fields of a detail take."""
+    """Length of the part of a vector of sums, from its beginning, that the fields of a detail take."""
 
     @property
     def places(self) -> list[int]:
-        """Where each field begins in a vector of sums, and its length."""
+        """The place of each field in a vector of sums, then the vector's length."""
         return list(itertools.accumulate((bins or 1 for _, bins in self.sums), initial=0))
 
 
 @functools.lru_cache(maxsize=64)
 def _places(layout: Layout, dtype: torch.dtype) -> ctypes.Array[ctypes.c_int64]:
-    """Where a library puts each of its sums. Raises ValueError where it does not sum what is asked for."""
+    """The place of each sum of a library. Raises ValueError if the library computes other sums."""
     library = built(dtype).library
     assert library is not None  # supports_measure was asked
-    words = [told().decode().split() for told in (library.ottava_sums, library.ottava_extremes)]
+    words = [names().decode().split() for names in (library.ottava_sums, library.ottava_extremes)]
     sums, extremes = (dict(zip(w[::2], map(int, w[1::2]), strict=True)) for w in words)
     refuse_other_sums(NAME, dict(layout.sums), sums)
     refuse_other_sums(NAME, dict(layout.extremes), extremes)
@@ -151,42 +150,42 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
     """Sums over the finite elements of each x; call `supports_measure` for each look first.
 
     Args:
-        layout: what is asked for, and where in a vector of sums it goes.
+        layout: the requested fields, and their places in a vector of sums.
         detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
     Returns:
-        (fp64 (looks, layout.places[-1]), 0 where no field lies; fp64 (looks, len(layout.extremes))). One look is shared
-        among as many threads as torch uses, of several each takes some; the bits do not depend on their number.
+        (fp64 (looks, layout.places[-1]), 0 between fields; fp64 (looks, len(layout.extremes))). All threads of torch
+        share one look, or take some of several each; the bits do not depend on their number.
     Raises:
-        ValueError: other fields are asked for than C++ sums.
+        ValueError: C++ sums other fields.
     """
     width = layout.places[-1]
     sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
     extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
-        own = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
-        jobs = (_Job * len(own))()
-        kept = [_fill(job, looks[i]) for job, i in zip(jobs, own, strict=True)]
-        for job, i in zip(jobs, own, strict=True):
+        indices = [i for i, look in enumerate(looks) if look.x.dtype == dtype]
+        jobs = (_Job * len(indices))()
+        kept = [_fill(job, looks[i]) for job, i in zip(jobs, indices, strict=True)]
+        for job, i in zip(jobs, indices, strict=True):
             job.detail = detail
             job.sums = pointer(sums) + 8 * width * i
             job.extremes = pointer(extremes) + 8 * len(layout.extremes) * i
-        told = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
-        if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in own):
+        settings = _Library(places=ctypes.addressof(_places(layout, dtype)), width=layout.used)
+        if any(isinstance(looks[i].cast, QuantizationSpec) or spec_of(looks[i]).predicted for i in indices):
             casts = native_quantize.built(dtype).library
             assert casts is not None  # supports_measure was asked
-            told.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
-            told.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
+            settings.quantize = ctypes.cast(casts.ottava_cast, _POINTERS)
+            settings.scales = ctypes.cast(casts.ottava_scales, _POINTERS)
         library = built(dtype).library
         assert library is not None
-        failed = library.ottava_measure(jobs, len(own), ctypes.byref(told), torch.get_num_threads())
-        del kept  # what the jobs point to
+        failed = library.ottava_measure(jobs, len(indices), ctypes.byref(settings), torch.get_num_threads())
+        del kept  # the jobs point to these
         if failed:
-            raise MemoryError(f"measure: no memory for the sums of {len(own)} casts")
+            raise MemoryError(f"measure: no memory for the sums of {len(indices)} casts")
     return sums, extremes
 
 
 class _Constants(NamedTuple):
-    """A spec once and for all."""
+    """The settings of a spec for a Job."""
 
     plan: native_quantize.CastSettings
     numbers: tuple[int, ...]
@@ -194,7 +193,7 @@ class _Constants(NamedTuple):
 
 
 def _constants(spec: QuantizationSpec) -> _Constants:
-    return _constants_of(spec.key, spec.format)  # its own hash walks over every field
+    return _constants_of(spec.key, spec.format)
 
 
 @functools.lru_cache(maxsize=512)
@@ -202,21 +201,19 @@ def _constants_of(key: str, fmt: Format) -> _Constants:
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
     largest = (fmt.max / 2.0**fmt.emax - 1) * 2**fmt.mantissa_bits + (fmt.emax + fmt.bias) * 2**fmt.mantissa_bits
     return _Constants(
-        native_quantize.settings(
-            replace(spec, rounding="nearest_even")
-        ),  # codes that are there may have been rounded otherwise
+        native_quantize.settings(replace(spec, rounding="nearest_even")),  # given codes may have another rounding
         (fmt.mantissa_bits, fmt.bias, fmt.bits, int(largest) + 1 if fmt.has_nan else -1),
     )
 
 
 def spec_of(look: Look) -> QuantizationSpec:
-    """How it was, or will be, cast."""
+    """The spec of the cast."""
     return look.cast if isinstance(look.cast, QuantizationSpec) else look.cast.spec
 
 
 @functools.lru_cache(maxsize=1024)
 def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
-    """What the jobs of all tensors of a shape and spec have in common; to be copied."""
+    """A job with the values that all tensors of a shape and spec share; `_fill` copies it."""
     known = _constants_of(key, fmt)
     spec = QuantizationSpec.from_dict({**json.loads(key), "format": fmt})
     grid = spec.granularity.grid_shape((rows, cols))
@@ -229,7 +226,7 @@ def _job_of(key: str, fmt: Format, rows: int, cols: int) -> _Job:
 
 
 def _fill(job: _Job, look: Look) -> tuple[object, ...]:
-    """Returns what has to stay until the job is done."""
+    """Fills a job; returns the objects that must live until the job is done."""
     x, made, scale, spec = _strided(look.x), look.cast, look.scale, spec_of(look)
     known = _constants(spec)
     ctypes.pointer(job)[0] = _job_of(spec.key, spec.format, *x.shape)
@@ -249,5 +246,5 @@ def _fill(job: _Job, look: Look) -> tuple[object, ...]:
 
 
 def _strided(x: Tensor) -> Tensor:
-    """x, or a copy of it where neither its rows nor its columns are contiguous."""
+    """x, or a copy if neither its rows nor its columns are contiguous."""
     return x if steps(x) != (0, 0) else x.contiguous()

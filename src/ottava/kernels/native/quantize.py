@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.formats import E4M3, Format
 from ottava.kernels import reference
-from ottava.kernels.gate import CPU, address, pointer, refusal
+from ottava.kernels.gate import address, pointer, refusal
 from ottava.kernels.native.build import Built, load
 from ottava.kernels.reference import Cast
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -140,7 +140,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     pitch = stride if rows > 1 and not copied else cols
     sizes = (rows, cols, pitch, *granularity.block_shape((rows, cols)))
     code_dtype, float32, threads, pack = spec.format.storage_dtype, torch.float32, torch.get_num_threads, _JOB.pack
-    empty = torch.empty_strided  # the fastest of torch's allocating functions
+    empty, cpu = torch.empty_strided, x.device  # torch takes longer to read a size alone, or "cpu"
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
     cast = library.ottava_cast
@@ -148,9 +148,9 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         if copied:
             x = x.t().contiguous() if turned else x.contiguous()
-        data = empty(shape, strides, dtype=code_dtype, device=CPU)
-        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
-        amax = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
+        data = empty(shape, strides, dtype=code_dtype, device=cpu)
+        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=cpu)
+        amax = empty(grid, (grid[1], 1), dtype=float32, device=cpu)
         job = pack(
             address(x),
             *sizes,
@@ -217,15 +217,16 @@ def plan_quantize_both(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSp
     dtypes, float32 = (first.format.storage_dtype, second.format.storage_dtype), torch.float32
     library = built(x.dtype).library
     assert library is not None  # supports_quantize_both was asked
-    cast_both, threads, pack, empty = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack, torch.empty_strided
+    cast_both, threads, pack = library.ottava_cast_both, torch.get_num_threads, _BOTH.pack
+    empty, cpu = torch.empty_strided, x.device
 
     def run(x: Tensor) -> CastPair:
-        codes = empty(shape, (cols, 1), dtype=dtypes[0], device=CPU)
-        codes_t = empty((cols, rows), (1, cols), dtype=dtypes[1], device=CPU)
-        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
-        amax = empty(grid, (grid[1], 1), dtype=float32, device=CPU)
-        scale_inv_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=CPU)
-        amax_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=CPU)
+        codes = empty(shape, (cols, 1), dtype=dtypes[0], device=cpu)
+        codes_t = empty((cols, rows), (1, cols), dtype=dtypes[1], device=cpu)
+        scale_inv = empty(grid, (grid[1], 1), dtype=float32, device=cpu)
+        amax = empty(grid, (grid[1], 1), dtype=float32, device=cpu)
+        scale_inv_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=cpu)
+        amax_t = empty(grid_t, (grid_t[1], 1), dtype=float32, device=cpu)
         job = pack(
             *(address(x), *sizes, threads()),
             *(*block, cell.address, address(codes), address(scale_inv), address(amax)),

@@ -1,4 +1,4 @@
-"""What one reading of a tensor tells, and copies of some of its rows, in C++ (src/sample.cpp): for `debug.measure`
+"""The facts of one reading of a tensor, and copies of some of its rows, in C++ (src/sample.cpp), for `debug.measure`
 and `debug.sample`.
 """
 
@@ -17,8 +17,8 @@ from ottava.kernels.native.build import Built, load
 
 NAME = "native_sample"
 
-_ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # what `ottava_survey` rounds amaxes to
-_SHARED = 1 << 15  # elements to copy for which another thread is worth waking
+_ROUNDED = MappingProxyType({torch.bfloat16: 1, torch.float16: 2})  # `ottava_survey` rounds amaxes to these
+_SHARED = 1 << 15  # elements; with more to copy another thread is worth waking
 _POINTERS, _SIZES = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -38,7 +38,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def not_a_matrix(x: Tensor) -> str | None:
-    """Why x is no matrix of numbers in memory that C++ reads; None if it is."""
+    """Why C++ cannot read x as a matrix of numbers; None if it can."""
     if x.device.type != "cpu":
         return f"runs on a cpu; got {x.device.type}"
     if reason := refusal(x):
@@ -60,11 +60,11 @@ def supports_survey(x: Tensor) -> str | None:
 
 
 def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What one reading of x (R, C) tells: fp64 (4,): its amax, inf or NaN where an element is; that of the finite
-    elements; how many are not finite; how many there are. Call `supports_survey` first.
+    """The facts of one reading of x (R, C), fp64 (4,): the amax, inf or NaN if an element is; the amax of the finite
+    elements; the number of non-finite elements; the number of elements. Call `supports_survey` first.
 
     Args:
-        dtype: float32, bfloat16 or float16: as of x in that dtype; None: as of x.
+        dtype: float32, bfloat16 or float16: survey x cast to that dtype; None: x as it is.
 
     Example:
         >>> x = torch.tensor([[1.0, -3.0], [float("inf"), 2.0]])
@@ -74,7 +74,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     extent = torch.empty(4, dtype=torch.float64, device="cpu")
     target = x.dtype if dtype is None else dtype
     row, col = steps(x)
-    if col != 1:  # neither order of memory changes it
+    if col != 1:  # the order of elements does not matter
         x, row, col = (x.t(), col, 1) if row == 1 else (x.contiguous(), x.shape[1], 1)
     library = built(x.dtype).library
     assert library is not None  # supports_survey was asked
@@ -84,7 +84,7 @@ def survey(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def supports_take(x: Tensor) -> str | None:
-    """Why this kernel copies no rows of a matrix, of numbers or of codes; None if it does.
+    """Why this kernel copies no rows of a matrix of numbers or codes; None if it does.
 
     Example:
         >>> supports_take(torch.ones(4, 4, dtype=torch.int64))
@@ -104,17 +104,17 @@ def supports_take(x: Tensor) -> str | None:
 
 
 def _holds(x: Tensor) -> torch.dtype:
-    """The dtype of the library that copies x: any knows bytes."""
+    """The dtype of the library that copies x; each library copies bytes."""
     return torch.bfloat16 if x.dtype.itemsize == 1 else x.dtype
 
 
 def take(x: Tensor, bands: Sequence[range], squares: Tensor | None = None) -> Tensor:
-    """Some rows of x (R, C), one below the other in rows of their own; call `supports_take` first.
+    """Copies some rows of x (R, C) into a new matrix; call `supports_take` first.
 
     Args:
-        bands: the rows; those of a range with a step lie in one band of 128.
-        squares: fp32 (bands, ceil(C / 128)), filled with the largest finite magnitudes of the 128x128 blocks that each
-            range lies in, all of their rows.
+        bands: the rows; all rows of a range with a step lie in one band of 128.
+        squares: fp32 (bands, ceil(C / 128)); it receives the largest finite magnitudes of the 128x128 blocks around
+            each range, over all rows of the blocks.
 
     Example:
         >>> x = torch.arange(6.0).reshape(3, 2)

@@ -1,6 +1,6 @@
-"""Stochastic rounding on a CPU in C++ (src/stochastic.cpp): the reference's bits, whatever the number of threads.
+"""Stochastic rounding on a CPU in C++ (src/stochastic.cpp): the reference's bits for any number of threads.
 
-Amaxes and scales are the reference's own; what is fast here are the random numbers and the codes.
+The reference computes amaxes and scales; C++ computes random numbers and codes.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 
 def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
-    """What `quantize` does for every matrix of the dtype and shape of x."""
+    """`quantize` for every matrix of the dtype and shape of x."""
     check_input_dtype(x, "quantize")
-    if x.dim() != 2 or not x.numel():  # the reference says what is needed, or makes a scale
+    if x.dim() != 2 or not x.numel():  # the reference raises the error, or makes a scale
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
     shape, granularity, fmt = (x.shape[0], x.shape[1]), spec.granularity, spec.format
     block, library = granularity.block_shape(shape), built(x.dtype).library
@@ -85,7 +85,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     assert library is not None  # supports_quantize was asked
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
-        x = x.detach().contiguous()  # random numbers are counted along rows
+        x = x.detach().contiguous()  # random numbers run along rows
         block_amax = amax(x, granularity)
         factor, scale_inv = reference.factors(block_amax, spec, scale)
         factor, data = factor.contiguous(), torch.empty(shape, dtype=fmt.storage_dtype, device="cpu")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.custom_operator import custom_operator
-from ottava.kernels.gate import CPU, LOWEST, PLAIN, address, pointer
+from ottava.kernels.gate import LOWEST, PLAIN, address, pointer
 from ottava.kernels.native import build as native_build
 from ottava.scaling import column_major
 
@@ -86,7 +86,7 @@ def _column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.detach().sum(0, dtype=torch.float32).to(dtype)
     x = x if x.stride(1) == 1 else x.detach().contiguous()
     (rows, columns), in_bf16 = x.shape, dtype == torch.bfloat16
-    out = torch.empty_strided((columns,), (1,), dtype=dtype if in_bf16 else torch.float32, device=CPU)
+    out = torch.empty_strided((columns,), (1,), dtype=dtype if in_bf16 else torch.float32, device=x.device)
     threads = torch.get_num_threads() if x.nbytes > _SMALL else 1
     sizes = _TYPES.index(x.dtype), rows, columns, x.stride(0)
     if library.ottava_column_sums(_SUMS.pack(address(x), *sizes, address(out), in_bf16, threads)):

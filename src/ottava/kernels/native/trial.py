@@ -1,10 +1,9 @@
-"""Loads a new library in a process of its own, before anything else does and before it is published; `native.build`
-runs it.
+"""Loads a new library in a separate process, before `native.build` publishes it.
 
-A library that ends whoever loads it (cut off by its compiler, an instruction that the CPU does not have) ends this
-process, and not the user's at this and every later start. Imports nothing but the standard library: it takes 0.05 s.
+A truncated library, or one with an instruction that the CPU lacks, crashes this process, and not the user's at this and
+every later start. The script imports only the standard library and takes 0.05 s.
 
-    python trial.py LIBRARY [SCRIPT]      runs SCRIPT LIBRARY once it is loaded; without one prints "ok"
+    python trial.py LIBRARY [SCRIPT]      loads LIBRARY, then runs SCRIPT LIBRARY; without a script prints "ok"
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import runpy
 import sys
 
 NOT_LOADED = 3
-"""The exit code that says so; standard output says why."""
+"""The exit code for a library that does not load; standard output gives the reason."""
 
 
 def main(library: str, *script: str) -> int:

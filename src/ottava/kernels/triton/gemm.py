@@ -1,14 +1,14 @@
-"""FP8 GEMM on Hopper by a persistent Triton kernel whose sums are promoted to fp32 as often as one asks.
+"""FP8 GEMM on Hopper by a persistent Triton kernel, which promotes sums to fp32 at a configured interval.
 
     y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias        scales per tensor, per row, 1x128 and 128x128
 
-Hopper's tensor cores keep about 14 bits of a sum of FP8 products. cuBLASLt has two answers: promote the sum to fp32
-every 128 products (slow accumulation) or never (fast). Here the interval is one number of a configuration, so that
-there are ways between. Everything but those partial sums is the reference's: fp32 totals, scales after the sum (after
-each block of K), then the bias, and ONE rounding.
+Hopper's tensor cores keep about 14 bits of a sum of FP8 products. cuBLASLt promotes the sum to fp32 every 128 products
+(slow accumulation) or never (fast). Here the interval is one number of a configuration, with values in between. All but
+those partial sums is as in the reference: fp32 totals, scales after the sum (after each block of K), then the bias, and
+ONE rounding.
 
-Which configuration runs, and whether this kernel or torch's, is measured on the device (`gemm_choice`); before that,
-torch's runs. The device code is in `gemm_device_code`; Triton is imported with the first launch.
+`gemm_choice` measures on the device which configuration runs, and whether this kernel or torch's does; without a
+measurement torch's runs. `gemm_device_code` holds the device code; the first plan imports Triton.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SOURCES = ("gemm.py", "gemm_device_code.py")
 _HOPPER = 9
 _BLOCK = 128  # along K: one row of a tile is one line of swizzled shared memory, and one block of the block scales
 _DESCRIPTOR_BYTES = 16  # what addresses and row pitches of a tensor descriptor are multiples of
-_GROUP = 8  # rows of tiles that are walked together
+_GROUP = 8  # rows of tiles in one group of the walk
 _INTERPRETED_PROGRAMS = 4
 
 
@@ -57,7 +57,7 @@ class Config(NamedTuple):
     warps: int
     """Warps of a program."""
     promote: int
-    """Products summed before they are promoted to fp32, a multiple of 128; 0: all of K."""
+    """Products in a sum before its promotion to fp32, a multiple of 128; 0: all of K."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols} stages {self.stages} warps {self.warps} promote {self.promote}"
@@ -74,8 +74,8 @@ CONFIGS = (
     Config(64, 128, 5, 4, 128),
     Config(128, 64, 5, 8, 128),
 )
-"""What is measured. A tile and its partial sums are registers (two of them where sums are promoted), its stages are
-shared memory: a test compiles each for sm_90 and finds nothing spilled."""
+"""The measured configurations. A tile of sums takes registers (two tiles with promotion), and its stages take shared
+memory. A test compiles each for sm_90 and finds no spilled register."""
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
@@ -103,9 +103,9 @@ def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 def configs(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False
 ) -> tuple[Config, ...]:
-    """The configurations that may run a call, the one that runs unmeasured first.
+    """The configurations that may run a call; without a measurement the first one runs.
 
-    Without fast_accum, those that promote every 128 products, as cuBLASLt's slow accumulation does; with it all.
+    Without fast_accum only those that promote every 128 products, like cuBLASLt's slow accumulation; with it all.
 
     Example:
         >>> import ottava
@@ -114,20 +114,20 @@ def configs(
         [0, 128, 256, 512]
     """
     blocks = _in_blocks(a, b)
-    found = []
+    usable = []
     for config in CONFIGS:
         if config.promote != _BLOCK and (blocks or not fast_accum):
             continue
         if config.cols > _BLOCK and (blocks or out_dtype == torch.float32):
             continue  # one scale of 128x128 a tile; an fp32 tile of y does not fit beside the stages
         if blocks and config.rows == config.cols and b.spec.granularity.rows == 1:
-            continue  # a scale for each column besides two tiles: registers spill
-        found.append(config)
-    return tuple(found)
+            continue  # registers would spill: a scale for each column besides two tiles
+        usable.append(config)
+    return tuple(usable)
 
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
-    """What is zero-padded: K, to rows of 16 bytes."""
+    """The zero-padded size: K, to rows of 16 bytes."""
     k = a.shape[1]
     return "" if k % _DESCRIPTOR_BYTES == 0 else f"K {k}->{_aligned(k)}"
 
@@ -153,7 +153,7 @@ def plan_gemm(
 
 
 def way(config: Config) -> str:
-    """What a measurement calls this kernel under a configuration."""
+    """The name of this kernel under a configuration in measurements."""
     return f"{NAME} {config}"
 
 
@@ -226,14 +226,14 @@ def _in_blocks(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 
 def _strides(x_q: QuantizedTensor) -> tuple[int, int]:
-    """Of scale_inv: from row to row of scales and from block to block of K; 0 where one is for all."""
+    """Strides of scale_inv from row to row of scales and from block to block of K; 0 for a single scale."""
     granularity = x_q.spec.granularity
     row, block = x_q.scale_inv.stride()
     return row if granularity.rows else 0, block if granularity.cols else 0
 
 
 def _codes(codes: Tensor) -> Tensor:
-    """Rows of a multiple of 16 bytes, as descriptors want them; what lies so already is not copied."""
+    """Codes in rows of a multiple of 16 bytes, as descriptors need them; copied only if necessary."""
     missing = _aligned(codes.shape[1]) - codes.shape[1]
     if missing:  # as bytes: torch pads no FP8 tensor; code 0 is the number 0
         return nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
@@ -247,7 +247,7 @@ def _aligned(k: int) -> int:
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """One a multiprocessor."""
+    """The number of programs: one per multiprocessor."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count

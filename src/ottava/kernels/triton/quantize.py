@@ -2,11 +2,11 @@
 
     current, blocks       one pass: the codes of x and of x.T, their scales and amax
     current, tensor, row  two passes: amax, then codes; the second runs backwards, so that it begins in the L2 cache
-    delayed, guarded      one pass with the predicted scale; a second launch ends at once unless that missed, and notes
-                          the amax for the next scale
+    delayed, guarded      one pass with the predicted scale; a second launch stages the amax for the next scale, and
+                          casts again if the prediction missed
 
-Bytes a bf16 element, x and x.T together: 4, 6, 4. The kernels are in `device_code`; Triton is imported with the first
-launch. They keep no state, never wait for the device, and can be captured in a CUDA graph.
+Bytes per bf16 element, x and x.T together: 4, 6, 4. `device_code` holds the kernels; the first launch imports Triton.
+They keep no state, never wait for the device, and work in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def refuses(spec: QuantizationSpec) -> str | None:
 def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
     """Casts x (R, C) to spec; arguments, results and errors as `reference.quantize`. The codes are contiguous.
 
-    x must be one that `supports_quantize` takes, or the Triton interpreter must be on.
+    `supports_quantize` must take x, or the Triton interpreter must be on.
     """
     cast, _ = quantize_both(x, spec, None, scale)
     assert cast is not None
@@ -92,22 +92,22 @@ def quantize_both(
     scale: Tensor | None = None,
     staged: Tensor | None = None,
 ) -> Casts:
-    """Casts x (R, C) to spec and x.T (C, R) to spec_t, both from one reading of x where their settings agree.
+    """Casts x (R, C) to spec and x.T (C, R) to spec_t, both from one reading of x if their settings agree.
 
     Args:
         x: fp32, bf16 or fp16; any strides.
-        spec, spec_t: None for one that is not wanted.
+        spec, spec_t: None for a cast that is not wanted.
         scale: one fp32 entry on the device of x, as in `reference.quantize`.
-        staged: fp32 (3,) on the device of x, with a scale: raised to this cast's amax, as `Quantizer.staged` says.
+        staged: `Quantizer.staged`, on the device of x, only with a scale: the kernel raises it to this cast's amax.
     Returns:
-        (Cast of x, Cast of x.T), both contiguous; where x and x.T share their scales, scale_inv and amax share memory.
+        (Cast of x, Cast of x.T), both contiguous; if x and x.T share their scales, scale_inv and amax share memory.
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if column_major(x):  # x.T is the one that lies row by row
+    if column_major(x):  # x.T lies row by row
         cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
         return cast, cast_t
     if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
@@ -173,7 +173,7 @@ def _predicted(
 
 @functools.lru_cache(maxsize=256)
 def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bool:
-    """Whether the codes of x.T are those of x."""
+    """Whether x.T has the codes of x."""
     return (
         spec is not None
         and spec_t is not None
@@ -183,8 +183,8 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
 
 
 def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None) -> _Side:
-    """partner: the other one, whose scale and amax it takes where both are a tensor's: one memory to set to 0."""
-    if spec is None:  # not wanted: never touched
+    """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0."""
+    if spec is None:  # not wanted: no kernel touches it
         return _Side("", x, x, x)
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     mode, _ = _mode_and_block(spec, transposed)
@@ -202,7 +202,7 @@ def _casts(
     if first is None or spec_t is None or not one_scale:
         return first, _cast(col, spec_t)
     codes = col.data.view(spec_t.format.storage_dtype)
-    if row.mode == "tensor":  # one entry, which is its own transpose: every call here is time of the host
+    if row.mode == "tensor":  # one entry is its own transpose, and each call takes time of the host
         return first, Cast(codes, first.scale_inv, first.amax)
     return first, Cast(codes, first.scale_inv.t(), first.amax.t())
 
@@ -214,7 +214,7 @@ def _cast(side: _Side, spec: QuantizationSpec | None) -> Cast | None:
 
 
 def _mode(granularity: Granularity) -> str | None:
-    """Who shares a scale, in the words of `device_code`; None: no kernel has such blocks."""
+    """The mode of `device_code` for a granularity; None: no kernel has such blocks."""
     rows, cols = granularity.rows, granularity.cols
     if rows is None or cols is None:
         return {(None, None): "tensor", (1, None): "rows", (None, 1): "cols"}.get((rows, cols))
@@ -222,7 +222,7 @@ def _mode(granularity: Granularity) -> str | None:
 
 
 def _settings(spec: QuantizationSpec) -> tuple[Any, ...]:
-    """What both results of one launch have in common."""
+    """The settings that both results of one launch must share."""
     return spec.format, spec.scale_format, spec.margin, spec.scaling, spec.guard_bits
 
 
@@ -233,7 +233,7 @@ def _top(spec: QuantizationSpec) -> float:
 
 @functools.lru_cache(maxsize=256)
 def cast_launch(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, converts: bool) -> Mapping[str, Any]:
-    """The compile-time parameters with which `cast_kernel` is launched; converts: the device casts to FP8 itself."""
+    """The compile-time parameters of a launch of `cast_kernel`; converts: the device casts to FP8 itself."""
     known = spec or spec_t
     assert known is not None
     one_scale = shared(spec, spec_t)
@@ -273,7 +273,7 @@ def _mode_and_block(spec: QuantizationSpec | None, transposed: bool) -> tuple[st
 
 
 def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
-    """What the kernels know of the format, under the names of their parameters."""
+    """The constants of the format, under the names of the kernels' parameters."""
     fmt = spec.format
     return {
         "SCALE_FORMAT": spec.scale_format,
@@ -289,7 +289,7 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
 
 
 def _tile(block_rows: int) -> dict[str, int]:
-    """64 x 128 elements, or the 128 x 128 that hold whole blocks; 32 elements a thread, so that nothing spills."""
+    """64 x 128 elements, or 128 x 128 for whole blocks; 32 elements per thread, so that no register spills."""
     rows = max(block_rows, _TILE // 2)
     return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
 
@@ -301,7 +301,7 @@ def _grid(x: Tensor, launch: Mapping[str, Any]) -> tuple[int]:
 def _converts(device: torch.device) -> bool:
     """Whether the device converts fp32 to FP8 itself, as the interpreter of the tests does.
 
-    sm_89 does, but Triton 3.6 goes there through FP16, truncating: other bits just beside a tie.
+    sm_89 does, but Triton 3.6 truncates through FP16 there, which gives other bits just beside a tie.
     """
     if device.type != "cuda":
         return True
@@ -320,7 +320,7 @@ def refuse_device(device: torch.device) -> str | None:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether kernels can be launched: found once a process, not imported."""
+    """Whether Triton is installed; looked up once a process, without an import."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -1,7 +1,7 @@
-"""The step boundary of predicted scales on NVIDIA GPUs: all tensors of one spec in one launch, the bits of `state`.
+"""The step boundary of predicted scales on NVIDIA GPUs: one launch for all tensors of a spec, with the bits of `state`.
 
-In torch operations a boundary is some 35 launches a spec. This one keeps no state, never waits for the device, and can
-be captured in a CUDA graph: all it touches lies where it lay before.
+In torch operations a boundary takes some 35 launches for each spec. This kernel keeps no state, never waits for the
+device, and works in a CUDA graph, because its buffers keep their addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST = 4096
 
 
 def supports_roll(spec: QuantizationSpec, history: Tensor, lanes: Tensor) -> str | None:
-    """Why this kernel does not move these windows on; None if it does.
+    """Why this kernel does not roll these windows; None if it does.
 
     Example:
         >>> from ottava.formats import E4M3

@@ -1,11 +1,11 @@
-"""What a cast did to its tensor, added to a slot on the GPU: for runs that must not wait for the device.
+"""Sums about a cast in a slot on the GPU, for runs that must not wait for the device.
 
-Some tiles of a tensor are looked at each time: one in `every`, beginning with another one whenever the phase, a number
-on the device, has changed; and none while a flag on the device is 0. So what a CUDA graph has captured goes on rotating
-and can be switched on and off. A launch of its own beside the cast, and no part of it: the casts keep their registers
-and their speed, it takes what any of them made, and it reads 1 / every of it.
+A launch reads one tile in `every`. The phase, a number on the device, decides which; while a flag on the device is 0
+the launch reads none. So a captured launch in a CUDA graph can rotate through the tiles and be switched on and off. It
+is separate from the cast: casts keep their registers and their speed, it works after any cast, and it reads 1 / every
+of the result.
 
-Counts are exact; sums are taken in fp64, tiles in the order in which they come.
+Counts are exact; sums are fp64, over the tiles in the order of their programs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NUMBERS = (
     *("n", "n_nonfinite", "n_nonzero", "n_underflow", "n_subnormal", "n_overflow"),
     *("sx", "sabs", "sxx", "sx4", "see", "sxe", "srel", "amax", "max_error", "amin", "n_total", "n_casts"),
 )
-"""What `statistics_kernel` sums, in its order, by names of debug/tally.py; then, unless it is left out, `exponents`."""
+"""The sums of `statistics_kernel`, in its order, by names of debug/tally.py; then, optionally, `exponents`."""
 
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = MappingProxyType({"TR": 16, "TC": 128, "num_warps": 8, "enable_fp_fusion": False})  # x - q rounds q, as it is
 
 
 def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
-    """Why this kernel does not look at this cast; None if it does.
+    """Why this kernel does not measure this cast; None if it does.
 
     Example:
         >>> import ottava
