@@ -55,6 +55,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Casts]:
         return made
 
     monkeypatch.setattr(quantizer, "cast_both", both)
+    monkeypatch.setattr(quantizer.Quantizer, "cast", staticmethod(both))
     return iter([seen]).__next__()  # type: ignore[return-value]
 
 

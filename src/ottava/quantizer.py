@@ -324,9 +324,9 @@ class WeightQuantizer(Quantizer):
             and not (self._forward_hooks or self._forward_pre_hooks)  # a hook must see each cast
             and self.cast is cast_both  # ranks that agree on scales must all cast, or none
             and type(x) in PLAIN
-            and not x.is_neg()
+            and not (x.is_neg() or x.is_meta)
         )
-        on_cpu = x.is_cpu
+        on_cpu = not _on_accelerator(x)
         if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, record))):
             return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
         assert row_spec is not None  # `kept` says so
@@ -371,6 +371,10 @@ def _without_amaxes(operand: Operand | None) -> Operand | None:
     if not isinstance(operand, QuantizedTensor) or operand.amax is None or operand.amax.numel() == 1:
         return operand
     return QuantizedTensor(operand.data, operand.scale_inv, operand.spec, operand.dtype)
+
+
+def _on_accelerator(x: Tensor) -> bool:
+    return not x.is_cpu
 
 
 def _capturing(x: Tensor) -> bool:
