@@ -123,8 +123,8 @@ def _closely(x: Tensor) -> str | None:
     kind = type(x)
     if hasattr(x, "device_mesh"):
         raise TypeError(
-            f"got a {kind.__name__}: FP8 under tensor parallelism is not supported. Leave its layers in BF16, "
-            'ottava.convert(model, recipe, filter=...) or recipe.override("NAME", "bf16"); or shard weights with '
+            f"got a {kind.__name__}, of which this rank holds a part. Split its layer with the styles of "
+            "ottava.distributed, or with torch's before ottava.convert; or shard weights with "
             "torch.distributed.fsdp.fully_shard, which gathers them before they are read"
         )
     if x.is_nested or x.layout is not torch.strided:
