@@ -263,7 +263,7 @@ def test_options_are_given_by_name() -> None:
 def test_a_margin_is_octaves_of_headroom() -> None:
     """Margin m gives the scale of an amax that is 2**m times as large, to the bit."""
     values = torch.tensor([[1.0, 3.0, 500.0, 0.017]])
-    for scale_format in ("fp32", *POWERS_OF_TWO):
+    for scale_format in get_args(ScaleFormat):
         for margin in (-1, 1, 3):
             got = compute_scale(values, E4M3, scale_format=scale_format, margin=margin)
             larger = compute_scale(values * 2.0**margin, E4M3, scale_format=scale_format)
