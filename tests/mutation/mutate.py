@@ -3,9 +3,9 @@
     ./x mutate ROOM [--sample N] [--jobs N]        ROOM: formats, rounding, scaling, recipe, quantizer, state, or all
 
 Cosmic Ray makes the mutants (`OPERATORS`). Each runs in a process of its own on a copy of the source, with the tests
-that `rooms.toml` names for the room, the fastest test first, until the first one fails. A mutant that no test notices
-has survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that cannot be noticed, each
-with the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
+that `rooms.toml` names for the room, except the slow ones; the fastest test first, until the first one fails. A mutant
+that no test notices has survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that
+cannot be noticed, each with the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def start(room: Room, source: str, copy: Path, report: Path, warm: bool) -> int:
         import pytest
 
         order = Order(room.seconds)
-        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *room.tests]
-        code = int(pytest.main(words, plugins=[order]))
+        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-m", "not slow"]
+        code = int(pytest.main([*words, *room.tests], plugins=[order]))
         lines = [order.failed, *(f"{seconds:.4f} {test}" for test, seconds in order.seconds.items())]
         report.write_text("\n".join(lines), encoding="utf-8")
     except BaseException as error:

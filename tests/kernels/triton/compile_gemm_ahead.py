@@ -1,7 +1,7 @@
 """Compiles the Triton GEMM for sm_90 under every configuration that is measured; no GPU is needed.
 
-`python compile_gemm_ahead.py [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds; of those
-that are named, or of all. In a process of its own, because Triton decides at import whether it interprets.
+`python compile_gemm_ahead.py [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds; without
+names, of all launches. In a process of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
