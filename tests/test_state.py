@@ -141,13 +141,13 @@ def test_boundaries_of_a_capture_are_taken_back_and_told_of_each_replay() -> Non
     state.update()
     captured = state.take_back(before)
     assert (captured[0], state.boundaries) == (1, before)
-    assert [entry.amax for entry in state.take_amax() if entry.tensor == "input"][0] == 8.0
+    assert next(entry.amax for entry in state.take_amax() if entry.tensor == "input") == 8.0
     with torch.no_grad():
         model(noise(0))
     for count in (1, 2):
         state.repeat(captured)
         assert state.boundaries == before + count
-        assert [entry.amax for entry in state.take_amax() if entry.tensor == "input"][0] == 2.0
+        assert next(entry.amax for entry in state.take_amax() if entry.tensor == "input") == 2.0
     assert all(door.cached is None for door in state.weight_doors())
 
 
