@@ -115,6 +115,14 @@ def test_stateless_doors_have_no_buffers() -> None:
     assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
+@pytest.fixture(params=["a kernel", "the door"])
+def noted_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who notes what a cast has seen: the kernel that makes it, or the door, in torch."""
+    if request.param == "the door":
+        monkeypatch.setattr(native_quantize, "supports_quantize", lambda x, spec, scale: "switched off")
+
+
+@pytest.mark.usefixtures("noted_by")
 @sweep(spec=[DELAYED, GUARDED])
 def test_first_step_takes_the_current_scale(spec: QuantizationSpec) -> None:
     """No history yet: amax 2 gives 448 / 2, not TransformerEngine's 1.0, which wastes 7 of 18 octaves."""
@@ -190,6 +198,7 @@ def test_scale_follows_format_and_margin(margin: int, fmt: Format, scale: float)
     assert door_after(2.0, spec=replace(DELAYED, margin=margin, format=fmt)).scale.item() == scale
 
 
+@pytest.mark.usefixtures("noted_by")
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_nonfinite_amax_is_counted_and_never_enters(bad: float) -> None:
     """Two overflowed micro-batches of three: the step's amax is that of the third, and one more step is counted."""
@@ -202,6 +211,21 @@ def test_nonfinite_amax_is_counted_and_never_enters(bad: float) -> None:
     cast(door, torch.tensor([[bad, 1.0]]))
     roll(door)  # nothing finite was staged: as if the door had been idle, but counted
     assert (door.amax_history.tolist(), door.scale.item(), door.nonfinite_count.item()) == ([4, 2, 0, 0], 112, 2)
+
+
+def test_calibration_stages_the_amax_of_all_rows() -> None:
+    """Of any number of dimensions, under a spec that is new to the door or known; nothing is cast, no guard fires."""
+    door = Quantizer()
+    for shape, value, staged in (((2, 3, 4), -5.0, [5, 0, 0]), ((4,), 9.0, [9, 0, 0]), ((2, 2), math.nan, [9, 1, 0])):
+        x = torch.zeros(shape)
+        x.view(-1)[-1] = value
+        door.calibrate(x, DELAYED)
+        assert door.spec == DELAYED
+        assert door.staged.tolist() == staged
+    longer = replace(DELAYED, amax_history_len=9)
+    with pytest.warns(UserWarning, match="amax_history_len changed"):
+        door.calibrate(torch.ones(2, 2), longer)
+    assert (door.spec, len(door.amax_history), door.staged.tolist()) == (longer, 9, [9, 1, 0])
 
 
 def test_idle_and_all_zero_doors_do_not_roll() -> None:
