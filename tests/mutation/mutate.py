@@ -278,10 +278,11 @@ def measure(runner: Runner, room: Room, sample: int | None) -> float:
     """Test the mutants of one room and print its line; the share that was killed."""
     begin = time.monotonic()
     everything = list(mutants(room.path.read_text(encoding="utf-8")))
-    found = without_equivalent(room, everything)
-    total = len(found)
-    if sample is not None and sample < total:
-        found = sorted(random.Random(SEED).sample(found, sample), key=lambda mutant: mutant.line)
+    real = without_equivalent(room, everything)
+    drawn = set(range(len(everything)))
+    if sample is not None and sample < len(everything):  # of all, so that a new equivalent changes no sample
+        drawn = set(random.Random(SEED).sample(range(len(everything)), sample))
+    found = [mutant for index, mutant in enumerate(everything) if index in drawn and mutant in real]
     runner.baseline(room)
     runner.run(room, found)
     killed = sum(1 for mutant in found if mutant.killer)
@@ -289,7 +290,7 @@ def measure(runner: Runner, room: Room, sample: int | None) -> float:
     share = killed / max(len(found), 1)
     print(
         f"{room.name}: {killed} of {len(found)} mutants killed, {share:.1%}"
-        f" ({total} in all, {len(everything) - total} equivalent, {late} by their time limit,"
+        f" ({len(everything)} in all, {len(everything) - len(real)} of them equivalent, {late} by their time limit,"
         f" {time.monotonic() - begin:.0f} s)",
         flush=True,
     )

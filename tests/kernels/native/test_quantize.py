@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import platform
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.native.older_builds import for_each_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava import casts
 from ottava.casts import cast_both, explain_quantize, quantize
@@ -166,10 +166,9 @@ def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
 
 
 @needs_library
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares instruction sets of x86")
-@pytest.mark.parametrize("flags", [("-O0",), ("-march=x86-64",), ("-march=haswell",)], ids=["scalar", "SSE2", "AVX2"])
+@for_each_older_build
 def test_instruction_sets_change_no_bit(
-    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
