@@ -76,6 +76,13 @@ def test_different_specs_are_two_casts() -> None:
     assert same_operand(col, ottava.quantize(x.t(), col_spec))
 
 
+def test_what_is_wanted_is_given_by_name() -> None:
+    """A fourth value could be either direction, or the history."""
+    for door in (Quantizer(), WeightQuantizer()):
+        with pytest.raises(TypeError, match="positional"):
+            door(matrix(4, 4), DELAYED, DELAYED, True)
+
+
 def test_no_spec_is_a_pass() -> None:
     """A cell of None hands on the very tensor, and its transpose as a view."""
     x = matrix(4, 8)
