@@ -252,7 +252,7 @@ def test_the_amax_of_a_block_is_in_bin_0_at_any_magnitude(magnitude: float) -> N
 
 def test_more_elements_than_fp32_can_count() -> None:
     """2**24 + 1 and beyond: n, n_nonzero, underflow, exponents, sums, in less than 10 s."""
-    began = time.perf_counter()
+    began = time.process_time()
     rows, cols = 4097, 4099
     x = torch.ones(rows, cols, dtype=torch.bfloat16)
     x[:, ::2] = 2.0**-30
@@ -265,7 +265,7 @@ def test_more_elements_than_fp32_can_count() -> None:
     assert (tally.below_128x128[0], tally.below_1x32[120]) == (ones, small)
     assert tally.sx == pytest.approx(ones + small * 2.0**-30, rel=1e-7)
     assert tally.see == pytest.approx(small * 2.0**-60, rel=1e-7)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_a_single_row_of_more_than_fp32_can_count() -> None:
