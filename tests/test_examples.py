@@ -12,6 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow  # tests/nn/test_calibrate.py has what it shows, on a smaller model
 def test_resuming_from_bf16_is_smooth_with_calibration(capsys: pytest.CaptureFixture[str]) -> None:
     """Calibrated, the first FP8 loss is BF16's; from scale 1 most of some layer's first gradient is cast to zero."""
     main = runpy.run_path(str(ROOT / "examples" / "resume_from_bf16.py"))["main"]

@@ -122,6 +122,7 @@ def test_smollm2_says_whose_weights_it_ran() -> None:
     ]
 
 
+@pytest.mark.slow  # tests/bench/test_builds.py compiles once
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock and in CPU seconds, with the compiler's name; here of one library."""

@@ -144,7 +144,7 @@ def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(re
     assert_same(run("lite"), run(None))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_dynamic_rows_compile_once(recipe: str) -> None:
     """Batches of 8, 5, 33 and 130 rows through one graph, each with the bits of eager."""
     model, counter = network(recipe), Counter()
