@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton_mode  # noqa: F401  # isort: skip
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,20 @@ from sweep import AXES, PAIRS
 from witnesses import GFLOAT, ML_DTYPES
 
 pytest_plugins = ["cost"]
+
+
+def pytest_collection() -> None:
+    """Imports and items live until the end: nobody has to search them for garbage, now or in a test."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else Triton's bindings report leaks at the exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

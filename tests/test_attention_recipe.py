@@ -33,7 +33,8 @@ def test_a_recipe_says_where_it_is_on() -> None:
     assert ON.override("layers.0.*", attention=None).for_layer("layers.0.x").attention is None
     assert off.for_layer("layers.0.x").attention is None
     assert off.for_layer("layers.1.x").attention == AttentionRecipe()
-    assert Recipe.from_dict(off.to_dict()) == off
+    for one in (off, ON.override("*", attention=None), get_recipe("bf16").override("*", attention=AttentionRecipe())):
+        assert Recipe.from_dict(one.to_dict()) == one
     assert "attention  qkv E4M3[tensor]" in str(ON)
     assert get_recipe("delayed", margin=1).override("x", attention=AttentionRecipe()).for_layer("x").attention
     with pytest.raises(TypeError, match="attention is 1; needs a AttentionRecipe or None"):

@@ -344,7 +344,7 @@ def test_the_files_of_the_review_are_refused_at_once(tmp_path: Path) -> None:
     torch.save(shared, tmp_path / "shared.pt")
     expanded = torch.zeros(1).expand(10**12)
     torch.save({"fc.quantizers.input.amax_history": expanded}, tmp_path / "expanded.pt")
-    began = time.monotonic()
+    began = time.process_time()
     for name, says in (("shared.pt", "counted along every path"), ("expanded.pt", "more numbers than the file")):
         with pytest.raises(StateFileError, match=says):
             read_scaling_state(tmp_path / name)
@@ -355,7 +355,7 @@ def test_the_files_of_the_review_are_refused_at_once(tmp_path: Path) -> None:
     events.write_bytes(record(b"\x10" + b"\xff" * 1_000_000))
     with pytest.raises(ValueError, match="a whole number without end"):
         list(read_scalars(events))
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_an_import_names_what_it_leaves_out(tmp_path: Path) -> None:

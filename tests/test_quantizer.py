@@ -76,6 +76,13 @@ def test_different_specs_are_two_casts() -> None:
     assert same_operand(col, ottava.quantize(x.t(), col_spec))
 
 
+def test_what_is_wanted_is_given_by_name() -> None:
+    """A fourth value could be either direction, or the history."""
+    for door in (Quantizer(), WeightQuantizer()):
+        with pytest.raises(TypeError, match="positional"):
+            door(matrix(4, 4), DELAYED, DELAYED, True)
+
+
 def test_no_spec_is_a_pass() -> None:
     """A cell of None hands on the very tensor, and its transpose as a view."""
     x = matrix(4, 8)
@@ -115,6 +122,14 @@ def test_stateless_doors_have_no_buffers() -> None:
     assert (dict(door.named_buffers()), door.spec, list(door.state_dict())) == ({}, None, [])
 
 
+@pytest.fixture(params=["a kernel", "the door"])
+def noted_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who notes what a cast has seen: the kernel that makes it, or the door, in torch."""
+    if request.param == "the door":
+        monkeypatch.setattr(native_quantize, "supports_quantize", lambda x, spec, scale: "switched off")
+
+
+@pytest.mark.usefixtures("noted_by")
 @sweep(spec=[DELAYED, GUARDED])
 def test_first_step_takes_the_current_scale(spec: QuantizationSpec) -> None:
     """No history yet: amax 2 gives 448 / 2, not TransformerEngine's 1.0, which wastes 7 of 18 octaves."""
@@ -190,6 +205,7 @@ def test_scale_follows_format_and_margin(margin: int, fmt: Format, scale: float)
     assert door_after(2.0, spec=replace(DELAYED, margin=margin, format=fmt)).scale.item() == scale
 
 
+@pytest.mark.usefixtures("noted_by")
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_nonfinite_amax_is_counted_and_never_enters(bad: float) -> None:
     """Two overflowed micro-batches of three: the step's amax is that of the third, and one more step is counted."""

@@ -95,6 +95,13 @@ def test_only_fprop_accumulates_fast(recipe: Recipe) -> None:
 
 
 @sweep
+def test_only_guarded_cells_keep_headroom(recipe: Recipe) -> None:
+    """One octave: an amax may double before the guard takes the current scale. Every other cell fills its format."""
+    margins = {spec.margin for name in CELLS if (spec := cell(recipe, name)) is not None}
+    assert margins == ({1} if recipe.name == "guarded" else {0} if recipe.quantized else set())
+
+
+@sweep
 def test_names_find_their_recipe(recipe: Recipe) -> None:
     """A name or the recipe itself; the register is read-only and keyed by name."""
     assert get_recipe(recipe.name) is get_recipe(recipe) is RECIPES[recipe.name] is recipe

@@ -22,6 +22,7 @@ from ottava.rounding import (
     _round_on_grid,
     code_values,
     decode,
+    draw_seed,
     encode,
     encode_,
     floor_log2,
@@ -208,7 +209,8 @@ def test_every_code_comes_back_from_its_number(fmt: Format, rounding: Any) -> No
 
 
 def test_codes_of_formats_that_nobody_has_registered_come_back() -> None:
-    """Without a zero but with a mantissa, unsigned with a zero, one bit of exponent: each code, by either rounding."""
+    """Without a zero but with a mantissa, unsigned with a zero, one bit of exponent: each code, by either rounding.
+    Of the codes that are NaN, NaN takes the positive one with all bits set."""
     facts = {"exponent_bits": 2, "mantissa_bits": 2, "bias": 1}
     for signed, has_zero, specials in itertools.product((True, False), (True, False), get_args(Specials)):
         fmt = Format(name="X", signed=signed, has_zero=has_zero, specials=specials, **facts)  # type: ignore[arg-type]
@@ -217,6 +219,9 @@ def test_codes_of_formats_that_nobody_has_registered_come_back() -> None:
         assert values[finite].max() == fmt.max
         for rounding in get_args(Rounding):
             assert torch.equal(encode(values, fmt, rounding=rounding)[finite], codes[finite]), (fmt, rounding)
+            if fmt.has_nan:
+                all_set = (1 << (fmt.bits - int(signed))) - 1
+                assert encode(torch.tensor(math.nan), fmt, rounding=rounding) == all_set, (fmt, rounding)
         assert torch.equal(decode(codes, fmt)[finite], values[finite])
 
 
@@ -333,6 +338,13 @@ def test_random_bits_belong_to_seed_and_place() -> None:
         assert bits.tolist() == [int(philox((torch.tensor(i // 4), zero, zero, zero), key)[i % 4]) for i in range(11)]
         assert torch.equal(random_bits(torch.tensor(seed), 7), bits[:7])
     assert random_bits(torch.tensor(0), 0).shape == (0,)
+
+
+def test_seeds_are_drawn_from_all_64_bits() -> None:
+    """Each bit is set in half of 400 of them: within 5 standard errors, 2.5 % each."""
+    drawn = torch.stack([draw_seed(torch.device("cpu"), generator(i)) for i in range(400)])
+    each = ((drawn[:, None] >> torch.arange(64)) & 1).double().mean(0)
+    assert ((each - 0.5).abs() < 0.125).all()
 
 
 def test_random_bits_are_uniform() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from ml_dtypes import float4_e2m1fn, float8_e4m3fn
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -31,6 +32,7 @@ from ottava.scaling import (
     Granularity,
     ScaleFormat,
     amax,
+    column_major,
     compute_scale,
 )
 from sweep import sweep
@@ -103,6 +105,38 @@ def test_expanded_scales_sit_on_their_blocks(granularity: Granularity, matrix: T
     assert torch.equal(seen, (row * grid[1] + col).float())
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has which is made meanwhile."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and all(result.data_ptr() != x.data_ptr() for x in args if isinstance(x, Tensor)):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@sweep(granularity=[BLOCK_1X16, BLOCK_16X16, Granularity(16, 1), Granularity(None, 16), PER_ROW, PER_TENSOR])
+def test_multiplying_by_whole_blocks_makes_no_factor_for_every_element(granularity: Granularity) -> None:
+    """Nor does it copy x: rows or columns in memory, one row, one column. What is not repeated is not copied either."""
+    for x in (torch.randn(64, 32), torch.randn(32, 64).t(), torch.randn(1, 32), torch.randn(64, 1)):
+        factors = torch.randn(granularity.grid_shape((x.shape[0], x.shape[1])))
+        if all(extent % block == 0 for extent, block in zip(x.shape, granularity.block_shape(x.shape), strict=True)):
+            with Largest() as made:
+                granularity.multiply_(x, factors)
+            assert made.elements < x.numel() or x.numel() == factors.numel(), (granularity, x.shape)
+        if granularity in (PER_ROW, PER_TENSOR):
+            assert granularity.expand(factors, (x.shape[0], x.shape[1])) is factors
+
+
+def test_a_matrix_is_column_major_where_its_transpose_is_an_ordinary_one() -> None:
+    """By its strides. A row, a column and a slice of either kind belong where the longer steps are."""
+    x = torch.zeros(6, 8)
+    assert [column_major(m) for m in (x.t(), x.t()[:, 1:], x.t()[1:])] == [True] * 3
+    assert [column_major(m) for m in (x, x[:, 1:], x[:, :1], x[:, ::2], x.t()[::2])] == [False] * 5
+
+
 @sweep(special=[math.inf, -math.inf, math.nan])
 def test_non_finite_numbers_show_in_their_block(granularity: Granularity, special: float, dtype: torch.dtype) -> None:
     """|inf| = inf; NaN is not lost in a maximum, not even beside an infinity; other blocks do not see it."""
@@ -147,9 +181,10 @@ def test_other_texts_are_no_granularity(text: str) -> None:
 
 def test_blocks_of_nothing_are_refused() -> None:
     """A block has a row and a column; a misspelt field is refused with the nearest."""
-    for rows, cols in ((0, 1), (1, 0), (-1, None)):
+    for rows, cols in ((0, 1), (1, 0), (-1, None), (None, 0), (65_537, 1), (None, 65_537)):
         with pytest.raises(ValueError, match="at least 1 row and 1 column"):
             Granularity(rows, cols)
+    assert Granularity(65_536, 65_536).block_shape((1, 1)) == (65_536, 65_536)
     with pytest.raises(TypeError, match="did you mean 'cols'"):
         Granularity(rows=1, col=1)  # type: ignore[call-arg]
 
@@ -263,7 +298,7 @@ def test_options_are_given_by_name() -> None:
 def test_a_margin_is_octaves_of_headroom() -> None:
     """Margin m gives the scale of an amax that is 2**m times as large, to the bit."""
     values = torch.tensor([[1.0, 3.0, 500.0, 0.017]])
-    for scale_format in ("fp32", *POWERS_OF_TWO):
+    for scale_format in get_args(ScaleFormat):
         for margin in (-1, 1, 3):
             got = compute_scale(values, E4M3, scale_format=scale_format, margin=margin)
             larger = compute_scale(values * 2.0**margin, E4M3, scale_format=scale_format)

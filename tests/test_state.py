@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -106,6 +107,60 @@ def test_an_idle_layer_keeps_its_window() -> None:
     optimizer.step()
     assert differences(snapshot(model[2]), before) == []
     assert door_of(model).amax_history.tolist()[:3] == [4, 2, 0]
+
+
+def test_a_part_of_a_boundary_moves_its_doors_only() -> None:
+    """As TransformerEngine has it: inputs and weights where the forward ends, gradients where the backward does."""
+    model = network()
+    state = ottava.ScalingState(model)
+    loss_of(model, noise(0)).backward()
+    state.update("forward")
+    assert lengths(model) == [1, 1, 0] * 2
+    state.update("backward")
+    assert lengths(model) == [1] * 6
+    assert state.boundaries == 2
+
+
+def test_a_state_says_whether_it_predicts() -> None:
+    """A model without predicted scales, one with them, and one that takes up a delayed recipe later."""
+    current, delayed = network("tensorwise"), network("delayed")
+    assert [ottava.ScalingState(model).predicts for model in (current, delayed)] == [False, True]
+    with ottava.autocast("delayed"):
+        loss_of(current, noise(0))
+    assert ottava.ScalingState(current).predicts is True
+
+
+def test_boundaries_of_a_capture_are_taken_back_and_told_of_each_replay() -> None:
+    """A CUDA graph's capture runs Python once; each replay writes its amaxes, and may change the weights."""
+    model = network()
+    state = ottava.ScalingState(model)
+    loss_of(model, batch(8.0)).backward()
+    state.update()
+    before = state.boundaries
+    model(batch(2.0)).sum().backward()
+    state.update()
+    captured = state.take_back(before)
+    assert (captured[0], state.boundaries) == (1, before)
+    assert next(entry.amax for entry in state.take_amax() if entry.tensor == "input") == 8.0
+    with torch.no_grad():
+        model(noise(0))
+    for count in (1, 2):
+        state.repeat(captured)
+        assert state.boundaries == before + count
+        assert next(entry.amax for entry in state.take_amax() if entry.tensor == "input") == 2.0
+    assert all(door.cached is None for door in state.weight_doors())
+
+
+def test_a_copied_state_moves_the_layers_that_are_its_own() -> None:
+    """A second state took one layer over: in a copy of the model that layer is the second state's copy's."""
+    model = network()
+    states = ottava.ScalingState(model), ottava.ScalingState(model[0])
+    twin = copy.deepcopy(model)
+    assert twin[2].scaling_state not in states
+    for layer, expected in ((2, [0, 0, 0, 1, 1, 1]), (0, [1] * 6)):
+        loss_of(twin, noise(0)).backward()
+        twin[layer].scaling_state.update()
+        assert lengths(twin) == expected
 
 
 def test_weight_history_sees_the_weight() -> None:

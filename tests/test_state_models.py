@@ -185,6 +185,8 @@ def test_a_model_that_dies_during_a_step_of_another_breaks_nothing() -> None:
         dead.__dict__["itself"] = [dead]
         train(dead, [0])
 
+    gc.collect()
+    gc.freeze()  # what lives now: to look through it at each of the collections below takes seconds
     for where in ("hook", "algorithm"):
         once = iter([gc.collect])
 

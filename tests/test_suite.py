@@ -79,6 +79,9 @@ def test_a_warm_process_is_one_of_its_own(tmp_path: Path) -> None:
         ran = warm.run(["-c", f"import sys; {end}"])
         assert ran.returncode == exit_code
         assert said in ran.stderr
+    before = warm.cpu_seconds()
+    assert warm.run(["-c", "import time\nwhile time.process_time() < 0.5: pass"]).returncode == 0
+    assert sys.platform != "linux" or warm.cpu_seconds() - before >= 0.4
     process = warm.Warm(["-c", "import time\nprint('up', flush=True)\ntime.sleep(60)"])
     process.wait_for("up\n")
     process.send_signal(signal.SIGINT)

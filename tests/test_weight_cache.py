@@ -126,6 +126,16 @@ def test_evaluation_between_steps_casts_for_itself_only_where_a_history_must_see
     assert [len(w) for w in windows(model, "weight")] == [2, 2]
 
 
+def test_a_step_that_moves_no_weight_costs_no_cast(casts: Casts) -> None:
+    """An optimizer skips parameters without a gradient; on a CPU a checksum says that their casts are still good."""
+    spec = ottava.RECIPES["tensorwise"].fprop.rhs
+    door, weight = WeightQuantizer(), nn.Parameter(noise(0))
+    for _ in range(3):
+        door(weight, spec, spec)
+        door.stepped()
+    assert casts == [weight.data_ptr()]
+
+
 def test_frozen_weights_of_current_scaling_are_cast_once_for_good(casts: Casts) -> None:
     """Their bits never change, and nothing waits for their amax."""
     model = network("tensorwise").requires_grad_(False)

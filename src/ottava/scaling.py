@@ -232,12 +232,12 @@ def _e8m0_scale_inv(amax: Tensor, fmt: Format, margin: int, *, round_up: bool) -
 
 def _two_level_scale(amax: Tensor, fmt: Format, margin: int) -> Scale:
     """scale_inv = s * d: d for the tensor in fp32, s for the block in E4M3. amax: per block, unusable ones 0."""
-    top = E4M3.max * fmt.max * 2.0**-margin
+    top = fmt.max * 2.0**-margin  # the tensor's scale takes the margin: E4M3 has no range to spare
     tensor_amax = amax.amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    encode = torch.full_like(tensor_amax, top).div_(tensor_amax).clamp_(max=_FP32_MAX)
+    encode = torch.full_like(tensor_amax, E4M3.max * top).div_(tensor_amax).clamp_(max=_FP32_MAX)
     encode = torch.where(tensor_amax > 0, encode, 1.0)
-    # not `encode / fmt.max`: on CUDA torch computes tensor / scalar as tensor * reciprocal, which rounds twice
-    block = round_to_format((amax * encode.div(torch.full_like(encode, fmt.max))).clamp(max=_FP32_MAX), E4M3)
+    # not `encode / top`: on CUDA torch computes tensor / scalar as tensor * reciprocal, which rounds twice
+    block = round_to_format((amax * encode.div(torch.full_like(encode, top))).clamp(max=_FP32_MAX), E4M3)
     scale_inv = block * encode.reciprocal()
     scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)  # a block scale that underflowed to 0: its codes decode to 0
     empty = amax == 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ottava.bench import cpu
 from ottava.bench.cpu import Settings
 from ottava.quantizer import WeightQuantizer
+from ottava.train.config import ModelConfig, TrainConfig
 
 NAMES = ["BF16", *(f"ottava {recipe}" for recipe in cpu.RECIPES)]
 
@@ -98,12 +99,14 @@ def test_statistics_compare_a_watched_step_with_an_unwatched_one() -> None:
     assert [timing.name for timing in cases[0].timings] == ["unwatched", "every step"]
 
 
-def test_the_demo_has_tokens_a_second() -> None:
+def test_the_demo_has_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the median step; BF16 is torch alone, beside it the recipe bf16."""
+    small = TrainConfig(model=ModelConfig(d_model=32, layers=1, ffn=32), batch_size=2, sequence_length=16)
+    monkeypatch.setattr(cpu, "TrainConfig", lambda: small)
     (case,) = cpu.bench(["demo"], Settings(rounds=2))
     assert list(case.figures["tokens/s"]) == ["BF16", "ottava bf16", *NAMES[1:]]
     first = case.timings[0]
-    assert case.figures["tokens/s"]["BF16"] == pytest.approx(2048 / first.milliseconds * 1e3)
+    assert case.figures["tokens/s"]["BF16"] == pytest.approx(2 * 16 / first.milliseconds * 1e3)
 
 
 def test_smollm2_says_whose_weights_it_ran() -> None:
@@ -119,6 +122,7 @@ def test_smollm2_says_whose_weights_it_ran() -> None:
     ]
 
 
+@pytest.mark.slow  # tests/bench/test_builds.py compiles once
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
 def test_builds_are_timed_together_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock and in CPU seconds, with the compiler's name; here of one library."""

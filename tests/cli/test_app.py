@@ -68,25 +68,29 @@ def test_module_runs_as_the_command() -> None:
 
 
 QUICK = """
-import sys
+import os, sys
 from ottava.cli.app import main
-for words in {calls!r}:
+known = dict(os.environ)
+for words, environment in {calls!r}:
+    os.environ.clear()
+    os.environ.update(known, **environment)
     try:
         main(words)
     except SystemExit as done:
         assert done.code == 0, (words, done.code)
+    print(end=chr(0))
 heavy = ("torch", "numpy", "pyarrow", "jinja2", "rich", "yaml", "safetensors", "ottava.recipe")
-print("loaded:", *(name for name in heavy if sys.modules.get(name)))
+print(*(name for name in heavy if sys.modules.get(name)))
 """
 
 
-def quickly(*calls: list[str], **environment: str) -> str:
+def quickly(*calls: tuple[list[str], dict[str, str]]) -> list[str]:
     """What these command lines print, in one fresh Python that imports typer and what typer takes, no more."""
     code = QUICK.format(calls=calls)
     known = {name: value for name, value in os.environ.items() if not name.startswith(("_OTTAVA", "_TYPER", "COMP_"))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=known | environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=known)
     assert done.returncode == 0, done.stderr
-    printed, _, loaded = done.stdout.rpartition("loaded:")
+    *printed, loaded = done.stdout.split(chr(0))
     assert loaded.split() == []
     return printed
 
@@ -94,24 +98,30 @@ def quickly(*calls: list[str], **environment: str) -> str:
 def test_help_and_version_need_no_torch() -> None:
     """Of the command and of each subcommand: `--help` is what people type first, and most often."""
     names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback is not None]
-    shown = quickly(["--help"], ["--version"], ["bench", "--help"], *([name, "--help"] for name in names))
-    assert [name for name in names if f"Usage: ottava {name} " not in shown] == []
+    lines = [["--help"], ["--version"], ["bench", "--help"], *([name, "--help"] for name in names)]
+    shown = quickly(*((line, {}) for line in lines))[-len(names) :]
+    assert [name for name, page in zip(names, shown, strict=True) if f"Usage: ottava {name} " not in page] == []
     assert len(names) > 10
 
 
-@pytest.mark.parametrize(
-    "shell, environment",
-    [
-        ("bash", {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "{}"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "{}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
-    ],
-)
-def test_every_shell_completes_without_torch(shell: str, environment: dict[str, str]) -> None:
+def test_every_shell_completes_without_torch() -> None:
     """Subcommands and options, at each press of the tab key; the script a shell keeps asks in these words."""
-    for typed, expected in (("ottava dia", "diagnose"), ("ottava diagnose --fai", "--fail-on")):
-        words = {key: text.format(typed, last=len(typed.split()) - 1) for key, text in environment.items()}
-        assert expected in quickly([], _OTTAVA_COMPLETE=f"complete_{shell}", **words)
-    script = quickly(["--show-completion", shell], _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert f"_OTTAVA_COMPLETE=complete_{shell}" in script
-    assert all(key in script for key in environment)
+    shells = {
+        "bash": {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": "{}"},
+        "fish": {"_TYPER_COMPLETE_ARGS": "{}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }
+    keys = {"ottava dia": "diagnose", "ottava diagnose --fai": "--fail-on"}
+    calls: list[tuple[list[str], dict[str, str]]] = []
+    for shell, environment in shells.items():
+        for typed in keys:
+            words = {key: text.format(typed, last=len(typed.split()) - 1) for key, text in environment.items()}
+            calls.append(([], {"_OTTAVA_COMPLETE": f"complete_{shell}", **words}))
+    asked = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    completions = iter(quickly(*calls))
+    scripts = quickly(*((["--show-completion", shell], asked) for shell in shells))
+    for (shell, environment), script in zip(shells.items(), scripts, strict=True):
+        for expected in keys.values():
+            assert expected in next(completions), shell
+        assert f"_OTTAVA_COMPLETE=complete_{shell}" in script
+        assert all(key in script for key in environment)

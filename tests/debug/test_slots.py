@@ -46,7 +46,7 @@ def step(model: nn.Module, seed: int) -> Tensor:
     return y.detach()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", pytest.param("tensorwise", marks=pytest.mark.slow)])
 def test_all_tiles_are_what_an_observer_sees(recipe: str) -> None:
     """Every door, both directions, two micro-batches; and the numbers of the run are the same."""
     plain = step(network(recipe), 1)

@@ -32,7 +32,7 @@ def run_all(rank: int, size: int, folder: str, scenarios: list[str]) -> None:
     """What each process does: all scenarios in turn, until one fails, since the ranks then no longer agree."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timedelta(seconds=180)
     )
     results: dict[str, str] = {}
     for scenario in scenarios:

@@ -155,7 +155,7 @@ def a_group_by_autocast(world: World) -> None:
 
 def compiled(world: World) -> None:
     """Compiled code cannot see its wrapper; the state was told of it when it was made. The bits are those of eager."""
-    eager, model = ddp(network()), ddp(network())
+    eager, model = ddp(network(layers=1)), ddp(network(layers=1))
     torch._dynamo.reset()
     call = torch.compile(model, backend="aot_eager")
     optimizers = [sgd(eager, lr=0.0), sgd(model, lr=0.0)]

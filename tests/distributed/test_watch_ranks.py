@@ -26,7 +26,7 @@ def run_all(rank: int, folder: str) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE, timeout=timedelta(seconds=180)
     )
     results: dict[str, str] = {}
     for scenario in SCENARIOS:

@@ -3,9 +3,9 @@
     ./x mutate ROOM [--sample N] [--jobs N]        ROOM: formats, rounding, scaling, recipe, quantizer, state, or all
 
 Cosmic Ray makes the mutants (`OPERATORS`). Each runs in a process of its own on a copy of the source, with the tests
-that `rooms.toml` names for the room, the fastest test first, until the first one fails. A mutant that no test notices
-has survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that cannot be noticed, each
-with the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
+that `rooms.toml` names for the room, except the slow ones; the fastest test first, until the first one fails. A mutant
+that no test notices has survived; it is printed as the line that it changed. `rooms.toml` also lists mutants that
+cannot be noticed, each with the reason; nothing else is left out. Exit code 1 says that fewer than 90 % were killed.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def start(room: Room, source: str, copy: Path, report: Path, warm: bool) -> int:
         import pytest
 
         order = Order(room.seconds)
-        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *room.tests]
-        code = int(pytest.main(words, plugins=[order]))
+        words = ["-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-m", "not slow"]
+        code = int(pytest.main([*words, *room.tests], plugins=[order]))
         lines = [order.failed, *(f"{seconds:.4f} {test}" for test, seconds in order.seconds.items())]
         report.write_text("\n".join(lines), encoding="utf-8")
     except BaseException as error:
@@ -278,10 +278,11 @@ def measure(runner: Runner, room: Room, sample: int | None) -> float:
     """Test the mutants of one room and print its line; the share that was killed."""
     begin = time.monotonic()
     everything = list(mutants(room.path.read_text(encoding="utf-8")))
-    found = without_equivalent(room, everything)
-    total = len(found)
-    if sample is not None and sample < total:
-        found = sorted(random.Random(SEED).sample(found, sample), key=lambda mutant: mutant.line)
+    real = without_equivalent(room, everything)
+    drawn = set(range(len(everything)))
+    if sample is not None and sample < len(everything):  # of all, so that a new equivalent changes no sample
+        drawn = set(random.Random(SEED).sample(range(len(everything)), sample))
+    found = [mutant for index, mutant in enumerate(everything) if index in drawn and mutant in real]
     runner.baseline(room)
     runner.run(room, found)
     killed = sum(1 for mutant in found if mutant.killer)
@@ -289,7 +290,7 @@ def measure(runner: Runner, room: Room, sample: int | None) -> float:
     share = killed / max(len(found), 1)
     print(
         f"{room.name}: {killed} of {len(found)} mutants killed, {share:.1%}"
-        f" ({total} in all, {len(everything) - total} equivalent, {late} by their time limit,"
+        f" ({len(everything)} in all, {len(everything) - len(real)} of them equivalent, {late} by their time limit,"
         f" {time.monotonic() - begin:.0f} s)",
         flush=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava.quantizer import Quantizer
 from scaling_samples import (
+    DELAYED,
     WIDTH,
     batch,
     differences,
@@ -295,3 +298,18 @@ def test_gradients_are_seen_behind_an_in_place_activation_of_a_3d_output() -> No
         y = model(x)
         (2 * y).sum().backward()
     assert model[0].quantizers.grad_output.amax_history[0] == 2
+
+
+def test_calibration_stages_the_amax_of_all_rows() -> None:
+    """Of any number of dimensions, under a spec that is new to the door or known; nothing is cast, no guard fires."""
+    door = Quantizer()
+    for shape, value, staged in (((2, 3, 4), -5.0, [5, 0, 0]), ((4,), 9.0, [9, 0, 0]), ((2, 2), math.nan, [9, 1, 0])):
+        x = torch.zeros(shape)
+        x.view(-1)[-1] = value
+        door.calibrate(x, DELAYED)
+        assert door.spec == DELAYED
+        assert door.staged.tolist() == staged
+    longer = replace(DELAYED, amax_history_len=9)
+    with pytest.warns(UserWarning, match="amax_history_len changed"):
+        door.calibrate(torch.ones(2, 2), longer)
+    assert (door.spec, len(door.amax_history), door.staged.tolist()) == (longer, 9, [9, 1, 0])

@@ -19,10 +19,13 @@ from ottava import casts
 from ottava.bench.models import Block
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.recipe import Recipe
+from ottava.recipe import RECIPES, Recipe
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
 """One recipe of each kind of graph: torch's own, mixed with high precision, blocks, with state."""
+every_recipe = pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in RECIPES]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +85,8 @@ def compiled(model: nn.Module, **options: object) -> nn.Module:
     return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})  # type: ignore[call-overload,no-any-return]
 
 
-def test_one_graph_gives_the_bits_of_eager(recipe: Recipe) -> None:
+@every_recipe
+def test_one_graph_gives_the_bits_of_eager(recipe: str) -> None:
     """y, dx, dw, db, the trained parameters and the histories of delayed scaling; fullgraph: not one graph break."""
     eager, model = network(recipe), network(recipe)
     assert_same(train(model, compiled(model)), train(eager, eager))
@@ -140,7 +144,7 @@ def test_a_whole_block_has_the_bits_of_eager_where_torch_runs_its_own_kernels(re
     assert_same(run("lite"), run(None))
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_dynamic_rows_compile_once(recipe: str) -> None:
     """Batches of 8, 5, 33 and 130 rows through one graph, each with the bits of eager."""
     model, counter = network(recipe), Counter()
@@ -261,7 +265,9 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
         assert torch.equal(compiled(model)(x), eager(x))  # now they are there
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed", "guarded"])
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", "delayed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensorwise", "rowwise"))]
+)
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
     monkeypatch.setattr(casts, "_casts_as", lambda x: "cuda")

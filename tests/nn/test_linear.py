@@ -67,9 +67,10 @@ def test_bf16_recipe_is_torchs_linear_bit_for_bit(shape: tuple[int, ...], bias: 
 
 
 @pytest.mark.filterwarnings("ignore:recipe .* is running on float32")
-@sweep(shape=SHAPES, bias=[True, False])
-def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
-    """(..., K) gives what (M, K) gives, and y, dx, dw, db have torch's shapes and dtypes."""
+@sweep(shape=SHAPES)
+def test_leading_dimensions_are_rows(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """(..., K) gives what (M, K) gives, and y, dx, dw, db have torch's shapes and dtypes; with a bias and without."""
+    bias = (SHAPES.index(shape) + (dtype == torch.bfloat16)) % 2 == 0
     layer, x = make(recipe, dtype, bias), data(*shape, dtype=dtype)
     got, expected = step(layer, x), step(plain(layer), x)
     assert {n: (t.shape, t.dtype) for n, t in got.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}

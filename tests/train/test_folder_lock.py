@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
+import warm
 from ottava.settings import ConfigError
 from ottava.train.folder_lock import FolderLock
 
 HOLD = """
 import sys
+import time
 from pathlib import Path
 from ottava.train.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
-sys.stdin.read()
+time.sleep(300)
 """
 
 
 def test_folder_of_another_process_is_refused_until_that_one_is_gone(tmp_path: Path) -> None:
     """Killed: it cleans up nothing, and its file stays."""
     run = tmp_path / "run"
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
+    other = warm.Warm(["-c", HOLD, str(run)])
+    other.wait_for("held\n")
     with pytest.raises(ConfigError, match=rf"{run}: is in use by process {other.pid} on .*Two processes would spoil"):
         FolderLock(run)
-    other.kill()
-    other.communicate()
+    other.send_signal(signal.SIGKILL)
+    other.wait()
     assert (run / ".lock").exists()
     lock = FolderLock(run)
     assert f"process {os.getpid()} on " in (run / ".lock").read_text()

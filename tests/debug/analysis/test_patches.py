@@ -187,9 +187,12 @@ EFFECTS: dict[str, Callable[[Pasted], object]] = {
 }
 """Remedy -> the assertion of what its patch does. `upgrade` is a command of the shell."""
 QUANTIZED = [name for name, recipe in ottava.RECIPES.items() if recipe.quantized]
+KINDS = ("rowwise_with_gw_hp", "blockwise", "delayed", "nvfp4")
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in QUANTIZED]
+)
 def test_every_patch_of_every_rule_does_what_it_says(run: Run, recipe: str) -> None:
     """For findings of no layer, of one, of all of a kind and of all; a patch without an assertion is none."""
     context = context_of(run)

