@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.casts import quantize
     from ottava.debug.watch import watch
     from ottava.formats import E2M1, E4M3, E5M2, E8M0
-    from ottava.nn import assert_fp8, calibrate, convert, graphed_step, receipt
+    from ottava.nn import assert_fp8, calibrate, convert, graphed_step, load_fp8, model_init, receipt
     from ottava.ops import gemm
     from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
     from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
@@ -36,7 +36,7 @@ _HOMES = MappingProxyType(
         "ottava.casts": ("quantize",),
         "ottava.debug.watch": ("watch",),
         "ottava.formats": ("E2M1", "E4M3", "E5M2", "E8M0"),
-        "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "receipt"),
+        "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "load_fp8", "model_init", "receipt"),
         "ottava.ops": ("gemm",),
         "ottava.quantized_tensor": ("QuantizationSpec", "QuantizedTensor"),
         "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
@@ -66,6 +66,8 @@ __all__ = [
     "gemm",
     "get_recipe",
     "graphed_step",
+    "load_fp8",
+    "model_init",
     "nn",
     "quantize",
     "receipt",

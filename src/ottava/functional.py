@@ -27,8 +27,10 @@ from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.sums import column_sums
 from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_weight import QuantizedWeight
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import Recipe
+from ottava.weight_operands import shared_bytes
 
 
 class Producer(Protocol):
@@ -196,6 +198,8 @@ class _Linear(torch.autograd.Function):
         tensors, ctx.described, saved_bytes = flattened((x_col, w_col))
         ctx.save_for_backward(*tensors, *made)  # every tensor, so that checkpointing and offloading see it
         if not torch.compiler.is_compiling():
+            if isinstance(weight, QuantizedWeight):
+                saved_bytes -= shared_bytes(w_col, weight)
             if isinstance(x_col, Tensor):  # a weight in high precision lives anyway
                 saved_bytes += x_col.nbytes
             call.saved_bytes, call.high_precision_bytes = saved_bytes, rows.nbytes if needs_dw else 0

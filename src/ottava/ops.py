@@ -147,6 +147,8 @@ def multiply(
     """
     assert a is not None
     assert b is not None  # the caller asks its doors for all operands that it uses
+    if cells.rhs is None and isinstance(b, QuantizedTensor):
+        b = dequantize(b)  # a weight that is stored only as codes is decoded where it is read, and not before
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
         held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)

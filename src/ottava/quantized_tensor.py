@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -125,6 +125,11 @@ class QuantizationSpec(RefusesUnknownFields):
     def predicted(self) -> bool:
         """Whether the scale comes from a history of earlier steps; then a door keeps state."""
         return self.scaling != "current"
+
+    @functools.cached_property
+    def transposed(self) -> QuantizationSpec:
+        """The same blocks as seen from the transpose."""
+        return replace(self, granularity=self.granularity.transposed)
 
     def scale_of(self, amax: Tensor) -> Scale:
         """The scale that brings an amax to the top of the format, see `scaling.compute_scale`."""

@@ -21,8 +21,10 @@ from ottava.casts import Both, CastPlan, cast_both
 from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.sums import checksum
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_weight import QuantizedWeight
 from ottava.recipe import TENSORS, Recipe
 from ottava.scaling import PER_TENSOR, amax
+from ottava.weight_operands import weight_operands
 
 _FRESH = MappingProxyType(
     {"cached": None, "graph": None, "_steps": 0, "_uses": 0, "_reused": False, "_frozen_in": False}
@@ -315,7 +317,12 @@ class WeightQuantizer(Quantizer):
         columnwise: bool = True,
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
-        """As `Quantizer.forward`."""
+        """As `Quantizer.forward`; of a weight that is stored in FP8 the stored codes, and no cast."""
+        if isinstance(x, QuantizedWeight):
+            if record and self.spec is not None:  # whoever goes back to a BF16 weight finds a history
+                seen_amax = x.scale_inv.amax() * self.spec.format.max
+                self._stage(seen_amax, torch.zeros_like(seen_amax))
+            return weight_operands(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise)
         kept = (
             not torch.compiler.is_compiling()
             # a kept high-precision operand would keep the weight itself alive

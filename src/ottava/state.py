@@ -38,6 +38,7 @@ from ottava.errors import need
 from ottava.groups import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
 from ottava.quantizer import Quantizer, WeightQuantizer
 from ottava.recipe import TENSORS, Recipe
 from ottava.windows import roll_windows
@@ -453,9 +454,19 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     for state in states:
         state.wrapped(wrapper)
+    _send_codes(wrapper, [p for p in model.parameters() if is_quantized_weight(p)])
     if not states and isinstance(wrapper, DistributedDataParallel):
         agree(wrapper.process_group, (), ())
     take_part_in_join(wrapper, _shadow)
+
+
+def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
+    """Gives all ranks the codes of the first: what DistributedDataParallel sends, once this is done, are numbers, which
+    these codes stand for already."""
+    with torch.no_grad():
+        for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
+            dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]
+            weight.sent = True
 
 
 def _shadow(wrapper: nn.Module) -> None:

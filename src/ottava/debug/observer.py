@@ -22,6 +22,7 @@ from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tally
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantized_weight import is_quantized_weight
 from ottava.quantizer import Doors
 from ottava.text import columns, number
 
@@ -105,6 +106,8 @@ def watch_doors(model: nn.Module, take: Take) -> list[RemovableHandle]:
 
 
 def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not (args := in_numbers(args)):
+        return
     for direction, x, x_q in casts_of(args[0], *output):
         take((layer, tensor, direction, x_q.spec), x, x_q)
 
@@ -112,6 +115,16 @@ def _report(take: Take, layer: str, tensor: str, door: nn.Module, args: tuple[An
 def known_or_last(value: float) -> float:
     """A key to sort by, smallest first: NaN comes last."""
     return math.inf if math.isnan(value) else value
+
+
+def in_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a door, a weight that is stored only as codes as the numbers that these stand for, exactly; none
+    where the recipe decodes such a weight, for nothing is cast then."""
+    weight, cell, *rest = args
+    if not is_quantized_weight(weight):
+        return args
+    with torch.no_grad():
+        return () if cell is None else (weight.dequantize(torch.float32), cell, *rest)
 
 
 def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, QuantizedTensor]]:

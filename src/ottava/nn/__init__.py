@@ -5,8 +5,10 @@ from ottava.nn.attention import DotProductAttention
 from ottava.nn.calibrate import CalibrationReport, calibrate
 from ottava.nn.convert import ConversionReport, convert, default_filter, keep_first_last_bf16
 from ottava.nn.cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from ottava.nn.fp8_checkpoint import LoadReport, load_fp8
 from ottava.nn.graphed import GraphedStep, graphed_step
 from ottava.nn.grouped import GroupedLinear
+from ottava.nn.initialize import model_init
 from ottava.nn.kv_cache import KVCache
 from ottava.nn.linear import Linear
 from ottava.nn.mlp import ActivatedLinear, NormMLP
@@ -21,6 +23,8 @@ from ottava.nn.router import Router, Routing
 from ottava.nn.smoothing import smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.tune import tune
+from ottava.nn.weight_state import dequantize_state_dict
+from ottava.quantized_weight import QuantizedWeight
 
 __all__ = [
     "ACTIVATIONS",
@@ -35,11 +39,13 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",
+    "LoadReport",
     "MoE",
     "MultiheadAttention",
     "NormLinear",
     "NormMLP",
     "Permutation",
+    "QuantizedWeight",
     "RMSNorm",
     "Receipt",
     "RotaryEmbedding",
@@ -51,9 +57,12 @@ __all__ = [
     "calibrate",
     "convert",
     "default_filter",
+    "dequantize_state_dict",
     "graphed_step",
     "keep_first_last_bf16",
     "linear_cross_entropy",
+    "load_fp8",
+    "model_init",
     "packed_positions",
     "permute",
     "receipt",

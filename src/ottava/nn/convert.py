@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -27,6 +27,7 @@ from ottava.nn.outside import weights_outside
 from ottava.nn.part import Part, rows_of
 from ottava.nn.plan import TOKENS, Device, plan_layer
 from ottava.nn.torch_attention import MultiheadAttention, without_fused_layers
+from ottava.nn.weights import Weights, check_weights, move_weights, stored_text
 from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import Recipe, get_recipe
 from ottava.state import ScalingState
@@ -54,6 +55,8 @@ class ConversionReport:
     """Full name -> why not."""
     outside: Mapping[str, str]
     """Weights that no layer multiplies, but other code: full name of the parameter -> why no recipe reaches it."""
+    unstored: Mapping[str, str] = field(default_factory=dict)
+    """Under weights="fp8", parameters of ottava layers that are not stored in FP8: full name -> why not."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -62,6 +65,7 @@ class ConversionReport:
             "converted": list(self.converted),
             "skipped": dict(self.skipped),
             "outside": dict(self.outside),
+            "unstored": dict(self.unstored),
         }
 
     def __str__(self) -> str:
@@ -71,6 +75,7 @@ class ConversionReport:
         if self.outside:
             lines.append("multiplied outside layers, in high precision:")
             lines += [f"  {name}: {reason}" for name, reason in self.outside.items()]
+        lines += stored_text(self.model, self.unstored)
         return "\n".join(lines)
 
 
@@ -81,6 +86,8 @@ def convert(
     filter: Filter | None = None,
     plan: int | bool | None = None,
     device: Device | None = None,
+    weights: Weights | None = None,
+    keep_high_precision: bool = False,
 ) -> ConversionReport:
     """Puts the linear layers of a model under a recipe, in place.
 
@@ -94,6 +101,8 @@ def convert(
         plan: tokens of one forward (batch x sequence on one GPU), True for 16,384. If `nn.plan` predicts that a layer
             is slower under the recipe than in BF16, the layer stays as it is. None or False: no prediction.
         device: constants of the device for that prediction; None takes an H200's.
+        weights: "fp8" stores weights that the recipe casts only as codes (docs/weights.md), "bf16" gives them back.
+        keep_high_precision: with "fp8", keep the numbers before the cast on the CPU, for an optimizer's master copy.
     Returns:
         ConversionReport; `.model` is the model.
     Raises:
@@ -128,6 +137,7 @@ def convert(
         answers = {n: answer or _loss(n, layers[n], recipe, tokens, device) for n, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
+    check_weights(recipe, converted, weights)
     # only now: a filter that raises has left the model as it was
     for name, (module, parts) in foreign.items():
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
@@ -135,16 +145,16 @@ def convert(
     for name, part in model.named_modules():
         if isinstance(part, Part) and not hasattr(part, "recipe"):
             part.adopt(get_recipe("bf16"), name)  # until it is converted: its module runs it all the same
-    for name in converted:
-        layer = model.get_submodule(name)
-        (layer if isinstance(layer, QuantizedLayer) else _as_linear(layer)).adopt(recipe, name)
-    for name, attention in attentions.items():
-        attention.adopt(recipe, name)
+    for name in (*converted, *attentions):
+        layer: Any = model.get_submodule(name)
+        ours = isinstance(layer, QuantizedLayer | DotProductAttention)
+        (layer if ours else _as_linear(layer)).adopt(recipe, name)
     if converted:
         without_fused_layers(model)
         ScalingState(model)
+    unstored = move_weights(model, weights, keep_high_precision=keep_high_precision)
     outside = {weight.name: weight.reason for weight in weights_outside(model)}
-    report = ConversionReport(model, recipe, converted, skipped, outside)
+    report = ConversionReport(model, recipe, converted, skipped, outside, unstored)
     if recipe.quantized and not converted:
         warnings.warn(f"ottava.convert: nothing will run in FP8. {report}", stacklevel=2)
     return report

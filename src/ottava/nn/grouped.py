@@ -30,8 +30,10 @@ from ottava.functional import (
 from ottava.nn.layer import ready_input
 from ottava.nn.part import Part, bind, unstacked
 from ottava.nn.permutation import Permutation, permute
+from ottava.nn.weight_state import decode_codes
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
+from ottava.weight_operands import in_high_precision, shared_bytes
 
 Splits = Sequence[int] | Tensor
 """Rows of each group, in order; they add up to the rows of x."""
@@ -100,6 +102,10 @@ class GroupedLinear(nn.Module):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -bound, bound)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        decode_codes(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def adopt(self, recipe: Recipe, name: str) -> None:
         """Takes a recipe and its full name in the model, for all groups."""
@@ -181,7 +187,9 @@ def grouped_linear(
         input = permute(input, plan)
     weights, biases = torch.unbind(weight), unstacked(bias, len(groups))
     if not busy:
-        return nn.functional.linear(input, weights[0], biases[0])  # (0, N): nobody came, and gradients are zeros
+        return nn.functional.linear(
+            input, in_high_precision(weights[0]), biases[0]
+        )  # (0, N): nobody came, and gradients are zeros
     results = []
     for group in busy:
         results.append(group.part.run(input[group.start : group.end], weights[group.number], biases[group.number]))
@@ -276,7 +284,7 @@ class _Together(torch.autograd.Function):
                 call, x_row, weight[number], own_bias, x.dtype, needs_dx=needs_dx, record=grad_enabled
             )
             kept.append(w_col)
-            w_bytes = w_col.nbytes if isinstance(w_col, QuantizedTensor) else 0
+            w_bytes = w_col.nbytes - shared_bytes(w_col, weight) if isinstance(w_col, QuantizedTensor) else 0
             call.saved_bytes = w_bytes + (x_row.nbytes if needs_dw else 0)
             call.high_precision_bytes = (end - start) * x.shape[1] * x.element_size() if needs_dw else 0
         tensors, ctx.described, _ = flattened(kept)

@@ -21,10 +21,13 @@ from ottava.functional import Call, Exchange, Producer, build_ahead, linear, obs
 from ottava.groups import ddp_around
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import is_plain
+from ottava.nn.weight_state import decode_codes
 from ottava.quantized_layer import QuantizedLayer
+from ottava.quantized_weight import QuantizedWeight
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe
 from ottava.state import ScalingState
+from ottava.weight_operands import in_high_precision
 
 
 class Layer(QuantizedLayer):
@@ -101,6 +104,7 @@ class Layer(QuantizedLayer):
         if (
             not call.recipe.casts
             and self.exchange is None
+            and not isinstance(weight, QuantizedWeight)  # torch's own linear would keep its numbers for backward
             and (
                 torch.compiler.is_compiling()
                 or not (input.is_cpu and torch_is_beaten())
@@ -184,6 +188,7 @@ class Layer(QuantizedLayer):
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
         if self.produce is not None:
             input = self._rows(input)
+        weight = in_high_precision(weight)
         if self.exchange is None:
             y = nn.functional.linear(input, weight, bias)
         else:
@@ -204,6 +209,10 @@ class Layer(QuantizedLayer):
         if said.session is not None:
             said.session.touch(state)
         return y
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        decode_codes(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last_call": None, "plans": {}, "exchange": None}  # a copy has run nothing

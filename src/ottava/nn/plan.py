@@ -25,6 +25,7 @@ from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, GemmRecipe, Recipe, get_recipe
 from ottava.scaling import BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
+from ottava.weight_operands import stored_as
 
 TOKENS = 16384
 """Of one forward, batch x sequence on one GPU, unless told otherwise."""
@@ -197,9 +198,18 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan_layer(name: str, shape: tuple[int, int, int], recipe: Recipe, device: Device) -> LayerPlan:
+def plan_layer(
+    name: str,
+    shape: tuple[int, int, int],
+    recipe: Recipe,
+    device: Device,
+    *,
+    stored: QuantizationSpec | None = None,
+) -> LayerPlan:
     """Predicts one layer of (M, K, N).
 
+    Args:
+        stored: how its weight is stored in FP8: then W is not cast, and W.T only where it has scales of its own.
     Raises:
         ValueError: a size below 1.
 
@@ -216,7 +226,10 @@ def plan_layer(name: str, shape: tuple[int, int, int], recipe: Recipe, device: D
     sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     gemms = {gemm: _gemm(sizes[gemm], getattr(resolved, gemm), device) for gemm in GEMMS}
     elements = {"input": m * k, "weight": n * k, "grad_output": m * n}
-    casts = sum(_cast(count, *resolved.cells(tensor), device) for tensor, count in elements.items())
+    cells = {tensor: resolved.cells(tensor) for tensor in elements}
+    if stored is not None:
+        cells["weight"] = None, None if stored.granularity.transposes else cells["weight"][1]
+    casts = sum(_cast(count, *cells[tensor], device) for tensor, count in elements.items())
     layer = LayerPlan(name, shape, gemms, casts, "")
     saved = layer.bf16 - layer.planned + casts
     emulated = [gemm for gemm, one in gemms.items() if one.kernel == "emulated"]
@@ -251,7 +264,9 @@ def plan_model(model: nn.Module, recipe: Recipe | str, *, tokens: int, device: D
     recipe, device = get_recipe(recipe), device or Device()
     linears = layers_of(model)
     shapes = {name: (rows_of(layer, tokens), layer.in_features, layer.out_features) for name, layer in linears.items()}
-    return Plan(recipe, tokens, device, tuple(plan_layer(*item, recipe, device) for item in shapes.items()))
+    stored = {name: stored_as(getattr(layer, "parameter", layer.weight)) for name, layer in linears.items()}
+    plans = (plan_layer(*item, recipe, device, stored=stored[item[0]]) for item in shapes.items())
+    return Plan(recipe, tokens, device, tuple(plans))
 
 
 def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> GemmPlan:

@@ -20,6 +20,7 @@ from ottava.ops import GemmRecord
 from ottava.quantized_layer import QuantizedLayer
 from ottava.recipe import GEMMS, GemmRecipe
 from ottava.text import columns
+from ottava.weight_operands import stored_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,8 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
         note = "; ".join((*([call.remark] if call.remark and gemm == "fprop" else []), *record.refusals))
         if not record.quantized:
             note = note or _why_high_precision(layer, call.recipe.name, cells)
+        if gemm == "fprop" and (stored := stored_as(layer.parameter)):
+            note = "; ".join(filter(None, (f"weight is stored as {stored}", note)))
         return ReceiptRow(
             layer=name,
             gemm=gemm,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ottava.debug.observer import casts_of
+from ottava.debug.observer import casts_of, in_numbers
 from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.operands import repeats_a_forward, unobserved
@@ -94,7 +94,7 @@ class DoorTap:
         if not isinstance(door, Quantizer) or (place := self._place(door)) is None:
             return
         layer, tensor = place
-        if not self._counts(door, tensor, kwargs.get("record", True)):
+        if not (args := in_numbers(args)) or not self._counts(door, tensor, kwargs.get("record", True)):
             return
         self.seen.add(layer)
         measured = self.collector.wants(layer, tensor)

@@ -1,0 +1,346 @@
+"""`load_fp8`: a published FP8 checkpoint into a model, its codes as they are, frozen; adapters may be trained on top.
+
+Two families of folders are read: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
+weight_scale_inv; "mxfp8" beside it) and "compressed-tensors" (tensor, channel, block or groups of 32, under
+weight_scale). In both a stored scale is the factor that dequantizes. Everything is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ottava.errors import need, unknown_name
+from ottava.formats import E4M3
+from ottava.nn.convert import convert
+from ottava.nn.weight_state import keep_in_state_dict, powers_only
+from ottava.nn.weights import put_weight
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_weight import QuantizedWeight
+from ottava.recipe import Recipe, get_recipe
+from ottava.scaling import PER_ROW, PER_TENSOR, Granularity
+from ottava.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
+from ottava.weight_operands import refuse_weight
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
+"""Of activations: their casts find their own scales here."""
+_METHODS = ("fp8", "mxfp8", "compressed-tensors")
+_SHAPE = MappingProxyType(
+    {
+        "quant_method": str,
+        "weight_block_size": [int],
+        "config_groups": {"*": {"weights": {"num_bits": int, "type": str, "strategy": str, "block_structure": [int]}}},
+    }
+)
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_fp8` has put into a model."""
+
+    folder: Path
+    """Where it came from."""
+    stored: Mapping[str, QuantizationSpec]
+    """Full names of the weights that stay codes, and how they are cast."""
+    plain: tuple[str, ...]
+    """Full names of the other tensors."""
+    nbytes: int
+    """Bytes of the stored weights."""
+    bf16_bytes: int
+    """Bytes that they would have in BF16."""
+
+    def __str__(self) -> str:
+        kinds = ", ".join(sorted({str(spec) for spec in self.stored.values()}))
+        return (
+            f"{self.folder}: {len(self.stored)} weights as {kinds}, {self.nbytes:,} bytes instead of "
+            f"{self.bf16_bytes:,} in BF16; {len(self.plain)} other tensors"
+        )
+
+
+class _Place(NamedTuple):
+    """Where a tensor of the checkpoint belongs."""
+
+    full: str
+    module: nn.Module
+    own: str
+
+
+class _Stored(NamedTuple):
+    place: _Place
+    key: str
+    scale_inv: Tensor
+    spec: QuantizationSpec
+
+
+def load_fp8(
+    model: nn.Module, folder: Path | str, *, recipe: Recipe | str = "bf16", device: torch.device | str | None = None
+) -> LoadReport:
+    """Loads a published FP8 checkpoint into a model; its FP8 weights stay codes, and are frozen.
+
+    Args:
+        model: of the checkpoint's architecture, with its names; in PEFT's wrapper or not. Its parameters may be on the
+            meta device, so that it never exists in high precision; their dtype is the one that layers compute in.
+        folder: config.json with a quantization_config, and model.safetensors or its index and shards.
+        recipe: what the layers run. "bf16" decodes each weight when it is read, in forward and again in backward: the
+            bits of a layer with the dequantized weight. A recipe whose weight cell has these scales multiplies the
+            codes themselves ("blockwise_fp32" for blocks of 128 x 128; "blockwise" if they are powers of two).
+        device: for parameters on meta; None: the CPU.
+    Returns:
+        LoadReport.
+    Raises:
+        UntrustedError (a ValueError): the folder is damaged, of a kind that is not read, or of another model; nothing
+            has been changed then.  ValueError: a recipe that cannot use the codes.
+    Edge cases: scales of activations are not used. Tensors in high precision are loaded into parameters and buffers of
+        the same name, and stay trainable as they were. A tied head may be absent.
+    """
+    need("load_fp8", model, nn.Module)
+    folder, recipe = Path(folder), get_recipe(recipe)
+    try:
+        with ExitStack() as files:
+            config = _config(folder)
+            sizes = _granularities(config)
+            tensors = _tensors(folder, files)
+            places = _places(model)
+            stored = list(_stored(tensors, places, sizes))
+            plain = _plain(tensors, places, {one.key for one in stored})
+            _check_whole(model, [one.place for one in stored] + [place for place, _ in plain])
+            for one in stored:
+                row, col = recipe.for_layer(one.place.full.rpartition(".")[0]).cells("weight")
+                if row is not None and (reason := refuse_weight(one.spec, row, col)):
+                    raise ValueError(f"load_fp8: recipe {recipe.name!r} cannot use {one.key}: {reason}. Take 'bf16'")
+            return _put_in(model, folder, recipe, stored, plain, tensors, device)
+    except (UntrustedError, OSError) as error:
+        said = (
+            error if isinstance(error, UntrustedError) else f"{error.filename or ''} cannot be read: {error.strerror}"
+        )
+        raise UntrustedError(f"load_fp8: {folder}: {said}") from error
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise UntrustedError("is no folder; needs one with config.json and model.safetensors")
+    path = folder / "config.json"
+    if not path.exists():
+        raise UntrustedError("has no config.json; needs the folder that was published, as a whole")
+    try:
+        config = parse_json(read_text(path))
+    except UntrustedError as error:
+        raise UntrustedError(f"config.json {error}") from error
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        raise UntrustedError(
+            "config.json has no quantization_config: its weights are not quantized; use from_pretrained"
+        )
+    if wrong := misfit(found, _SHAPE, "quantization_config"):
+        raise UntrustedError(f"config.json: {wrong}")
+    return found
+
+
+def _granularities(config: Mapping[str, Any]) -> list[Granularity]:
+    """Which elements may share a scale, as the config has it."""
+    method = config.get("quant_method")
+    if method not in _METHODS:
+        raise UntrustedError(f"config.json: {unknown_name('quant_method', method, _METHODS)}")
+    if method != "compressed-tensors":
+        block = config.get("weight_block_size")
+        return [_block(block) if block else PER_TENSOR]
+    sizes = []
+    for group in (config.get("config_groups") or {}).values():
+        said = group.get("weights") or {}
+        strategy = said.get("strategy")
+        if (said.get("type"), said.get("num_bits")) != ("float", 8):
+            raise UntrustedError(
+                f"config.json: weights of {said.get('num_bits')} bits, type {said.get('type')!r}; only FP8 is read "
+                "(8 bits, 'float')"
+            )
+        kinds = {"tensor": PER_TENSOR, "channel": PER_ROW}
+        if strategy == "block":
+            sizes.append(_block(said.get("block_structure")))
+        elif strategy == "group":
+            sizes.append(_block([1, said.get("group_size")]))
+        elif strategy in kinds:
+            sizes.append(kinds[strategy])
+        else:
+            raise UntrustedError(f"config.json: {unknown_name('strategy', strategy, (*kinds, 'block', 'group'))}")
+    if not sizes:
+        raise UntrustedError(
+            "config.json: compressed-tensors without config_groups; needs one with its weights' strategy"
+        )
+    return sizes
+
+
+def _block(block: Any) -> Granularity:
+    try:
+        rows, cols = block
+        return Granularity(rows, cols)
+    except (TypeError, ValueError) as error:
+        raise UntrustedError(f"config.json: block size {block!r}; needs two numbers such as [128, 128]") from error
+
+
+def _tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Every tensor of the folder -> the open file that holds it."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        found = parse_json(read_text(index))
+        weight_map = found.get("weight_map") if isinstance(found, dict) else None
+        if not isinstance(weight_map, dict) or misfit(weight_map, {"*": str}, "weight_map"):
+            raise UntrustedError(f"{index.name} has no weight_map from tensors to files")
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise UntrustedError(f"{index.name} names {outside[0]!r}, which is no file of this folder")
+    tensors: dict[str, Any] = {}
+    for name in names:
+        regular_size(folder / name)
+        try:
+            file = files.enter_context(safe_open(folder / name, framework="pt"))
+        except SafetensorError as error:
+            raise UntrustedError(f"{name} is no safetensors file, or cut short ({error})") from error
+        tensors |= dict.fromkeys(file.keys(), file)
+    return tensors
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """Parameters and buffers by the name that they have in a checkpoint: PEFT puts prefixes before and between."""
+    places: dict[str, _Place] = {}
+    for prefix, module in model.named_modules():
+        for own in (*module._parameters, *(n for n in module._buffers if n not in module._non_persistent_buffers_set)):
+            if getattr(module, own) is not None:
+                full = f"{prefix}.{own}" if prefix else own
+                places[full.removeprefix("base_model.model.").replace(".base_layer.", ".")] = _Place(full, module, own)
+    return places
+
+
+def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: list[Granularity]) -> Iterator[_Stored]:
+    """The weights that are codes, with their scales."""
+    for key, file in tensors.items():
+        said = file.get_slice(key)
+        if said.get_dtype() not in ("F8_E4M3", "F8_E5M2"):
+            continue
+        if said.get_dtype() == "F8_E5M2":
+            raise UntrustedError(f"{key} is E5M2; weights are read as E4M3 only")
+        place = places.get(key)
+        if place is None:
+            raise UntrustedError(
+                f"{key} is in FP8, and the model has no such weight: build the model of this config.json"
+            )
+        linear = place.module
+        if place.own != "weight" or not isinstance(linear, nn.Linear):
+            raise UntrustedError(f"{key} is in FP8, and a {type(linear).__name__} has it; codes are for nn.Linear")
+        shape = tuple(said.get_shape())
+        if shape != tuple(linear.weight.shape):
+            raise UntrustedError(f"{key} has shape {shape}; the model's has {tuple(linear.weight.shape)}")
+        prefix = key.removesuffix("weight")
+        scales = [name for name in _SCALES if prefix + name in tensors]
+        if not scales:
+            raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
+        scale_key = prefix + scales[0]
+        scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
+        spec = QuantizationSpec(E4M3, size, "pow2" if powers_only(scale_inv) else "fp32")
+        yield _Stored(place, key, scale_inv, spec)
+
+
+def _scales(key: str, found: Tensor, shape: tuple[int, int], sizes: list[Granularity]) -> tuple[Tensor, Granularity]:
+    """fp32 scales in the shape of their blocks."""
+    if found.dtype == torch.uint8:  # E8M0 by its bits
+        found = found.view(torch.float8_e8m0fnu)
+    if not found.is_floating_point():
+        raise UntrustedError(f"{key} has dtype {found.dtype}; needs a float, or uint8 for powers of two")
+    scale_inv = found.to(torch.float32)
+    if scale_inv.dim() < 2:
+        scale_inv = scale_inv.reshape(-1, 1)
+    for size in sizes:
+        if tuple(scale_inv.shape) == size.grid_shape(shape):
+            break
+    else:
+        wanted = " or ".join(str(size.grid_shape(shape)) for size in sizes)
+        raise UntrustedError(f"{key} has shape {tuple(found.shape)}; a weight {shape} needs {wanted} scales")
+    if not bool(scale_inv.isfinite().all()) or bool((scale_inv < 0).any()):
+        raise UntrustedError(f"{key} holds negative or non-finite scales: the checkpoint is damaged")
+    return scale_inv, size
+
+
+def _plain(tensors: Mapping[str, Any], places: Mapping[str, _Place], stored: set[str]) -> list[tuple[_Place, str]]:
+    """The other tensors of the checkpoint, and where they belong."""
+    found, unknown = [], []
+    for key, file in tensors.items():
+        last = key.rpartition(".")[2]
+        if key in stored or last in _UNUSED or (last in _SCALES and key.rpartition(".")[0] + ".weight" in stored):
+            continue
+        if (place := places.get(key)) is None:
+            unknown.append(key)
+            continue
+        shape, own = tuple(file.get_slice(key).get_shape()), tuple(getattr(place.module, place.own).shape)
+        if shape != own:
+            raise UntrustedError(f"{key} has shape {shape}; the model's has {own}")
+        found.append((place, key))
+    if unknown:
+        raise UntrustedError(
+            f"holds {_some(unknown)}, which the model does not have: build the model of this config.json"
+        )
+    return found
+
+
+def _check_whole(model: nn.Module, places: list[_Place]) -> None:
+    """Each parameter must get numbers, itself or through a module that it is tied to; adapters need none."""
+    given = {id(place.module._parameters.get(place.own)) for place in places}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in given and not any(part.startswith("lora_") for part in name.split("."))
+    ]
+    if missing:
+        raise UntrustedError(f"lacks {_some(missing)} of the model (where it is tied to another: model.tie_weights())")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _put_in(
+    model: nn.Module,
+    folder: Path,
+    recipe: Recipe,
+    stored: list[_Stored],
+    plain: list[tuple[_Place, str]],
+    tensors: Mapping[str, Any],
+    device: torch.device | str | None,
+) -> LoadReport:
+    def home(tensor: Tensor) -> torch.device:
+        return torch.device(device or "cpu") if tensor.is_meta else tensor.device
+
+    nbytes = bf16_bytes = 0
+    layers = {one.place.full.rpartition(".")[0] for one in stored}
+    convert(model, recipe, filter=lambda name, layer: name in layers)
+    for place, key, scale_inv, spec in stored:
+        old = place.module._parameters["weight"]
+        assert old is not None
+        codes = tensors[key].get_tensor(key).to(home(old))
+        weight = QuantizedWeight(codes.contiguous(), scale_inv.to(codes.device), spec, old.dtype)
+        put_weight(place.full, old, weight, requires_grad=False)
+        keep_in_state_dict(place.module, "weight")
+        nbytes, bf16_bytes = nbytes + weight.nbytes, bf16_bytes + 2 * weight.numel()
+    for place, key in plain:
+        old = getattr(place.module, place.own)
+        values = tensors[key].get_tensor(key).to(home(old), old.dtype)
+        if not old.is_meta:
+            with torch.no_grad():
+                old.copy_(values)
+        elif isinstance(old, nn.Parameter):
+            put_weight(place.full, old, values, requires_grad=old.requires_grad)
+        else:
+            place.module._buffers[place.own] = values
+    names = {one.place.full: one.spec for one in stored}
+    return LoadReport(folder, names, tuple(place.full for place, _ in plain), nbytes, bf16_bytes)

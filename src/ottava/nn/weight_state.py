@@ -1,0 +1,186 @@
+"""State dicts of modules whose weights are stored in FP8: plain tensors, NAME and NAME_scale_inv.
+
+These are the keys of Hugging Face's FP8 checkpoints, so safetensors holds them as they are. A model with stored weights
+also loads numbers in high precision, and casts them; `dequantize_state_dict` is the way into a model without codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ottava.formats import E2M1, E4M3, E5M2
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight, quantized_weight
+from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
+
+SCALE_SUFFIX = "_scale_inv"
+"""Under NAME_scale_inv stand the scales of NAME."""
+_SIZES = (PER_TENSOR, PER_ROW, BLOCK_128X128, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16, BLOCK_16X16)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+
+
+def keep_in_state_dict(module: nn.Module, name: str) -> None:
+    """From now on the state dict of a module holds a stored weight as two plain tensors, and the module loads these, or
+    the weight in high precision."""
+    names: set[str] | None = vars(module).get("stored_weights")
+    if names is None:
+        names = module.stored_weights = set()  # type: ignore[assignment]
+        module._register_state_dict_hook(_saved)
+        module._register_load_state_dict_pre_hook(_loaded, with_module=True)
+    names.add(name)
+    vars(module).setdefault(
+        name + SCALE_SUFFIX, None
+    )  # torch.distributed.checkpoint looks for an attribute of each key
+
+
+def decode_codes(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """A weight that comes as codes, for a module that keeps it in high precision: its numbers take their place."""
+    weight = module._parameters.get("weight")
+    scale_inv = state.get(key := f"{prefix}weight{SCALE_SUFFIX}")
+    if weight is None or scale_inv is None or is_quantized_weight(_local(weight)):
+        return
+    state[f"{prefix}weight"] = _decoded(state[f"{prefix}weight"], state.pop(key), weight.dtype)
+
+
+def dequantize_state_dict(state: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """A state dict with the numbers of weights that are stored as codes, for a model that knows nothing of codes.
+
+    Args:
+        state: with NAME and NAME_scale_inv, as models with FP8 weights and Hugging Face's FP8 checkpoints have them.
+        dtype: of these weights then.
+    Raises:
+        ValueError: scales that fit no codes.
+
+    Example:
+        >>> import ottava
+        >>> model = nn.Sequential(nn.Linear(64, 64)).bfloat16()
+        >>> report = ottava.convert(model, "tensorwise", weights="fp8")
+        >>> list(model.state_dict()), list(dequantize_state_dict(model.state_dict()))
+        (['0.weight', '0.bias', '0.weight_scale_inv'], ['0.weight', '0.bias'])
+    """
+    plain = dict(state)
+    for key in state:
+        name = key.removesuffix(SCALE_SUFFIX)
+        if name != key and name in state and state[name].dtype in _CODES:
+            plain[name] = _decoded(state[name], plain.pop(key), dtype)
+    return plain
+
+
+def infer_spec(codes: Tensor, scale_inv: Tensor) -> QuantizationSpec:
+    """How codes were cast, judged by the number of scales: those that fit in several ways decode alike in all of them.
+
+    Codes in uint8 are E2M1, one a byte, as recipe "nvfp4" has them.
+
+    Raises:
+        ValueError: no format has such codes, or no granularity so many scales.
+
+    Example:
+        >>> str(infer_spec(torch.zeros(256, 300, dtype=torch.float8_e4m3fn), torch.ones(2, 3)))
+        'E4M3[128x128, pow2]'
+    """
+    formats = [E2M1] if codes.dtype == torch.uint8 else [f for f in (E4M3, E5M2) if f.dtype == codes.dtype]
+    shape, grid = tuple(codes.shape), tuple(scale_inv.shape)
+    if len(formats) != 1 or len(shape) not in (2, 3):
+        raise ValueError(
+            f"got codes {codes.dtype} {shape}; needs float8_e4m3fn, float8_e5m2 or uint8, (N, K) or (G, N, K)"
+        )
+    for size in _SIZES:
+        if (*shape[:-2], *size.grid_shape((shape[-2], shape[-1]))) == grid:
+            return QuantizationSpec(formats[0], size, "pow2" if powers_only(scale_inv) else "fp32")
+    raise ValueError(f"got scales {grid} for codes {shape}; needs one a tensor, a row, or a block of known size")
+
+
+def powers_only(scale_inv: Tensor) -> bool:
+    """Whether all scales are powers of two; False where they cannot be read."""
+    mantissas, _ = torch.frexp(scale_inv.float())
+    return not scale_inv.is_meta and bool((mantissas == 0.5).all())
+
+
+def _decoded(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return QuantizedWeight(codes, scale_inv.float(), infer_spec(codes, scale_inv), dtype).dequantize()
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if hasattr(value, "device_mesh") else value
+
+
+def _saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """What was a stored weight in a state dict becomes two plain tensors."""
+    names: set[str] = module.stored_weights  # type: ignore[assignment]
+    for name in names:
+        value = state.get(prefix + name)
+        weight = _local(value)
+        if not is_quantized_weight(weight):
+            continue
+        codes, scale_inv = weight.codes, weight.scale_inv
+        if weight is not value:
+            codes, scale_inv = _sharded(value, weight)
+        state[prefix + name], state[prefix + name + SCALE_SUFFIX] = codes, scale_inv
+
+
+def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight that FSDP2 has sharded, as DTensors over the same ranks."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    grid = (*value.shape[:-2], *weight.spec.granularity.grid_shape(tuple(value.shape[-2:])))
+    placements = value.placements if weight.scales_shard else [Replicate()] * value.device_mesh.ndim
+    with torch.no_grad():
+        codes = DTensor.from_local(
+            weight.codes, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+        )
+        strides = torch.empty(grid, device="meta").stride()
+        scale_inv = DTensor.from_local(
+            weight.scale_inv, value.device_mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides
+        )
+    return codes, scale_inv
+
+
+def _loaded(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Codes and scales of a state dict become one weight; numbers in high precision stay, for `copy_` casts them."""
+    names: set[str] = module.stored_weights  # type: ignore[assignment]
+    for name in names:
+        key, own = prefix + name, cast(Any, module._parameters[name])
+        value, scale_inv = state.get(key), state.pop(prefix + name + SCALE_SUFFIX, None)
+        weight = _local(own)
+        if value is None or own is None:
+            continue
+        try:
+            if value.dtype in _CODES:
+                state[key] = _joined(value, scale_inv, own, weight)
+            elif metadata.get("assign_to_params_buffers") and is_quantized_weight(weight) and weight is own:
+                keep = weight.high_precision is not None
+                state[key] = quantized_weight(value.to(weight.dtype), weight.spec, keep_high_precision=keep)
+        except (TypeError, ValueError) as error:
+            errors.append(f"{key}: {error}")
+            state[key] = own.detach()  # one message is enough
+
+
+def _joined(value: Any, scale_inv: Any, own: Any, weight: Any) -> Any:
+    if scale_inv is None:
+        raise ValueError(
+            f"got codes ({value.dtype}) without their scales; needs {SCALE_SUFFIX.lstrip('_')} beside them"
+        )
+    codes, scales = _local(value), _local(scale_inv)
+    if not is_quantized_weight(weight):
+        return _decoded(codes, scales, weight.dtype)
+    if weight.spec.scale_format != "fp32" and not powers_only(scales):
+        raise ValueError(f"got scales that are no powers of two; this model stores {weight.spec}")
+    made = QuantizedWeight(codes, scales.float(), weight.spec, weight.dtype)
+    if weight is own:
+        return made
+    kind: Any = type(own)
+    with torch.no_grad():
+        return kind.from_local(made, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())

@@ -1,0 +1,171 @@
+"""Stores the weights of a model only in FP8, and gives them back: `convert(weights=...)`.
+
+A parameter stays the object that it was: optimizers, tied modules and names keep it (torch.utils.swap_tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ottava.errors import unknown_name
+from ottava.nn.part import Part
+from ottava.nn.weight_state import keep_in_state_dict
+from ottava.quantized_layer import QuantizedLayer
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_weight import QuantizedWeight, quantized_weight, stored_spec
+from ottava.recipe import Recipe
+from ottava.weight_operands import refuse_weight
+
+Weights = Literal["fp8", "bf16"]
+
+
+class Held(NamedTuple):
+    """A parameter that layers multiply."""
+
+    name: str
+    """Full name."""
+    parameter: Tensor
+    owners: tuple[tuple[nn.Module, str], ...]
+    """Modules that have it, and under which name."""
+    layers: tuple[tuple[str, QuantizedLayer], ...]
+    """Layers whose weight it is, or holds."""
+
+
+def held_weights(model: nn.Module) -> list[Held]:
+    """The parameters of a model that ottava layers multiply, each once, in the order of the model."""
+    layers: dict[int, list[tuple[str, QuantizedLayer]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            layers.setdefault(id(module.parameter), []).append((name, module))
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if id(parameter) in layers:
+                found.setdefault(id(parameter), []).append((f"{prefix}.{own}" if prefix else own, module, own))
+    return [
+        Held(places[0][0], places[0][1]._parameters[places[0][2]], tuple(p[1:] for p in places), tuple(layers[key]))  # type: ignore[arg-type]
+        for key, places in found.items()
+    ]
+
+
+def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None) -> None:
+    """Raises, before anything is changed, where a recipe casts the weight of a layer in a way that one set of codes
+    does not serve.
+
+    Raises:
+        ValueError: which layer, why, and what to choose; or an unknown word for the weights.
+    """
+    if weights not in (None, *get_args(Weights)):
+        raise ValueError(f"convert: {unknown_name('weights', weights, get_args(Weights))}")
+    for name in names if weights == "fp8" else ():
+        resolved = recipe.for_layer(name)
+        row, col = resolved.cells("weight")
+        if row is not None and (reason := refuse_weight(None, row, col)):
+            raise ValueError(
+                f"convert: recipe {resolved.name!r} has no FP8 weights for {name or 'the layer'!r}: {reason}. Give W "
+                "and W.T scales that they share ('tensorwise', 'blockwise', 'delayed') or powers of two ('mxfp8', "
+                "'rowwise')"
+            )
+
+
+def move_weights(model: nn.Module, weights: Weights | None, *, keep_high_precision: bool = False) -> dict[str, str]:
+    """Stores the weights of ottava layers only as codes, where their recipe casts them, or gives them back.
+
+    Returns:
+        full name of a parameter -> why it stays as it is, for those that do.
+    Raises:
+        ValueError: codes would have to be rounded to other codes.  RuntimeError: a graph of a backward holds one.
+    """
+    stays: dict[str, str] = {}
+    if weights == "bf16":
+        give_back(model)
+    for held in held_weights(model) if weights == "fp8" else ():
+        spec, reason = _spec_of(held)
+        if spec is None:
+            stays[held.name] = reason
+            continue
+        values = held.parameter
+        if isinstance(values, QuantizedWeight):
+            if values.spec == spec:
+                continue
+            if values.high_precision is None:
+                raise ValueError(
+                    f"convert: {held.name} is stored as {values.spec}, and {spec} would round it a second time. Load "
+                    "the weights again, or keep their numbers: convert(..., keep_high_precision=True)"
+                )
+            values = values.high_precision.to(values.device)
+        weight = quantized_weight(values, spec, keep_high_precision=keep_high_precision)
+        put_weight(held.name, held.parameter, weight, requires_grad=held.parameter.requires_grad)
+        for module, name in held.owners:
+            keep_in_state_dict(module, name)
+    return stays
+
+
+def give_back(model: nn.Module) -> None:
+    """The weights of ottava layers as plain parameters again: their numbers before the cast where these were kept,
+    else what the codes stand for."""
+    for held in held_weights(model):
+        if isinstance(weight := held.parameter, QuantizedWeight):
+            kept = weight.high_precision
+            values = weight.detach().dequantize() if kept is None else kept.to(weight.device, weight.dtype)
+            put_weight(held.name, weight, values, requires_grad=weight.requires_grad)
+
+
+def stored_text(model: nn.Module, unstored: Mapping[str, str]) -> list[str]:
+    """Lines of a report on the weights that are stored in FP8, and on those that are not; none: nobody asked."""
+    held = [one.parameter for one in held_weights(model)]
+    own = [weight for weight in held if isinstance(weight, QuantizedWeight)]
+    lines = [f"  {name}: {reason}" for name, reason in unstored.items()]
+    if own or lines:
+        whole = sum(weight.numel() * weight.element_size() for weight in own)
+        lines.insert(0, f"{len(own)} of {len(held)} weights in FP8: {sum(w.nbytes for w in own):,} of {whole:,} bytes")
+    return lines
+
+
+def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
+    """How a parameter is stored; None and the reason: it stays as it is."""
+    parts = [layer for _, layer in held.layers if isinstance(layer, Part)]
+    wanted = {layer.resolved.cells("weight")[0] for _, layer in held.layers}
+    own = {id(layer) for _, layer in held.layers} | {id(module) for module, _ in held.owners if _holds(module, parts)}
+    foreign = [type(module).__name__ for module, _ in held.owners if id(module) not in own]
+    if hasattr(held.parameter, "device_mesh"):
+        return None, "sharded already: convert first, then shard"
+    if foreign:
+        return None, f"also held by {foreign[0]}"
+    if len(wanted) > 1:
+        return None, "its layers run recipes that cast it in different ways"
+    spec = wanted.pop()
+    if spec is None:
+        return None, "the recipe keeps it in high precision"
+    if any(isinstance(part.piece, slice) for part in parts):
+        return None, "its layers multiply some of its rows"
+    if held.parameter.dim() == 2 and held.layers[0][1].out_features != held.parameter.shape[0]:
+        return None, "kept as (in, out): blocks of codes lie along its other side"
+    if any(part.turned for part in parts):
+        return None, "kept as (in, out): blocks of codes lie along its other side"
+    return stored_spec(spec), ""
+
+
+def _holds(module: nn.Module, parts: list[Part]) -> bool:
+    return any(part.held is module._parameters for part in parts)
+
+
+def put_weight(name: str, old: Tensor, weight: Tensor, *, requires_grad: bool) -> None:
+    """Gives a parameter other memory; it stays the object that it was.
+
+    Raises:
+        RuntimeError: something still needs what it holds.
+    """
+    new, grad = nn.Parameter(weight, requires_grad), old.grad
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: something refers to this tensor, such as compiled code or the graph of a loss: convert before "
+            f"torch.compile and before the first forward ({error})"
+        ) from error
+    old.grad = grad if requires_grad else None

@@ -1,0 +1,109 @@
+"""The operands that a weight gives which is stored only as codes, and why some recipes cannot have such weights."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from ottava.casts import refuse_turn, spec_from_key, turn
+from ottava.kernels.custom_operator import constant_in_graph
+from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_weight import QuantizedWeight, describe, stored_spec
+
+
+def refuse_weight(stored: QuantizationSpec | None, row: QuantizationSpec | None, col: QuantizationSpec | None) -> str:
+    """Why codes of a weight cannot be the operands of its two GEMMs; "" if they can.
+
+    Args:
+        stored: how it is stored; None: as row says.
+        row, col: the cells of W and of W.T; None, high precision, takes any.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> refuse_weight(None, *RECIPES["blockwise"].cells("weight"))
+        ''
+    """
+    own = stored or (None if row is None else stored_spec(row))
+    if own is None:
+        return "the recipe leaves the weight in high precision"
+    if row is not None and stored_spec(row) != own:
+        return f"it is stored as {own} and the recipe casts it to {row}, a second rounding"
+    if col is None or (stored_spec(col) == own and own.granularity.transposes):
+        return ""
+    reason = refuse_turn(own, stored_spec(col))
+    return f"W.T has scales of its own ({col}), and {reason}" if reason else ""
+
+
+def weight_operands(
+    weight: QuantizedWeight,
+    row: QuantizationSpec | None,
+    col: QuantizationSpec | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """The operands of W (N, K) and W.T (K, N) from the stored codes; nothing is cast again.
+
+    A cell of None, high precision, gets the codes too: `ops.multiply` decodes them when it reads them, so that no copy
+    in high precision lives from forward to backward. Where W.T has scales of its own, codes move by whole octaves
+    (`casts.turn`).
+
+    Raises:
+        ValueError: the cells do not take these codes; what to choose.
+    """
+    stored = QuantizedTensor(weight.codes, weight.scale_inv, weight.spec, weight.dtype)
+    col_key = None if col is None or not columnwise else col.key
+    reason, turned = _decided(stored.spec.key, None if row is None else row.key, col_key)
+    if reason:
+        raise ValueError(
+            f"{describe(weight)}: {reason}. Choose a recipe whose weight cell is {stored.spec}, or give the weights "
+            "back their dtype: ottava.convert(model, recipe, weights='bf16')"
+        )
+    of_w = QuantizedTensor(stored.data, stored.scale_inv, row or stored.spec, stored.dtype) if rowwise else None
+    if not columnwise:
+        return of_w, None
+    if col is None:
+        return of_w, QuantizedTensor(stored.data.t(), stored.scale_inv.t(), stored.spec.transposed, stored.dtype)
+    if turned:
+        return of_w, turn(stored, col)
+    data = stored.data.t() if stored.data.is_cpu else stored.data.t().contiguous()  # as an accelerator's GEMMs want it
+    return of_w, QuantizedTensor(data, stored.scale_inv.t(), col, stored.dtype)
+
+
+@constant_in_graph
+def _decided(stored: str, row: str | None, col: str | None) -> tuple[str, bool]:
+    """(why not, whether W.T is made by `turn`) of specs, by their keys: compiled code makes no specs."""
+    return _decided_once(stored, row, col)
+
+
+@functools.lru_cache(maxsize=256)
+def _decided_once(stored: str, row: str | None, col: str | None) -> tuple[str, bool]:
+    own, of_w, of_w_t = (None if key is None else spec_from_key(key) for key in (stored, row, col))
+    assert own is not None
+    shares = of_w_t is not None and own.granularity.transposes and stored_spec(of_w_t) == own
+    return refuse_weight(own, of_w, of_w_t), of_w_t is not None and not shares
+
+
+def shared_bytes(operand: Operand | None, weight: Tensor) -> int:
+    """Bytes of an operand that are the weight's own memory: whoever keeps it keeps nothing more."""
+    if not isinstance(weight, QuantizedWeight) or not isinstance(operand, QuantizedTensor):
+        return 0
+    pairs = ((operand.data, weight.codes), (operand.scale_inv, weight.scale_inv))
+    return sum(one.nbytes for one, own in pairs if one.untyped_storage()._cdata == own.untyped_storage()._cdata)
+
+
+def in_high_precision(weight: Tensor) -> Tensor:
+    """The weight itself, or its numbers where it is stored only as codes; gradients pass."""
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
+def stored_as(tensor: Tensor) -> QuantizationSpec | None:
+    """How a weight, or FSDP2's shard of one, is stored; None: as it is.
+
+    Example:
+        >>> stored_as(torch.ones(2, 2)) is None
+        True
+    """
+    own = getattr(tensor, "_local_tensor", tensor)
+    return own.spec if isinstance(own, QuantizedWeight) else None
