@@ -102,6 +102,7 @@ def stored_as(tensor: Tensor) -> QuantizationSpec | None:
     """How a weight, or FSDP2's shard of one, is stored; None: as it is.
 
     Example:
+        >>> import torch
         >>> stored_as(torch.ones(2, 2)) is None
         True
     """

@@ -19,7 +19,7 @@ import ottava
 from ottava.quantized_weight import is_quantized_weight
 
 SIZE, STEPS = 2, 3
-RECIPES = ("tensorwise", "blockwise", "rowwise", "mxfp8")
+RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 
 def network(recipe: str, seed: int = 0) -> nn.Sequential:

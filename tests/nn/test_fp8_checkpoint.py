@@ -197,7 +197,7 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         "norm.weight has shape (5,)": with_tensors(norm__weight=torch.ones(5)),
         "lacks norm.bias of the model": with_tensors("norm.bias"),
         "holds other.weight, which the model does not have": with_tensors(other__weight=torch.ones(2)),
-        "extra.weight is in FP8, and the model has no such weight": with_tensors(extra__weight=tensors["up.weight"]),
+        "extra.weight is in FP8, and the model has no such weight": with_tensors(extra__weight=tensors["up.weight"].clone()),
         "embed.weight is in FP8, and a Embedding has it": with_tensors(
             embed__weight=tensors["embed.weight"].to(torch.float8_e4m3fn)
         ),
@@ -232,6 +232,7 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         load_fp8(model, tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_train_on_top_in_both_orders(tmp_path: Path) -> None:
     """Loaded and then wrapped, or wrapped and then loaded: logits, input gradients and those of the adapters are the
     bits of a dequantized base. Adapters are saved and loaded; merging them into codes is refused by name."""

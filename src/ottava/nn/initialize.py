@@ -34,7 +34,7 @@ def model_init(recipe: Recipe | str = "tensorwise", *, keep_high_precision: bool
         `reset_parameters` numbers, which are then cast. Not for several threads at once.
 
     Example:
-        >>> import ottava
+        >>> import torch, ottava
         >>> with ottava.model_init("tensorwise"):
         ...     model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.ReLU())
         >>> model[0].weight
