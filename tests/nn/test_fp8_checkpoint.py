@@ -197,7 +197,9 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         "norm.weight has shape (5,)": with_tensors(norm__weight=torch.ones(5)),
         "lacks norm.bias of the model": with_tensors("norm.bias"),
         "holds other.weight, which the model does not have": with_tensors(other__weight=torch.ones(2)),
-        "extra.weight is in FP8, and the model has no such weight": with_tensors(extra__weight=tensors["up.weight"].clone()),
+        "extra.weight is in FP8, and the model has no such weight": with_tensors(
+            extra__weight=tensors["up.weight"].clone()
+        ),
         "embed.weight is in FP8, and a Embedding has it": with_tensors(
             embed__weight=tensors["embed.weight"].to(torch.float8_e4m3fn)
         ),
