@@ -38,7 +38,8 @@ FLOORS = (
     ("windows", "functional"),
     ("quantized_layer",),
     ("state", "debug"),
-    ("nn",),
+    ("nn", "optim"),
+    ("footprint",),
     ("compat", "train", "distributed"),
     ("bench",),
     ("cli",),
@@ -79,13 +80,13 @@ PUBLIC_NAMES = frozenset(
     {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
     | {"GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
     | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "graphed_step", "debug", "distributed", "watch"}
-    | {"model_init", "load_fp8"}
+    | {"model_init", "load_fp8", "memory", "optim"}
 )
 """What `import ottava` offers."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_PUBLIC_NAMES = 26
+MAX_PUBLIC_NAMES = 28
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ottava.first_use import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
-    from ottava import debug, distributed, nn
+    from ottava import debug, distributed, nn, optim
     from ottava.ambient import autocast
     from ottava.casts import quantize
     from ottava.debug.watch import watch
+    from ottava.footprint import memory
     from ottava.formats import E2M1, E4M3, E5M2, E8M0
     from ottava.nn import assert_fp8, calibrate, convert, graphed_step, load_fp8, model_init, receipt
     from ottava.ops import gemm
@@ -35,6 +36,7 @@ _HOMES = MappingProxyType(
         "ottava.ambient": ("autocast",),
         "ottava.casts": ("quantize",),
         "ottava.debug.watch": ("watch",),
+        "ottava.footprint": ("memory",),
         "ottava.formats": ("E2M1", "E4M3", "E5M2", "E8M0"),
         "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "load_fp8", "model_init", "receipt"),
         "ottava.ops": ("gemm",),
@@ -67,8 +69,10 @@ __all__ = [
     "get_recipe",
     "graphed_step",
     "load_fp8",
+    "memory",
     "model_init",
     "nn",
+    "optim",
     "quantize",
     "receipt",
     "watch",

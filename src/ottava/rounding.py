@@ -201,8 +201,10 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     return torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device=device, dtype=torch.int64)
 
 
-def random_bits(seed: Tensor, count: int) -> Tensor:
+def random_bits(seed: Tensor, count: int, start: int = 0) -> Tensor:
     """32 random bits for each of `count` elements, as int64; element i has word i % 4 of philox(i // 4, key=seed).
+
+    start: the first element, a multiple of 4.
 
     They depend on seed and i only, not on threads, device or memory layout.
 
@@ -210,7 +212,7 @@ def random_bits(seed: Tensor, count: int) -> Tensor:
         >>> random_bits(torch.tensor(0), 5)
         tensor([1713891541, 3781805453, 3159862348, 2600524760, 4175744164])
     """
-    number = torch.arange(-(-count // 4), device=seed.device)
+    number = torch.arange(start // 4, -(-(start + count) // 4), device=seed.device)
     counter = (number & _LOW_32, number >> 32, torch.zeros_like(number), torch.zeros_like(number))
     return torch.stack(philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32)), -1).view(-1)[:count]
 

@@ -113,3 +113,26 @@ def test_measured_constants_are_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_wrong_models_are_refused(model: str, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         run(model)
+
+
+def test_memory_of_a_whole_model_beside_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/memory.md has it; options that do not go with each other are refused."""
+    stored = [f"--optimizer={setting}" for setting in ("weights=fp8", "master=remainder", "moments=fp8")]
+    assert run("llama-1b", "--memory", "--recipe=delayed", *stored, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    memory = values["memory"]
+    assert memory["parameters"] == values["bf16"]["parameters"] > 1.2e9
+    assert values["bf16"]["state"] // memory["parameters"] == 16
+    assert values["share_of_bf16"] == pytest.approx(memory["state"] / values["bf16"]["state"])
+    assert values["share_of_bf16"] < 0.47
+    assert run("llama-1b", "--memory") == 0
+    assert capsys.readouterr().out.endswith(
+        "1.00 of the 19,777,978,884 bytes of BF16 with AdamW's masters and moments in FP32\n"
+    )
+    for arguments, words in (
+        (["llama-1b", "--memory", "--optimizer=moments=int9"], "moments: got 'int9'"),
+        (["llama-1b", "--optimizer=moments=fp8"], "--optimizer is for --memory; give both"),
+        (["--history=x", "--memory"], "--memory is for a MODEL"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(*arguments)

@@ -140,7 +140,7 @@ def test_another_recipe_starts_from_the_weights_of_a_run(ottava: Command, tmp_pa
     before, after = (json.loads((tmp_path / run / "manifest.json").read_text())["init"] for run in "ab")
     assert before == {}
     source = str(tmp_path / "a" / "checkpoints" / "step-000012.safetensors")
-    assert after == {"from": source, "step": 12, "calibration_batches": 16}
+    assert after == {"from": source, "step": 12, "calibration_batches": 16, "carried": ["weights"]}
     first, later = (json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[0])["loss"] for run in "ab")
     assert later < first - 0.5  # it goes on where the other ended
 

@@ -1,4 +1,4 @@
-"""FP8 weights in two processes: DDP and FSDP2. Gloo, CPU only."""
+"""FP8 weights and optimizers in two processes: DDP and FSDP2. Gloo, CPU only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import optimizer_scenarios
 import torch
 import torch.distributed as dist
-from weight_scenarios import SCENARIOS, SIZE
+import weight_scenarios
+from weight_scenarios import SIZE
 
 import warm
 
+SCENARIOS = (*weight_scenarios.SCENARIOS, *optimizer_scenarios.SCENARIOS)
 _LIMIT = 200
 
 

@@ -1,4 +1,4 @@
-"""`ottava plan`: predicts which layers gain from FP8, or ranks amax histories for a recorded run."""
+"""`ottava plan`: predicts which layers gain from FP8, the memory of training, or ranks amax histories of a run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SCHEMA_VERSION = 1
+_VOCABULARY = 128_256  # of Llama 3
 
 
 def plan(
@@ -29,6 +30,13 @@ def plan(
         Path | None,
         typer.Option("--device", metavar="JSON", help="For MODEL: the constants from `ottava bench ceilings`."),
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="For MODEL: predict the bytes of training with AdamW instead.")
+    ] = False,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option("--optimizer", metavar="KEY=VALUE", help="For --memory: weights, master or moments, as in train."),
+    ] = None,
     history: Annotated[
         Path | None,
         typer.Option("--history", metavar="RUN", help="Folder of a run with a recipe that predicts scales."),
@@ -40,6 +48,10 @@ def plan(
     With MODEL: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16, and why. The
     constants are those of an H200 unless --device names a file of measured constants.
 
+    With --memory: bytes of weights, gradients, masters, moments and of what linear layers keep for backward, beside
+    AdamW in BF16 with FP32 masters and moments. --optimizer weights=fp8 --optimizer master=remainder --optimizer
+    moments=fp8 is the smallest; the model is taken whole, its weights in BF16 unless weights says else.
+
     With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. The setting
     with fewer clipped casts is better, and then the setting that loses fewer bits. Lost bits are octaves at the bottom
     of the format that the scale leaves unused. "guard fires" counts the casts in which recipe guarded would have taken
@@ -49,6 +61,12 @@ def plan(
     """
     if bool(model) == bool(history):
         raise ValueError("plan: give a MODEL to predict its layers, or --history to replay the amaxes of a run")
+    if optimizer and not memory:
+        raise ValueError("plan: --optimizer is for --memory; give both")
+    if memory:
+        if history is not None:
+            raise ValueError("plan: --memory is for a MODEL; got --history")
+        return _plan_memory(model, tokens, recipe, optimizer or [], as_json)
     if history is None:
         return _plan_model(model, tokens, recipe, device, as_json)
     return _plan_history(history, as_json)
@@ -67,21 +85,56 @@ def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_jso
     return 0
 
 
-def _build(name: str) -> nn.Module:
+def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_json: bool) -> int:
+    import torch
+
+    from ottava.footprint import memory
+    from ottava.optim import AdamW
+    from ottava.recipe import get_recipe
+    from ottava.settings import apply_override
+    from ottava.train.config import OptimizerConfig
+    from ottava.train.optimizers import make_optimizer, store
+
+    tree: dict[str, object] = {"weights": "bf16", "master": "fp32"}
+    for setting in settings:
+        apply_override(tree, setting)
+    config = OptimizerConfig.checked(tree, None)
+    with torch.device("meta"):
+        base, model = (_build(name, whole=True) for _ in range(2))
+    base.bfloat16()
+    report = store(model, get_recipe(recipe), config)
+    found = memory(report.model, make_optimizer(model, config), tokens=tokens)
+    usual = memory(base, AdamW(base.parameters(), master="fp32"))
+    share = found.state / usual.state
+    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, "optimizer": config.model_dump()}
+    values |= {"memory": found.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
+    text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{found}\n"
+    text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"
+    typer.echo(to_json(values) if as_json else text)
+    return 0
+
+
+def _build(name: str, *, whole: bool = False) -> nn.Module:
+    """A model of that name; whole: all of its blocks and its embedding, else one block stands for all."""
     from torch import nn
 
-    # hidden size, feed-forward size, width of all key (or value) heads
-    sizes = {"llama-8b": (4096, 14336, 1024), "llama-1b": (2048, 8192, 512)}
+    # hidden size, feed-forward size, width of all key (or value) heads; blocks, and matrices with a row for each token
+    sizes = {"llama-8b": (4096, 14336, 1024, 32, 2), "llama-1b": (2048, 8192, 512, 16, 1)}
     if name in sizes:
-        hidden, wide, kv = sizes[name]
-        return nn.ModuleDict(
-            {
-                "attention": nn.ModuleDict(
-                    {"qkv": nn.Linear(hidden, hidden + 2 * kv), "out": nn.Linear(hidden, hidden)}
-                ),
-                "mlp": nn.ModuleDict({"gate_up": nn.Linear(hidden, 2 * wide), "down": nn.Linear(wide, hidden)}),
-            }
-        )
+        hidden, wide, kv, count, ends = sizes[name]
+        blocks = [
+            nn.ModuleDict(
+                {
+                    "attention": nn.ModuleDict(
+                        {"qkv": nn.Linear(hidden, hidden + 2 * kv), "out": nn.Linear(hidden, hidden)}
+                    ),
+                    "mlp": nn.ModuleDict({"gate_up": nn.Linear(hidden, 2 * wide), "down": nn.Linear(wide, hidden)}),
+                }
+            )
+            for _ in range(count if whole else 1)
+        ]
+        rows = [nn.Embedding(_VOCABULARY, hidden) for _ in range(ends)]
+        return nn.ModuleDict({"blocks": nn.ModuleList(blocks), "rows": nn.ModuleList(rows)}) if whole else blocks[0]
     module, colon, function = name.partition(":")
     if not colon or not function:
         raise ValueError(f"plan: unknown model {name!r}; needs one of {', '.join(sizes)} or MODULE:FUNCTION")

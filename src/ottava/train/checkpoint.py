@@ -1,7 +1,7 @@
 """A checkpoint: the whole state of a run in one safetensors file. No pickle, written atomically, checked when read.
 
-    model.<name>               the model's state_dict: FP32 parameters and the buffers of the FP8 recipe
-    optimizer.<name>.<entry>   AdamW's moments and step count of the parameter of that name
+    model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
+    optimizer.<name>.<entry>   the optimizer's states of the parameter of that name, as they are stored, and a master
     random.<device>            states of torch's generators
     header                     texts: step, hashes of config and text, versions, a hash of all these and the tensors
 
@@ -19,11 +19,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from ottava.nn.weight_state import infer_spec
+from ottava.optim.adamw import ADAMW_STATES
+from ottava.optim.engine import Engine, widened
+from ottava.optim.weights import join
+from ottava.quantized_weight import QuantizedWeight
 
 _FORMAT = "ottava.train.checkpoint/2"
 _NAME = re.compile(r"step-(\d+)\.safetensors")
@@ -164,21 +171,75 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     return checkpoint, problems
 
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The parameters of the checkpoint by their names: masters where the run had them, decoded codes where not."""
+    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
+    weights = {}
+    for name, weight in states.items():
+        master, rest = (checkpoint.tensors.get(f"optimizer.{name}.{entry}") for entry in ("master", "remainder"))
+        scale_inv = states.get(f"{name}_scale_inv")
+        if master is not None:
+            weights[name] = master
+        elif rest is not None and scale_inv is not None:
+            weights[name] = join(
+                QuantizedWeight(weight, scale_inv, infer_spec(weight, scale_inv), torch.bfloat16), rest
+            )
+        elif rest is not None:
+            weights[name] = join(weight, rest)
+        elif ".quantizers." not in name and not name.endswith("_scale_inv"):
+            weights[name] = weight
+    return weights
+
+
+def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     """Loads only the parameters of the checkpoint into the model: no scaling histories, no optimizer state.
 
+    Returns:
+        `high_precision_weights` of the checkpoint.
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    states = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
-    weights = {name: checkpoint.tensors[f"model.{name}"] for name in states if ".quantizers." not in name}
+    weights = high_precision_weights(checkpoint)
     try:
         missing = model.load_state_dict(weights, strict=False)
-        absent = [name for name in missing.missing_keys if ".quantizers." not in name]
+        left = (".quantizers.", "_scale_inv")
+        absent = [name for name in missing.missing_keys if not any(one in name for one in left)]
         if absent or missing.unexpected_keys:
             raise ValueError(f"it lacks {absent} and adds {missing.unexpected_keys}")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
+    return weights
+
+
+def restore_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]
+) -> None:
+    """Loads the optimizer's states of the checkpoint, whatever they are stored as; for a model with these weights.
+
+    Args:
+        weights: `high_precision_weights`, from which masters are made.
+    Raises:
+        CheckpointError: they are states of another optimizer.
+    """
+    entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint).items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        needed = _state_names(optimizer, group)
+        for parameter in group["params"]:
+            state = entries.get(names[id(parameter)], {})
+            if state and state.keys() - {"step"} != needed:
+                raise CheckpointError(
+                    f"{checkpoint.path}: holds {sorted(state)} of {names[id(parameter)]}, and this run's optimizer "
+                    f"needs {sorted(needed)}. Take the same optimizer.name, or carry=weights"
+                )
+            if state and isinstance(optimizer, Engine):
+                state["master"] = weights[names[id(parameter)]].to(torch.float32)
+    _load_optimizer(checkpoint, model, optimizer, entries)
+
+
+def _state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """Of each parameter, without its step count."""
+    return {one.name for one in (optimizer.states(group) if isinstance(optimizer, Engine) else ADAMW_STATES)}
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -196,19 +257,34 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer.
     """
-    prefixed = {"model": {}, "optimizer": {}, "random": {}}  # type: dict[str, dict[str, Tensor]]
-    for name, tensor in checkpoint.tensors.items():
-        kind, _, rest = name.partition(".")
-        prefixed[kind][rest] = tensor
+    states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
+    try:
+        model.load_state_dict(states)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
+    _load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint))
+
+
+def _optimizer_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """Name of a parameter -> the entries of its state."""
     entries: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in prefixed["optimizer"].items():
-        parameter_name, _, entry = name.rpartition(".")
-        entries.setdefault(parameter_name, {})[entry] = tensor
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith("optimizer."):
+            parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
+            entries.setdefault(parameter_name, {})[entry] = tensor
+    return entries
+
+
+def _load_optimizer(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    entries: Mapping[str, Mapping[str, Tensor]],
+) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
     try:
-        model.load_state_dict(prefixed["model"])
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -81,16 +82,44 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW on FP32 parameters."""
+    """The optimizer, and what it and the weights are stored as; docs/memory.md compares the choices."""
 
+    name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
+    """muon updates matrices, and leaves embedding, head and gains to AdamW."""
+    weights: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What parameters are stored as; fp8 stores those of FP8 layers as codes, and the others in BF16."""
+    master: Literal["fp32", "remainder"] | None = None
+    """What BF16 and FP8 weights have beside them; see `ottava.optim.AdamW`."""
+    moments: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
+    """What the optimizer's states are stored as."""
+    stochastic_rounding: bool = False
+    """For BF16 weights without a master."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
     """The highest learning rate of the schedule."""
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
+    """Of adamw and lion."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Of muon and sgd."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applied to matrices only, not to the gains of the norms."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Scale gradients with a larger norm down to this norm."""
+
+    @model_validator(mode="after")
+    def _storage_fits(self) -> Self:
+        if self.weights == "fp32" and (self.master or self.stochastic_rounding):
+            raise ValueError("FP32 weights have no master and are not rounded: set weights=bf16 or weights=fp8, too")
+        if self.weights == "fp8" and self.master is None:
+            raise ValueError("weights=fp8 needs a master: set master=remainder or master=fp32")
+        if self.master and self.stochastic_rounding:
+            raise ValueError("stochastic_rounding is for weights without a master: set master=null, too")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own fused AdamW does all that is asked for."""
+        return self.name == "adamw" and self.weights == self.moments == "fp32"
 
 
 class ScheduleConfig(Section):
@@ -145,6 +174,14 @@ class GuardConfig(Section):
     """Steps in high precision after FP8 was to blame."""
 
 
+_LATER = MappingProxyType(
+    {
+        "": ("carry", "rewarm"),
+        "optimizer": ("name", "weights", "master", "moments", "stochastic_rounding", "momentum"),
+    }
+)
+
+
 class TrainConfig(Section):
     """One training run, completely: the same config on the same machine gives the same curve, bit for bit."""
 
@@ -160,7 +197,12 @@ class TrainConfig(Section):
     """Decides the initial weights and the order of the data."""
     init: Path | None = None
     """A run folder, or a checkpoint of one, with the weights to start from; null draws them. Predicted scales are
-    calibrated on them. The optimizer starts anew."""
+    calibrated on them."""
+    carry: Literal["weights", "optimizer"] = "weights"
+    """What a run takes over from `init`: "weights" starts a new run with them; "optimizer" also takes its states and
+    its step count, and goes on with the next step: a switch in the middle of a run."""
+    rewarm: Annotated[int, Field(ge=0)] = 0
+    """Steps after `init` in which the learning rate rises anew to its schedule; 0 for none."""
     device: str = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -185,6 +227,12 @@ class TrainConfig(Section):
     def _fallback_needs_watch(self) -> Self:
         if self.auto_fallback != "off" and self.watch is None:
             raise ValueError(f"auto_fallback is {self.auto_fallback!r}, which needs a watch: set watch={{}}, too")
+        return self
+
+    @model_validator(mode="after")
+    def _start_needs_init(self) -> Self:
+        if self.init is None and (self.carry != "weights" or self.rewarm):
+            raise ValueError("carry and rewarm are about the run that init names: set init=RUN, too")
         return self
 
     @field_validator("recipe", mode="before")
@@ -217,8 +265,16 @@ class TrainConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """Hash of the settings that decide the trained bits: all but `checkpoint`, `evaluation` and `watch`."""
+        """Hash of the settings that decide the trained bits: all but `checkpoint`, `evaluation` and `watch`.
+
+        A setting of `_LATER` counts where it is not the default: runs that are older than the setting can be resumed.
+        """
         decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "watch"})
+        for section, names in _LATER.items():
+            given, default = (decisive[section], OptimizerConfig()) if section else (decisive, TrainConfig())
+            for name in names:
+                if given[name] == getattr(default, name):
+                    del given[name]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

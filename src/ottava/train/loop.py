@@ -4,8 +4,8 @@ Every step has the same order: batch, forward and backward, clip, AdamW, scaling
 line in metrics.jsonl, and the checkpoint. A process that is killed anywhere leaves a checkpoint and metrics of at least
 its steps. The resumed run cuts the metrics back to the checkpoint.
 
-Precision: parameters (the master weights), gradients and AdamW's moments are FP32. Operators compute in BF16 under
-torch.autocast, and the GEMMs of converted layers under the recipe.
+Precision: unless `config.optimizer` says else, parameters (the master weights), gradients and moments are FP32.
+Operators compute in BF16 under torch.autocast, and the GEMMs of converted layers under the recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ from ottava.debug.recording import AmaxLog
 from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.watch import Watch, watch
-from ottava.nn.calibrate import calibrate
-from ottava.nn.convert import ConversionReport, convert
+from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
+from ottava.optim.warmup import rewarm_factor
 from ottava.settings import flatten
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
@@ -39,20 +38,19 @@ from ottava.train.checkpoint import (
     CheckpointError,
     as_checkpoint_error,
     collect_state,
-    find_checkpoint,
     newest_checkpoint,
     remove_temporary_files,
     restore_state,
-    restore_weights,
     save_checkpoint,
 )
-from ottava.train.config import OptimizerConfig, TrainConfig
+from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
+from ottava.train.optimizers import make_optimizer, store
 from ottava.train.requirements import gather
 from ottava.train.run_folder import RunFolder, StepRecord
+from ottava.train.start import Start, start_from
 
 RECEIPT_VERSION = 1
-_CALIBRATION_BATCHES = 16  # a whole window of the registered recipes
 _log = logging.getLogger(__name__)
 
 
@@ -111,25 +109,34 @@ class Trainer:
             torch.manual_seed(config.seed)
             self.model = ByteTransformer(config.model, config.sequence_length).to(self.device)
             self._random = _random_states(self.device)
-        self.conversion = convert(self.model, config.build_recipe())
+        self.conversion = store(self.model, config.build_recipe(), config.optimizer)
         self._scaling = ScalingState(self.model)
         self._scaling.listen()
-        self._optimizer = _adamw(self.model, config.optimizer)
+        self._optimizer = make_optimizer(self.model, config.optimizer)
+        self._first_step = 0
         checkpoint = self._restore() if resume else None
-        self.step = checkpoint.step if checkpoint else 0
+        start = Start(0, [], {})
+        if config.init and not checkpoint:
+            start = start_from(config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
+        self.step = checkpoint.step if checkpoint else start.step
+        self._first_step = int(checkpoint.metadata.get("start", "0")) if checkpoint else start.step
         facts = {
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "text": {"source": self.corpus.source, "sha256": self._text},
             "device": _device_name(self.device),
             "conversion": self.conversion.to_dict(),
-            "init": self._start_from(config.init) if config.init and not checkpoint else {},
+            "init": start.facts,
+            "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
-        self.history = self.folder.cut_history(self.step)
+        self.history = self.folder.cut_history(self.step if checkpoint else 0)
         self._amaxes = AmaxLog(self.folder.path, step=self.step)
         self.diverged = False
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
-        if facts["init"]:
+        if start.facts:
+            for record in start.records:
+                self._keep_record(record)
+            self._fill_records(self.step)
             self.save()  # a resumption must not need the other run again
         self._watch = self._make_watch()
         self._fallback = self._make_fallback()
@@ -273,6 +280,7 @@ class Trainer:
         started = time.perf_counter()
         inputs, targets = self.batch(step)
         learning_rate = settings.optimizer.learning_rate * settings.schedule.factor(step, settings.steps)
+        learning_rate *= rewarm_factor(step - 1 - self._first_step, settings.rewarm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         value = self.loss_of(self.model, (inputs, targets))
@@ -340,6 +348,7 @@ class Trainer:
         return {
             "config": self.config.digest(),
             "text": self._text,
+            "start": str(self._first_step),
             "torch": torch.__version__,
             "ottava": version("ottava"),
             "threads": str(torch.get_num_threads()),
@@ -379,24 +388,6 @@ class Trainer:
         _log.info("resumed from %s", checkpoint.path)
         return checkpoint
 
-    def _start_from(self, source: Path) -> dict[str, Any]:
-        """Loads the weights of another run and calibrates predicted scales. Returns facts for the manifest."""
-        checkpoint, problems = find_checkpoint(source)
-        for problem in problems:
-            _log.warning("skipped a checkpoint: %s", problem)
-        restore_weights(checkpoint, self.model)
-        _log.info(
-            "starts from the weights of %s (step %d), without its optimizer state, scaling histories and step count",
-            checkpoint.path,
-            checkpoint.step,
-        )
-        batches = _CALIBRATION_BATCHES if any(self._scaling.doors()) else 0
-        if batches:
-            calibrate(self.model, map(self.batch, range(1, batches + 1)), loss=self.loss_of)
-            self._scaling.take_amax()  # drop the amaxes of calibration
-            _log.info("calibrated the predicted scales on the first %d batches, in high precision", batches)
-        return {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
-
 
 def _due(every: int, step: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
@@ -406,14 +397,6 @@ def _finite(value: Tensor) -> float:
     """The number, or NaN for an infinity: JSON has neither, and both mean divergence."""
     number = value.item()
     return number if math.isfinite(number) else math.nan
-
-
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in one fused kernel; weight decay on matrices, none on the gains of norms."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _device_name(device: torch.device) -> str:

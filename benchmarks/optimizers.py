@@ -1,0 +1,206 @@
+"""Do small states and FP8 weights cost accuracy? Trains a small model with each: `python benchmarks/optimizers.py`.
+
+Every row trains one model with three seeds and compares the final validation losses with those of the same optimizer in
+FP32, seed by seed; `train/verdict.py` judges the difference by the spread of the FP32 runs, whose GEMMs run in BF16.
+--long trains two rows for 2,500 steps instead, because some errors come late. --peak measures the memory of training
+steps on a CPU, each row in a process of its own. Finished runs are kept in the JSON file, so a stopped benchmark goes
+on. `--publish` writes the table into docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+import ottava
+from ottava.train import Trainer, load_config
+from ottava.train.verdict import Noise, judge
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "optimizers.json"
+SEEDS = (0, 1, 2)
+MODEL = (
+    "model={d_model: 64, layers: 2, heads: 2, kv_heads: 1, ffn: 128}",
+    "batch_size=8",
+    "sequence_length=64",
+    "data.max_bytes=2000000",
+    "checkpoint.every=0",
+    "evaluation={every: 0, batches: 32}",
+)
+STEPS, LONG_STEPS = 300, 2500
+
+BF16, FP8 = "optimizer.weights=bf16", "optimizer.weights=fp8"
+FP32_MASTER, REMAINDER = "optimizer.master=fp32", "optimizer.master=remainder"
+CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "AdamW": (),
+        "AdamW, BF16 weights, FP32 master": (BF16, FP32_MASTER),
+        "AdamW, BF16 weights, remainder": (BF16, REMAINDER),
+        "AdamW, BF16 weights, stochastic": (BF16, "optimizer.stochastic_rounding=true"),
+        "AdamW, BF16 weights, no master": (BF16,),
+        "AdamW, BF16 moments": ("optimizer.moments=bf16",),
+        "AdamW, FP8 moments": ("optimizer.moments=fp8",),
+        "AdamW, int8 moments": ("optimizer.moments=int8",),
+        "AdamW, BF16 weights, remainder, FP8 moments": (BF16, REMAINDER, "optimizer.moments=fp8"),
+        "AdamW, tensorwise": ("recipe=tensorwise",),
+        "AdamW, tensorwise, FP8 weights, FP32 master": ("recipe=tensorwise", FP8, FP32_MASTER),
+        "AdamW, tensorwise, FP8 weights, remainder, FP8 moments": (
+            "recipe=tensorwise",
+            FP8,
+            REMAINDER,
+            "optimizer.moments=fp8",
+        ),
+        "AdamW, delayed, FP8 weights, remainder, FP8 moments": (
+            "recipe=delayed",
+            FP8,
+            REMAINDER,
+            "optimizer.moments=fp8",
+        ),
+        "AdamW, blockwise, FP8 weights, remainder, int8 moments": (
+            "recipe=blockwise",
+            FP8,
+            REMAINDER,
+            "optimizer.moments=int8",
+        ),
+        "Muon": ("optimizer.name=muon",),
+        "Muon, int8 momentum": ("optimizer.name=muon", "optimizer.moments=int8"),
+        "Muon, FP8 momentum": ("optimizer.name=muon", "optimizer.moments=fp8"),
+        "Lion": ("optimizer.name=lion", "optimizer.learning_rate=3e-4"),
+        "Lion, FP8 momentum": ("optimizer.name=lion", "optimizer.learning_rate=3e-4", "optimizer.moments=fp8"),
+        "Lion, int8 momentum": ("optimizer.name=lion", "optimizer.learning_rate=3e-4", "optimizer.moments=int8"),
+        "SGD": ("optimizer.name=sgd", "optimizer.learning_rate=0.1"),
+        "SGD, FP8 momentum": ("optimizer.name=sgd", "optimizer.learning_rate=0.1", "optimizer.moments=fp8"),
+        "SGD, int8 momentum": ("optimizer.name=sgd", "optimizer.learning_rate=0.1", "optimizer.moments=int8"),
+    }
+)
+"""Name of a row -> settings over those of a run with recipe bf16. The first word names the row to compare with."""
+LARGE = (
+    "model={d_model: 512, layers: 8, heads: 8, kv_heads: 4, ffn: 1536}",
+    "batch_size=2",
+    "steps=3",
+    "evaluation.batches=1",
+)
+PEAKS = (
+    "AdamW",
+    "AdamW, BF16 weights, FP32 master",
+    "AdamW, BF16 weights, remainder, FP8 moments",
+    "AdamW, tensorwise, FP8 weights, remainder, FP8 moments",
+)
+LONG = ("AdamW", "AdamW, delayed, FP8 weights, remainder, FP8 moments")
+
+
+def final_loss(settings: tuple[str, ...], seed: int, steps: int) -> float:
+    """Validation loss at the end of a run, nats per byte."""
+    config = load_config(None, ["recipe=bf16", *MODEL, f"steps={steps}", f"seed={seed}", *settings])
+    with tempfile.TemporaryDirectory() as folder:
+        records = Trainer(config, Path(folder)).advance()
+    value = records[-1].val_loss
+    return float("nan") if value is None else value
+
+
+def measure(names: list[str], steps: int) -> dict[str, list[float]]:
+    """Final losses of every row, one a seed; runs that the results hold are not repeated."""
+    kept: dict[str, float] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for seed in SEEDS:
+        for name in names:
+            key = f"{name} | {steps} steps | seed {seed}"
+            if key not in kept:
+                kept[key] = final_loss(CASES[name], seed, steps)
+                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+                print(f"{key}: {kept[key]:.4f}", flush=True)
+    return {name: [kept[f"{name} | {steps} steps | seed {seed}"] for seed in SEEDS] for name in names}
+
+
+def table(losses: Mapping[str, list[float]]) -> str:
+    """A row for each case: mean loss, difference from FP32 and its range, and the verdict of each seed."""
+    lines = ["| optimizer | loss | minus FP32, mean (each seed) | verdict |", "|---|---|---|---|"]
+    for name, own in losses.items():
+        base = losses[name.split(",")[0]]
+        noise = Noise(losses=tuple(base))
+        deltas = [one - other for one, other in zip(own, base, strict=True)]
+        said = [judge(name, one, other, noise).outcome for one, other in zip(own, base, strict=True)]
+        if own is base:
+            lines.append(f"| {name} | {statistics.mean(own):.4f} | seed spread {noise.spread:.4f} | |")
+            continue
+        each = ", ".join(f"{delta:+.4f}" for delta in deltas)
+        lines.append(
+            f"| {name} | {statistics.mean(own):.4f} | {statistics.mean(deltas):+.4f} ({each}) | "
+            f"{', '.join(dict.fromkeys(said))} |"
+        )
+    return "\n".join(lines)
+
+
+def peak_bytes(settings: tuple[str, ...]) -> tuple[int, int]:
+    """(predicted, measured) bytes of three steps, above those of a process that has imported everything. Linux only."""
+    config = load_config(None, ["recipe=bf16", *MODEL, *LARGE, *settings])
+    trained(("model.d_model=64", "steps=1"))  # libraries and pools of threads are there then
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, Path(folder))
+        trainer.advance()
+        found = ottava.memory(trainer.model, trainer._optimizer)
+    return found.state, status("VmHWM") - before
+
+
+def trained(settings: tuple[str, ...]) -> None:
+    """A short run, for what the first one of a process leaves behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(load_config(None, ["recipe=tensorwise", *MODEL, *settings]), Path(folder)).advance()
+
+
+def status(field: str) -> int:
+    """Bytes of this process, of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def peaks() -> str:
+    """The table of --peak."""
+    lines = ["| run | state, predicted MB | peak, measured MB | of the first row |", "|---|---|---|---|"]
+    first = 0
+    for name in PEAKS:
+        done = subprocess.run(
+            [sys.executable, __file__, "--peak-of", name], capture_output=True, text=True, check=True, env=os.environ
+        )
+        state, peak = json.loads(done.stdout.splitlines()[-1])
+        first = first or peak
+        lines.append(f"| {name} | {state / 1e6:.0f} | {peak / 1e6:.0f} | {peak / first:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="the long run")
+    parser.add_argument("--peak", action="store_true", help="memory of a step")
+    parser.add_argument("--peak-of", metavar="ROW", help="memory of a step of one row, in this process")
+    parser.add_argument("--publish", action="store_true", help="write the tables into docs/memory.md")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.peak_of:
+        print(json.dumps(peak_bytes(CASES[options.peak_of])))
+        return
+    steps = LONG_STEPS if options.long else STEPS
+    text = peaks() if options.peak else table(measure(list(LONG if options.long else CASES), steps))
+    print(text)
+    if options.publish:
+        mark = "peak" if options.peak else "long" if options.long else "short"
+        for page in (ROOT / "docs" / "memory.md", ROOT / "docs" / "memory.zh-CN.md"):
+            before, _, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+            _, end, after = rest.partition(f"<!-- end of {mark} -->")
+            page.write_text(f"{before}<!-- {mark} -->\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The one step of every optimizer here: read in FP32, update, write back.
+
+    gradient, weight, states in FP32  ->  `update`, the rule of an optimizer  ->  weight and states as they are stored
+
+A rule sees lists of FP32 tensors and changes them in place, with torch's foreach operations. What is stored in FP32 is
+updated where it lies. All else is decoded a few slices at a time, so that a step needs little memory beside the state.
+The rule and the storages do not know each other: a new optimizer is a subclass with a rule, a new storage an entry of
+`storage.STORAGES` or a class of `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ottava.errors import unknown_name
+from ottava.optim.storage import STORAGES, Storage
+from ottava.optim.weights import Piece, WeightStore, choose
+from ottava.quantized_weight import is_quantized_weight
+
+STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable")
+"""Options that belong to an optimizer, not to its state: a loaded state takes them over."""
+
+POSITIVE = "exp_avg_sq"
+"""The one state that is a denominator."""
+_SAVED_AT = "saved_at"  # the step at which entries that torch's optimizers do not know were true
+_SLICE = 1 << 18  # elements decoded at once on a CPU: its FP32 numbers fit into a second-level cache
+_ACCELERATOR_SLICE = 1 << 26
+_GRANULE = 2048  # slices are multiples of every group
+
+
+class State(NamedTuple):
+    """One state of an update rule, by its name in `state_dict`."""
+
+    name: str
+
+    @property
+    def positive(self) -> bool:
+        """Whether it is a denominator (`storage`)."""
+        return self.name == POSITIVE
+
+
+class Work(NamedTuple):
+    """What a rule works on: lists of equal length, FP32 or wider."""
+
+    weights: list[Tensor]
+    """Changed in place."""
+    gradients: list[Tensor]
+    """Read only: they may be the parameters' own."""
+    states: Mapping[str, list[Tensor]]
+    """Changed in place."""
+    steps: list[Tensor]
+    """The number of each parameter's step, from 1."""
+
+
+class Engine(Optimizer):
+    """The base of all optimizers here; see `AdamW` for their common arguments.
+
+    A subclass has the names of its states and its rule.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        if not isinstance(lr := defaults["lr"], Tensor) and not lr >= 0.0:  # a tensor is not read back
+            raise ValueError(f"{type(self).__name__}: lr is {lr}; needs 0 or more")
+        super().__init__(params, defaults)
+
+    def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
+        """The states of the rule under the options of a group."""
+        raise NotImplementedError
+
+    def update(self, work: Work, group: Mapping[str, Any]) -> None:
+        """The rule."""
+        raise NotImplementedError
+
+    def elementwise(self, group: Mapping[str, Any]) -> bool:
+        """Whether the rule treats each element alone, so that slices may be updated one after the other."""
+        return True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; refuses parameters and options that this optimizer cannot take."""
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        who = type(self).__name__
+        if group["moments"] not in STORAGES:
+            raise ValueError(f"{who}: {unknown_name('moments', group['moments'], STORAGES)}")
+        for parameter in group["params"]:
+            if not parameter.is_floating_point() or parameter.itemsize < 2 or parameter.layout != torch.strided:
+                raise TypeError(
+                    f"{who}: updates dense parameters of a floating-point dtype with 16 bits or more; got "
+                    f"{parameter.dtype}, {parameter.layout}. Leave it to an optimizer of torch"
+                )
+            choose(_local(parameter), group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew, with gradients; it is called once, before the update.
+        Returns:
+            What the closure returned.
+        Raises:
+            TypeError: a gradient is sparse.
+        Edge cases: an infinity or NaN in a gradient makes the element's states and weight NaN, as torch's optimizers
+            do; other elements of its group in FP8 or int8 are not touched by it. Skip such a step, as GradScaler does.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        place = 0
+        for group in self.param_groups:
+            for pieces in _batches(self._pieces(group, place)):
+                self._update(pieces, group)
+            place += len(group["params"])
+        return loss
+
+    def _pieces(self, group: Mapping[str, Any], place: int) -> Iterator[tuple[WeightStore, Piece]]:
+        """What is updated at once: whole parameters where all states lie in FP32, else slices."""
+        storage = STORAGES[group["moments"]]
+        for index, parameter in enumerate(group["params"], place):
+            if parameter.grad is None:
+                continue
+            gradient = _local(parameter.grad)
+            if gradient.layout != torch.strided:
+                raise TypeError(
+                    f"{type(self).__name__}: got a gradient of layout {gradient.layout}; it takes dense ones"
+                )
+            weight, state = _local(parameter), self.state[parameter]
+            store = choose(weight, group)
+            self._prepare(parameter, store, group)
+            step = state["step"]
+            step += 1
+            masters = {key: _local(state[key]) for key in store.keys}
+            moments = {
+                one.name: {name: _local(state[one.name + name]) for name in storage.groups}
+                for one in self.states(group)
+            }
+            piece = Piece(parameter, weight, gradient, step, masters, moments, index, 0)
+            if self.elementwise(group) and not store.whole and not _wide(store, piece) and _flat(piece):
+                yield from ((store, one) for one in _slices(piece, storage))
+            else:
+                yield store, piece
+
+    def _prepare(self, parameter: Tensor, store: WeightStore, group: Mapping[str, Any]) -> None:
+        """Makes what is missing of a parameter's state: at its first step, and after a state of another kind."""
+        state, storage, local = self.state[parameter], STORAGES[group["moments"]], _local(parameter)
+        if "step" not in state:
+            device = parameter.device if group["capturable"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        missing = [one.name for one in self.states(group) if one.name not in state]
+        if missing or any(key not in state for key in store.keys) or len(state) > self._entries(group, store):
+            shards = {name: _local(value) for name, value in state.items()}
+            store.prepare(local, shards)
+            for name in missing:
+                shards.update({name + suffix: value for suffix, value in storage.empty(local).items()})
+            state.clear()
+            state.update({name: _sharded(value, parameter) for name, value in shards.items()})
+
+    def _entries(self, group: Mapping[str, Any], store: WeightStore) -> int:
+        return 1 + len(store.keys) + len(self.states(group)) * len(STORAGES[group["moments"]].groups)
+
+    def _update(self, batch: Sequence[tuple[WeightStore, Piece]], group: Mapping[str, Any]) -> None:
+        store, pieces, storage = batch[0][0], [piece for _, piece in batch], STORAGES[group["moments"]]
+        weights = store.read(pieces)
+        gradients = [
+            piece.gradient.to(weight.dtype).view_as(weight) for piece, weight in zip(pieces, weights, strict=True)
+        ]
+        states = {}
+        for one in self.states(group):
+            values = storage.read([piece.moments[one.name] for piece in pieces], positive=one.positive)
+            states[one.name] = [value.view_as(weight) for value, weight in zip(values, weights, strict=True)]
+        self.update(Work(weights, gradients, states, [piece.step for piece in pieces]), group)
+        store.write(pieces, weights)
+        for one in self.states(group):
+            stored = [piece.moments[one.name] for piece in pieces]
+            storage.write(stored, states[one.name], positive=one.positive)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class, or of torch's optimizer of the same name.
+
+        FP32 moments are cast to what this optimizer keeps, and a master in FP32 becomes the kind that it keeps, at the
+        parameter's next step. The options `master`, `moments`, `stochastic_rounding` and `capturable` stay as they are.
+
+        Raises:
+            ValueError: other groups, or a state of a rule that this optimizer does not have (amsgrad).
+        """
+        arrived: dict[str, Any] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            arrived.update(given)  # torch would cast the states to the dtype of the parameter
+            return {**given, "state": {}}
+
+        refused = [key for group in state_dict["param_groups"] for key in ("amsgrad", "maximize") if group.get(key)]
+        if refused:
+            raise ValueError(f"{type(self).__name__}: has no {refused[0]}; got the state of an optimizer with it")
+        options = [{name: group[name] for name in STORAGE_OPTIONS} for group in self.param_groups]
+        handle = self.register_load_state_dict_pre_hook(take)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, own in zip(self.param_groups, options, strict=True):
+            for name, value in (self.defaults | own).items():
+                if name in own or name not in group:
+                    group[name] = value
+        self._take_state(arrived)
+
+    def _take_state(self, arrived: Mapping[str, Any]) -> None:
+        for group, saved in zip(self.param_groups, arrived["param_groups"], strict=True):
+            storage = STORAGES[group["moments"]]
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                given = arrived["state"].get(key)
+                if given is None:
+                    continue
+                names = [one.name for one in self.states(group)]
+                step = torch.as_tensor(given.get("step", 0.0), dtype=torch.float32)
+                stale = float(given.get(_SAVED_AT, step)) != float(step)
+                state = self.state[parameter] = {
+                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                    for name, value in given.items()
+                    if name != _SAVED_AT and (name in names or not stale)
+                }
+                state["step"] = step.to(parameter.device if group["capturable"] else "cpu", copy=True)
+                for one in self.states(group):
+                    if one.name in given:
+                        _store(state, one, storage, parameter)
+                if is_quantized_weight(weight := _local(parameter)) and state.keys() & {"master", "remainder"}:
+                    weight.drop_high_precision()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's: moments in FP32, by torch's names, so that torch's optimizer loads it.
+
+        Moments in FP8 or int8 stand beside their scales, with which they are cast to the same codes when they are
+        loaded. A master has its own entry. torch's optimizer carries these entries along unchanged; what it has stepped
+        since is noticed when its state comes back, and they are made anew. Sharded parameters have no scales there,
+        because a state may be loaded into other shards.
+        """
+        result = super().state_dict()
+        order = {id(p): key for g, s in _pairs(self, result) for p, key in zip(g["params"], s["params"], strict=True)}
+        for group in self.param_groups:
+            storage = STORAGES[group["moments"]]
+            for parameter in group["params"]:
+                key = order[id(parameter)]
+                if key not in result["state"]:
+                    continue
+                state = result["state"][key] = dict(result["state"][key])
+                if len(state) > 1 + len(self.states(group)):
+                    state[_SAVED_AT] = state["step"].clone()
+                for one in self.states(group):
+                    if one.name in state and state[one.name].itemsize < 4:
+                        stored = {name: _local(state[one.name + name]) for name in storage.groups}
+                        (wide,) = storage.read([stored], positive=one.positive)
+                        state[one.name] = _sharded(wide.view(stored[""].shape), parameter)
+                        for name in storage.groups.keys() - {""} if hasattr(parameter, "to_local") else ():
+                            del state[one.name + name]  # of this division into shards
+        return result
+
+
+def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+    return zip(optimizer.param_groups, saved["param_groups"], strict=True)
+
+
+def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tensor) -> None:
+    """Casts a moment that has arrived in FP32 (or in this storage's codes already) to what the optimizer keeps."""
+    arrived = {one.name: _local(state.pop(one.name))}
+    arrived |= {one.name + name: state.pop(one.name + name) for name in _scales() if one.name + name in state}
+    given, own = arrived[one.name], storage.empty(_local(parameter))
+    if given.shape != own[""].shape:
+        raise ValueError(f"{one.name}: has shape {tuple(given.shape)}; the parameter has {tuple(own[''].shape)}")
+    scales = {key.removeprefix(one.name): value for key, value in arrived.items() if key != one.name}
+    same = scales.keys() == own.keys() - {""}
+    if same:
+        own.update(scales)
+    if given.dtype == own[""].dtype:
+        own[""].copy_(given)
+    else:
+        wide = widened(arrived)[one.name] if given.itemsize == 1 else given.to(torch.float32, copy=True)
+        storage.write([own], [wide], positive=one.positive, keep=same and bool(scales))
+    state.update({one.name + name: _sharded(value, parameter) for name, value in own.items()})
+
+
+def widened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter as torch's optimizers keep it: moments in FP32, without masters and scales.
+
+    Example:
+        >>> widened({"step": torch.ones(()), "exp_avg": torch.ones(2).bfloat16(), "master": torch.ones(2)})
+        {'step': tensor(1.), 'exp_avg': tensor([1., 1.])}
+    """
+    plain = {}
+    for name, value in state.items():
+        scales = {suffix: state[name + suffix] for suffix in _scales() if name + suffix in state}
+        storage = next((one for one in STORAGES.values() if one.groups.keys() - {""} == scales.keys() and scales), None)
+        if storage is not None:
+            (wide,) = storage.read([{"": value, **scales}], positive=name == POSITIVE)
+            plain[name] = wide.view(value.shape)
+        elif not any(name.endswith(suffix) for suffix in _scales()) and name not in ("master", "remainder"):
+            plain[name] = value.to(torch.float32) if isinstance(value, Tensor) else value
+    return plain
+
+
+def _scales() -> set[str]:
+    return {name for storage in STORAGES.values() for name in storage.groups if name}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this process holds."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
+def _sharded(tensor: Any, like: Tensor) -> Any:
+    """A tensor with an entry for each element of a shard, as a shard itself; anything else as it is."""
+    if not hasattr(like, "to_local") or not isinstance(tensor, Tensor) or tensor.shape != _local(like).shape:
+        return tensor
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return type(like.data).from_local(tensor, mesh, placements, run_check=False, **whole)  # type: ignore[attr-defined]
+
+
+def _wide(store: WeightStore, piece: Piece) -> bool:
+    """Whether nothing has to be decoded."""
+    wide = all(one[""].itemsize >= 4 for one in piece.moments.values())
+    return store.in_place and wide and piece.gradient.dtype == piece.weight.dtype
+
+
+def _flat(piece: Piece) -> bool:
+    return piece.weight.is_contiguous() and piece.gradient.is_contiguous()
+
+
+def _slices(piece: Piece, storage: Storage) -> Iterator[Piece]:
+    """Slices of a parameter's flat elements, of whole groups."""
+    most = _SLICE if piece.weight.device.type == "cpu" else _ACCELERATOR_SLICE
+    for start in range(0, piece.weight.numel(), most):
+        stop = min(start + most, piece.weight.numel())
+
+        def cut(tensor: Tensor, every: int = 1, start: int = start, stop: int = stop) -> Tensor:
+            return tensor.view(-1)[start // every : -(-stop // every)]
+
+        moments = {
+            state: {name: cut(tensor, storage.groups[name]) for name, tensor in stored.items()}
+            for state, stored in piece.moments.items()
+        }
+        masters = {key: cut(tensor) for key, tensor in piece.state.items()}
+        yield piece._replace(
+            weight=cut(piece.weight), gradient=cut(piece.gradient), state=masters, moments=moments, start=start
+        )
+
+
+def _batches(
+    pieces: Iterable[tuple[WeightStore, Piece]],
+) -> Iterator[list[tuple[WeightStore, Piece]]]:
+    """Pieces that are updated together: of one storage, device and dtype; all that need no decoding, else a few."""
+    open_batches: dict[Any, list[tuple[WeightStore, Piece]]] = {}
+    for store, piece in pieces:
+        wide = _wide(store, piece)
+        key = store, piece.weight.device, piece.weight.dtype, piece.gradient.dtype, wide
+        batch = open_batches.setdefault(key, [])
+        batch.append((store, piece))
+        most = _SLICE if piece.weight.device.type == "cpu" else _ACCELERATOR_SLICE
+        if not wide and sum(one.weight.numel() for _, one in batch) >= most:
+            yield open_batches.pop(key)
+    yield from open_batches.values()

@@ -1,0 +1,318 @@
+"""How an optimizer reads a parameter in FP32, and writes it back after the update.
+
+    FP32 (or FP64) parameters        are updated where they lie
+    16 bits, no master               rounded to the nearest, or stochastically
+    16 bits, master="fp32"           4 bytes more; the parameter is the master, rounded to the nearest
+    BF16, master="remainder"         2 bytes more: the 16 bits that the rounding to BF16 took from an FP32 master
+    FP8, master="fp32"               4 bytes more; codes and scales are written in the same step, from the master
+    FP8, master="remainder"          2 bytes more: the distance from the code to the master, in 2**-15 of the code's ulp
+
+A master starts from the values in high precision that an FP8 weight was made of, if it keeps them, and frees them. A
+master that starts from the codes keeps their rounding error for ever (TransformerEngine #1121).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from ottava.errors import unknown_name
+from ottava.optim.storage import Stored
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
+from ottava.rounding import decode, encode_, random_bits
+
+Master = Literal["fp32", "remainder"]
+"""What a parameter may have beside it."""
+
+
+class Piece(NamedTuple):
+    """A parameter, or a slice of its flat elements, with all that belongs to these elements."""
+
+    parameter: Tensor
+    """The whole one."""
+    weight: Tensor
+    """The elements, in the parameter's memory."""
+    gradient: Tensor
+    """Of these elements."""
+    step: Tensor
+    """Steps of the parameter, this one included; FP32 ()."""
+    state: Mapping[str, Tensor]
+    """What the weight storage keeps for these elements."""
+    moments: Mapping[str, Stored]
+    """The states of the update rule, as they are stored."""
+    place: int
+    """Of the parameter in its optimizer: a key of its random numbers."""
+    start: int
+    """First element."""
+
+
+class WeightStore(Protocol):
+    """Where the FP32 value of a parameter comes from, and where it goes."""
+
+    in_place: ClassVar[bool]
+    """Whether `read` gives the parameter's own memory."""
+    whole: ClassVar[bool]
+    """Whether the parameter is written as a whole only."""
+    keys: ClassVar[tuple[str, ...]]
+    """Names of its tensors in the optimizer's state; each has an entry for each element."""
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Makes these tensors where they are missing, from what another storage has left in the state."""
+        ...
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """FP32 values, in memory that the update may overwrite."""
+        ...
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        """Takes the updated values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A parameter that is wide enough to be its own master."""
+
+    in_place: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, ...]] = ()
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        _drop_masters(state)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [piece.weight for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        """Nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A 16-bit parameter without a master."""
+
+    stochastic: bool
+    in_place: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, ...]] = ()
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        _drop_masters(state)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [piece.weight.to(torch.float32) for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        if self.stochastic:
+            values = [_stochastic(value, piece) for value, piece in zip(values, pieces, strict=True)]
+        _copy([piece.weight for piece in pieces], values)
+
+
+@dataclass(frozen=True)
+class Mastered:
+    """A 16-bit parameter beside an FP32 master."""
+
+    in_place: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, ...]] = ("master",)
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if "master" not in state:
+            state["master"] = _value(parameter, state)
+        state.pop("remainder", None)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [piece.state["master"] for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        _copy([piece.weight for piece in pieces], values)
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """A BF16 parameter and 16 bits that make it an FP32 master: bits of the master = bits of the weight + remainder.
+
+    The bits of the weight are the upper half of the sum. The remainder is a signed number, so the weight is the master
+    rounded to the nearest; between two equally near numbers it is the larger magnitude, because the remainder cannot
+    tell from which side a tie came.
+    """
+
+    in_place: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, ...]] = ("remainder",)
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if "remainder" not in state:
+            value = _value(parameter, state)
+            state["remainder"] = torch.empty_like(parameter, dtype=torch.int16)
+            _split(value, parameter, state["remainder"])
+        state.pop("master", None)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [_joined(piece.weight, piece.state["remainder"]) for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        for piece, value in zip(pieces, values, strict=True):
+            _split(value, piece.weight, piece.state["remainder"])
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An FP8 weight beside an FP32 master."""
+
+    in_place: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+    keys: ClassVar[tuple[str, ...]] = ("master",)
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if "master" not in state:
+            state["master"] = _value(parameter, state)
+        state.pop("remainder", None)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [piece.state["master"] for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        for piece, value in zip(pieces, values, strict=True):
+            piece.weight.requantize_(value)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class QuantizedRemainder:
+    """An FP8 weight and 16 bits more for each element, together a master of some 20 significant bits.
+
+    master = (code + remainder / 2**15 ulp(code)) * scale_inv. A new scale rounds the master to its new grid.
+    """
+
+    in_place: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+    keys: ClassVar[tuple[str, ...]] = ("remainder",)
+
+    def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if "remainder" not in state:
+            value = _value(parameter, state)
+            state["remainder"] = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+            if "master" in state:
+                parameter.requantize_(value)  # type: ignore[attr-defined]
+            state["remainder"].copy_(_distance(value, parameter))
+        state.pop("master", None)
+
+    def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [_restored(piece.weight, piece.state["remainder"]) for piece in pieces]
+
+    def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
+        for piece, value in zip(pieces, values, strict=True):
+            piece.weight.requantize_(value)  # type: ignore[attr-defined]
+            piece.state["remainder"].copy_(_distance(value, piece.weight))
+
+
+def choose(parameter: Tensor, group: Mapping[str, Any]) -> WeightStore:
+    """The storage of a parameter under the options of its group.
+
+    Raises:
+        ValueError: the options do not go with each other or with the parameter's dtype.
+    """
+    master, stochastic = group["master"], group["stochastic_rounding"]
+    if master not in (None, *get_args(Master)):
+        raise ValueError(unknown_name("master", master, get_args(Master)))
+    if master and stochastic:
+        raise ValueError(
+            f"stochastic_rounding is for weights without a master; got master={master!r}: leave one of them out"
+        )
+    if is_quantized_weight(parameter):
+        if master is None:
+            raise ValueError(
+                "a weight stored only in FP8 loses nearly every update without a master; got master=None: use "
+                "master='fp32' or 'remainder'"
+            )
+        return Quantized() if master == "fp32" else QuantizedRemainder()
+    if parameter.itemsize >= 4:
+        return Plain()
+    if master == "remainder" and parameter.dtype != torch.bfloat16:
+        raise ValueError(f"master='remainder' extends bfloat16 weights; got {parameter.dtype}: use master='fp32'")
+    if stochastic and parameter.dtype != torch.bfloat16:
+        raise ValueError(f"stochastic_rounding rounds bfloat16 weights; got {parameter.dtype}: use master='fp32'")
+    return Rounded(stochastic) if master is None else Mastered() if master == "fp32" else Remainder()
+
+
+def _drop_masters(state: dict[str, Any]) -> None:
+    state.pop("master", None)
+    state.pop("remainder", None)
+
+
+def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The FP32 value of a parameter from the state that another storage has left; else its initial value."""
+    if "master" in state:
+        master: Tensor = state["master"]
+        return master
+    if "remainder" in state:
+        return join(parameter, state["remainder"])
+    if not is_quantized_weight(parameter):
+        return parameter.detach().to(torch.float32, copy=True)
+    exact = parameter.high_precision
+    parameter.drop_high_precision()
+    if exact is None:
+        return parameter.dequantize(torch.float32)
+    return exact.to(parameter.device, torch.float32, copy=True)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 master of a BF16 or FP8 weight and its remainder, in memory of its own.
+
+    Example:
+        >>> join(torch.tensor([1.0]).bfloat16(), torch.tensor([1], dtype=torch.int16)) == 1 + 2**-23
+        tensor([True])
+    """
+    return _restored(weight, remainder) if is_quantized_weight(weight) else _joined(weight, remainder)
+
+
+def _ulp(weight: QuantizedWeight) -> Tensor:
+    """FP32: distance from each number of the weight to the next larger one of its binade."""
+    fmt = weight.spec.format
+    codes = decode(weight.codes, fmt).abs_()
+    binade = (codes.view(torch.int32) & 0x7F800000).view(torch.float32)
+    ulps = binade.mul_(fmt.eps).clamp_(min=fmt.min_subnormal)  # powers of two: numbers of the format, too
+    return weight.like(encode_(ulps, fmt), weight.scale_inv).dequantize(torch.float32)
+
+
+def _restored(weight: Tensor, remainder: Tensor) -> Tensor:
+    assert is_quantized_weight(weight)
+    return weight.dequantize(torch.float32).addcmul_(remainder.to(torch.float32), _ulp(weight), value=2.0**-15)
+
+
+def _distance(value: Tensor, weight: Tensor) -> Tensor:
+    assert is_quantized_weight(weight)
+    steps = (value - weight.dequantize(torch.float32)).div_(_ulp(weight)).mul_(2.0**15)
+    return steps.round_().clamp_(-(2**15), 2**15 - 1).nan_to_num_(0.0)  # a NaN is in the code
+
+
+def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return bits.add_(remainder).view(torch.float32)
+
+
+def _split(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    bits = torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32))  # the sum below would wrap with some NaNs
+    upper = (bits + 0x8000) >> 16
+    weight.view(torch.int16).copy_(upper)
+    remainder.copy_(bits - (upper << 16))
+
+
+def _stochastic(value: Tensor, piece: Piece) -> Tensor:
+    """FP32 numbers that BF16 holds: up with the probability of the distance from the lower neighbour, in 2**-16 steps.
+
+    The random bits depend on the step, on the parameter's place in the optimizer and on the element's place in the
+    parameter, and on nothing else: not on a generator, so that replicas round alike and a resumed run needs no state.
+    """
+    seed = (piece.step.to(torch.int64) << 32) + piece.place
+    words = random_bits(seed.to(value.device), value.numel(), piece.start).view(value.shape)
+    rounded = ((value.view(torch.int32) + (words >> 16).to(torch.int32)) & -0x10000).view(torch.float32)
+    return torch.where(value.isfinite(), rounded, value)
+
+
+def _copy(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(weights), list(values))

@@ -1,0 +1,76 @@
+"""The optimizer of a training run, and the memory of its weights, as `OptimizerConfig` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ottava.nn.convert import ConversionReport, convert
+from ottava.optim import SGD, AdamW, Lion, Muon
+from ottava.optim.storage import Moments
+from ottava.quantized_weight import is_quantized_weight
+from ottava.recipe import Recipe
+from ottava.settings import ConfigError
+from ottava.train.config import OptimizerConfig
+
+
+def store(model: nn.Module, recipe: Recipe, config: OptimizerConfig) -> ConversionReport:
+    """Puts a model with FP32 parameters under a recipe, with its weights as the config stores them.
+
+    Masters start from the FP32 numbers' BF16 rounding: that is what a model in BF16 is given.
+
+    Raises:
+        ConfigError: the recipe has no FP8 weights.
+    """
+    if config.weights != "fp32":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    try:
+        report = convert(
+            model,
+            recipe,
+            weights="fp8" if config.weights == "fp8" else None,
+            keep_high_precision=config.weights == "fp8",
+        )
+    except ValueError as error:
+        raise ConfigError(f"optimizer.weights is {config.weights!r}: {error}") from error
+    if config.weights == "fp8" and not any(is_quantized_weight(parameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"optimizer.weights is 'fp8', and recipe {recipe.name!r} casts no weight: set optimizer.weights=bf16"
+        )
+    return report
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer: torch's fused AdamW where that does all that is asked for, else one of `ottava.optim`.
+
+    Weight decay is on matrices only, not on the gains of norms.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    decay, lr = config.weight_decay, config.learning_rate
+    groups: list[Any] = [{"params": matrices, "weight_decay": decay}, {"params": gains, "weight_decay": 0.0}]
+    if config.plain:
+        return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+    moments: Moments = config.moments
+    stored: dict[str, Any] = {"moments": moments, "master": config.master}
+    stored["stochastic_rounding"] = config.stochastic_rounding
+    if config.name == "adamw":
+        return AdamW(groups, lr, config.betas, config.eps, **stored)
+    if config.name == "lion":
+        return Lion(groups, lr, config.betas, **stored)
+    if config.name == "sgd":
+        return SGD(groups, lr, config.momentum, **stored)
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outer |= {id(parameter) for name, parameter in model.named_parameters() if name.startswith("lm_head.")}
+    inner = [parameter for parameter in matrices if id(parameter) not in outer]
+    ends = [parameter for parameter in matrices if id(parameter) in outer]
+    groups = [
+        {"params": inner, "weight_decay": decay},
+        {"params": ends, "weight_decay": decay, "adamw": True},
+        {"params": gains, "weight_decay": 0.0, "adamw": True},
+    ]
+    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "adjust_lr_fn": "match_rms_adamw"}
+    return Muon(groups, lr, momentum=config.momentum, **own, **stored)
