@@ -175,9 +175,7 @@ def test_tensor_parallelism_ends_in_a_sentence(mesh: DeviceMesh) -> None:
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
             ottava.convert(model, recipe)
             expected = model(x)
-            with pytest.raises(
-                TypeError, match=rf"{place}\.weight: .*cannot split a layer that is converted already"
-            ):
+            with pytest.raises(TypeError, match=rf"{place}\.weight: .*cannot split a layer that is converted already"):
                 parallelize_module(model, mesh, {place: plan[place]})
             assert model(x).equal(expected)
         with pytest.raises(TypeError, match=r"got a DTensor, .*ottava\.distributed"):
