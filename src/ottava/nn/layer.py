@@ -111,16 +111,15 @@ class Layer(QuantizedLayer):
                 or _torchs_own(call.recipe, input, weight, bias)
             )
         ):
-            return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
+            return self.plain(self.rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self._produced_with()
         input = ready_input(self.name, input, weight, bias, call)
         return self.formula(input, weight, bias, call, *more)
 
-    def _rows(self, input: Tensor) -> Tensor:
-        """What `produce` makes, as an operation of its own."""
-        assert self.produce is not None
-        return produced(self.produce, input, *self._produced_with())
+    def rows(self, input: Tensor) -> Tensor:
+        """What the GEMM multiplies: the input, or what `produce` makes of it, as an operation of its own."""
+        return input if self.produce is None else produced(self.produce, input, *self._produced_with())
 
     def _produced_with(self) -> tuple[Tensor | None, ...]:
         own = self.produced_with()
@@ -186,8 +185,7 @@ class Layer(QuantizedLayer):
 
     def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
-        if self.produce is not None:
-            input = self._rows(input)
+        input = self.rows(input)
         weight = in_high_precision(weight)
         if self.exchange is None:
             y = nn.functional.linear(input, weight, bias)
