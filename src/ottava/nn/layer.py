@@ -1,8 +1,8 @@
 """How a quantized layer runs: it asks which recipe is on, tells the scaling state, and hands a `Call` to the formulas.
 
-A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. What stands in front of its
-cast, or between cast and GEMM, is a `produce` or an `exchange` of its own (see `functional`), and what is made of the
-GEMM's operands is its `formula`, never a branch in here.
+A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. Its `produce` runs in front of
+the cast, its `exchange` between cast and GEMM (see `functional`), and its `formula` multiplies the operands. None of
+them is a branch in here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ottava.weight_operands import in_high_precision
 
 
 class Layer(QuantizedLayer):
-    """What all quantized layers share."""
+    """The base class of all quantized layers."""
 
     produce: Producer | None = None
     """Makes the rows that are cast; None: they are the input. It runs in front of every forward, cast or not."""
@@ -118,7 +118,7 @@ class Layer(QuantizedLayer):
         return self.formula(input, weight, bias, call, *more)
 
     def rows(self, input: Tensor) -> Tensor:
-        """What the GEMM multiplies: the input, or what `produce` makes of it, as an operation of its own."""
+        """The rows that the GEMM multiplies: the input, or what `produce` makes of it in an operation of its own."""
         return input if self.produce is None else produced(self.produce, input, *self._produced_with())
 
     def _produced_with(self) -> tuple[Tensor | None, ...]:
@@ -234,7 +234,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """What torch.autocast casts the operands of a linear to; None: it is off."""
+    """The dtype that torch.autocast gives the operands of a linear; None: autocast is off."""
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

@@ -87,7 +87,7 @@ def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """X is what the layer's own norm or activation makes of the argument: made once more, unless the layer returns it."""
+    """X is what the layer's own norm or activation makes of the argument: made again, unless the layer returns it."""
     with torch.no_grad():
         x = output[1:] if isinstance(output, tuple) else tuple(map(module.rows, tensors_of(args)))
     yield Part("", x, module.weight, _first(output))
