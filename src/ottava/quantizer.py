@@ -104,6 +104,8 @@ class Quantizer(nn.Module):
             torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
         ):
             return "a hook watches the door"
+        if self.cast is not cast_both:
+            return "ranks agree on a scale first"
         return refuse_unmade(rows, *specs)
 
     def _predict(

@@ -94,6 +94,3 @@ def modules_under_ddp_and_fsdp2(world: World) -> None:
                     close = 2.0**-20 if step == 0 else 2.0**-4  # then a cast may fall to the next code
                     assert (own - whole).norm() <= close * own.norm()
                 same_everywhere(world, wrapped, sharded)
-
-
-SCENARIOS: tuple[Callable[[World], None], ...] = (modules_under_ddp_and_fsdp2,)
