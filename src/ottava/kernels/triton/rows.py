@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ottava.kernels.gate import launched, refusal
-from ottava.kernels.triton.quantize import NAME, UnmadeRows, has_triton
+from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
 
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
@@ -51,7 +51,9 @@ def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor 
         return f"{NAME}: makes rows of numbers that lie one after the other; got {tuple(x.shape)}, strides {x.stride()}"
     if reason := refusal(x, *(t for t in parameters if t is not None)):
         return f"{NAME}: takes plain tensors; {reason}"
-    return None if has_triton() else f"{NAME}: Triton is not installed; pip install triton"
+    if torch.version.hip is not None:
+        return f"{NAME}: makes rows on NVIDIA GPUs, whose library has its exp, erf and tanh"
+    return refuse_device(x.device)
 
 
 def normed(
