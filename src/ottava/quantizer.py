@@ -75,8 +75,9 @@ class Quantizer(nn.Module):
         columnwise: bool = True,
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
-        """x (R, C) -> (operand of x, operand of x.T); None for an operand that is not wanted. Rows that are not made yet
-        come only where `refuse_unmade` says None.
+        """x (R, C) -> (operand of x, operand of x.T); None for an operand that is not wanted.
+
+        Unmade rows come only where `refuse_unmade` says None.
 
         record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
 

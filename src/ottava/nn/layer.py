@@ -111,7 +111,7 @@ class Layer(QuantizedLayer):
                 or _torchs_own(call.recipe, input, weight, bias)
             )
         ):
-            return self.plain(self.rows(input), weight, bias, *more)
+            return self.plain(input if self.produce is None else self.rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self._produced_with()
         input = ready_input(self.name, input, weight, bias, call)
