@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.bench.models import PlainByteTransformer
 from ottava.debug.run.reader import Run
 from ottava.debug.watch import watch
 from ottava.debug.watch.checks import Checks
 from ottava.quantizer import Quantizer
 from ottava.recipe import Recipe, get_recipe
 from ottava.train.config import ModelConfig
-from ottava.train.model import ByteTransformer
 
 SIZES: Mapping[str, tuple[int, int]] = {"small": (64, 4), "medium": (128, 4)}
 """Width and blocks."""
@@ -141,7 +141,7 @@ def make_model(size: str, activation: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if activation == "relu":
         return ReluModel(width, blocks)
-    return ByteTransformer(ModelConfig(d_model=width, layers=blocks, heads=4, kv_heads=2, ffn=3 * width), LENGTH)
+    return PlainByteTransformer(ModelConfig(d_model=width, layers=blocks, heads=4, kv_heads=2, ffn=3 * width), LENGTH)
 
 
 def make_text() -> Tensor:

@@ -23,6 +23,7 @@ from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
+from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 
 
@@ -102,7 +103,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) 
 
 
 def cast_both(
-    x: Tensor,
+    x: Tensor | UnmadeRows,
     spec: QuantizationSpec | None,
     spec_t: QuantizationSpec | None,
     *,
@@ -113,12 +114,15 @@ def cast_both(
     """x cast to spec and x.T cast to spec_t, from one reading of x where a kernel can.
 
     Args:
-        x: (R, C); spec, spec_t: None for a cast that is not wanted, not both.
+        x: (R, C), or rows that Triton's kernels make while they cast them (`refuse_unmade` says None).
+        spec, spec_t: None for a cast that is not wanted, not both.
         scale: as for `quantize`, one for both; 0 takes the current scale.
         staged: fp32 (3,), of a door: its amax since the last boundary. Some kernels raise it to this cast's amax
             themselves, and then return no amax.
         plans: the caller's kept plans. None: decide anew.
     """
+    if isinstance(x, UnmadeRows):
+        return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
     if torch.compiler.is_compiling():
         return _compiled(x, spec, spec_t, scale)
     plan = key = None
@@ -240,9 +244,20 @@ def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) 
     return run
 
 
-def _on_accelerator(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, dtype: torch.dtype) -> Run:
-    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Both:
-        row, col = triton_quantize.quantize_both(x.detach(), spec, spec_t, scale, staged)
+def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | None:
+    """Why rows have to be made before they are cast to each of these specs (None: high precision); None if not."""
+    if None in specs:
+        return "a cell in high precision takes the rows themselves"
+    reasons = (triton_quantize.supports_quantize(rows.x, spec) for spec in specs if spec)
+    return next(filter(None, reasons), None)
+
+
+def _on_accelerator(
+    spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, dtype: torch.dtype
+) -> Callable[[Tensor | UnmadeRows, Tensor | None, Tensor | None], Both]:
+    def run(x: Tensor | UnmadeRows, scale: Tensor | None, staged: Tensor | None) -> Both:
+        x = x if isinstance(x, UnmadeRows) else x.detach()
+        row, col = triton_quantize.quantize_both(x, spec, spec_t, scale, staged)
         one = row or col
         assert one is not None
         x_q, x_t_q = (

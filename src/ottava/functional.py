@@ -25,6 +25,8 @@ from ottava.dispatch import no_autocast
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.sums import column_sums
+from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.kernels.triton.rows import make_rows
 from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
@@ -38,6 +40,9 @@ class Producer(Protocol):
 
     It holds no tensors: its parameters come in, and the tensors for its backward go out. It runs outside
     torch.autocast, so its dtypes are explicit.
+
+    A method `unmade(x, dtype, *parameters)`, where it has one, returns `UnmadeRows` in place of the rows, which a GPU's
+    kernel makes while it casts them, or the reason why it does not.
     """
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -185,9 +190,10 @@ class _Linear(torch.autograd.Function):
         needs_dw = grad_enabled and needed[1]
         fprop, wgrad = call.recipe.fprop, call.recipe.wgrad
         made: tuple[Tensor | None, ...] = ()
-        rows = x
+        rows: Tensor | UnmadeRows = x
         if call.produce is not None:
-            rows, made = _made(call.produce, x, parameters, weight.shape[1], call.dtype)
+            cells = (fprop.lhs, wgrad.rhs) if needs_dw else (fprop.lhs,)
+            rows, made = _made(call, call.produce, x, parameters, weight.shape[1], cells)
         x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
         if call.exchange is not None:
             x_row = call.exchange.gather("input", x_row, 0)
@@ -318,17 +324,34 @@ class _Produced(torch.autograd.Function):
 
 
 def _made(
-    produce: Producer, x: Tensor, parameters: tuple[Tensor | None, ...], features: int, dtype: torch.dtype | None
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The rows of a Producer in the dtype of its linear, and the tensors for its backward."""
+    call: Call,
+    produce: Producer,
+    x: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    features: int,
+    cells: tuple[QuantizationSpec | None, ...],
+) -> tuple[Tensor | UnmadeRows, tuple[Tensor | None, ...]]:
+    """What a Producer makes, in the dtype that the linear behind it runs in; on a GPU the cast may make it."""
+    dtype = x.dtype if call.dtype is None else call.dtype
+    unmade = None if torch.compiler.is_compiling() else getattr(produce, "unmade", None)
+    rows: Tensor | UnmadeRows
     with no_autocast(x.device):
-        rows, made = produce.forward(x, *parameters)
+        answer = "" if unmade is None else unmade(x, dtype, *parameters)
+        if isinstance(answer, str):
+            rows, made = produce.forward(x, *parameters)
+            rows = rows if call.dtype is None else rows.to(dtype)
+        else:
+            later, made = answer
+            answer = call.doors.input.refuse_unmade(later, *cells)
+            rows = later if answer is None else make_rows(later)
+    if unmade is not None and x.is_cuda:
+        call.remark = f"rows made first: {answer}" if answer else "one kernel makes and casts the rows"
     if rows.shape[-1] != features:
         raise ValueError(
             f"linear: {type(produce).__name__} made rows of {rows.shape[-1]} features from input {tuple(x.shape)}; the "
             f"weight takes {features}"
         )
-    return (rows if dtype is None else rows.to(dtype)), made
+    return rows, made
 
 
 def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:

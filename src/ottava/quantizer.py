@@ -15,11 +15,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from ottava.attention_recipe import ATTENTION_TENSORS
-from ottava.casts import Both, CastPlan, cast_both
+from ottava.casts import Both, CastPlan, cast_both, refuse_unmade
 from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.sums import checksum
+from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
 from ottava.recipe import TENSORS, Recipe
@@ -65,7 +67,7 @@ class Quantizer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | UnmadeRows,
         row_spec: QuantizationSpec | None,
         col_spec: QuantizationSpec | None,
         *,
@@ -74,6 +76,8 @@ class Quantizer(nn.Module):
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
         """x (R, C) -> (operand of x, operand of x.T); None for an operand that is not wanted.
+
+        Unmade rows come only where `refuse_unmade` says None.
 
         record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
 
@@ -90,14 +94,23 @@ class Quantizer(nn.Module):
             row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
         elif spec is not None:
             row, col = self._predict(x, cast_row, cast_col, record)
-        if rowwise and row_spec is None:
-            row = x
-        if columnwise and col_spec is None:
-            col = x.t()
+        if isinstance(x, Tensor):
+            row = x if rowwise and row_spec is None else row
+            col = x.t() if columnwise and col_spec is None else col
         return row, col
 
+    def refuse_unmade(self, rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | None:
+        """Why this door wants rows that have been made; None if a kernel may make them while it casts."""
+        if (self._forward_hooks or self._forward_pre_hooks) or (
+            torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        ):
+            return "a hook watches the door"
+        if self.cast is not cast_both:
+            return "ranks agree on a scale first"
+        return refuse_unmade(rows, *specs)
+
     def _predict(
-        self, x: Tensor, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
+        self, x: Tensor | UnmadeRows, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """Casts with the predicted scale, or the current one if the spec predicts none, and stages the amax."""
         spec = row_spec or col_spec
@@ -307,7 +320,7 @@ class WeightQuantizer(Quantizer):
         if self.cached is not None and any(o is not None and o.device.type != "cpu" for o in self.cached[2:]):
             self.cached = None  # out of date, and memory
 
-    def forward(
+    def forward(  # type: ignore[override]  # a weight is there
         self,
         x: Tensor,
         row_spec: QuantizationSpec | None,

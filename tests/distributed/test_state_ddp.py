@@ -14,7 +14,9 @@ from ranks import failures, scenarios_of, start
 
 from scaling_samples import differences, network
 
-SCENARIOS = scenarios_of("state_scenarios", "state_scenarios_sharded", "state_scenarios_experts")
+SCENARIOS = scenarios_of(
+    "state_scenarios", "state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"
+)
 SIZES = (2, 3)
 
 

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ottava.bench.models import PlainByteTransformer
 from ottava.nn.convert import convert
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     _FORMAT,
     CheckpointError,
     _digest,
+    _renamed,
     atomic_write,
     collect_state,
     find_checkpoint,
@@ -27,6 +29,8 @@ from ottava.train.checkpoint import (
     restore_weights,
     save_checkpoint,
 )
+from ottava.train.config import ModelConfig
+from ottava.train.model import ByteTransformer, loss
 
 TENSORS = {
     "model.weight": torch.tensor([1.0, -0.0, float("inf"), 1e-45]),
@@ -247,3 +251,27 @@ def test_header_is_readable_without_us(tmp_path: Path) -> None:
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     assert header["__metadata__"]["step"] == "7"
     assert header["__metadata__"]["config"] == "abc"
+
+
+def test_a_checkpoint_of_the_model_with_its_norms_apart_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Format 2: weights, moments and the state of scales come to the names of today, and the log says so."""
+    small = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48)
+    old, new = PlainByteTransformer(small, 8), ByteTransformer(small, 8)
+    optimizers = []
+    for model in (old, new):
+        convert(model, "delayed")
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loss(old, *torch.randint(0, 256, (2, 2, 8))).backward()
+    optimizers[0].step()
+    monkeypatch.setattr("ottava.train.checkpoint._FORMAT", "ottava.train.checkpoint/2")
+    path = save_checkpoint(tmp_path, 7, collect_state(old, optimizers[0]), {}, keep=1)
+    monkeypatch.undo()
+    with caplog.at_level("INFO"):
+        restore_state(read_checkpoint(path), new, optimizers[1])
+    assert "step-000007.safetensors: an earlier ottava wrote it" in caplog.text
+    want, got = collect_state(old, optimizers[0]), collect_state(new, optimizers[1])
+    assert {_renamed(name) for name in want} == set(got)
+    assert all(torch.equal(got[_renamed(name)], tensor) for name, tensor in want.items())
+    assert sum("norm.weight.exp_avg" in name for name in got) == 2 * (2 * 2 + 1)

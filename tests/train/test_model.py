@@ -1,4 +1,4 @@
-"""The byte model: size, causality, rotary positions, grouped heads, initial weights."""
+"""The byte model: size, causality, the same as in plain torch, initial weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
+from ottava.bench.models import PlainByteTransformer
+from ottava.train.checkpoint import _renamed
 from ottava.train.config import ModelConfig
-from ottava.train.model import ByteTransformer, loss, rotary_table, rotate
+from ottava.train.model import ByteTransformer, loss
 
 SMALL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48)
 
@@ -18,6 +18,11 @@ SMALL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, ffn=48)
 def build(config: ModelConfig = SMALL, length: int = 24) -> ByteTransformer:
     torch.manual_seed(0)
     return ByteTransformer(config, length)
+
+
+def build_plain(config: ModelConfig = SMALL, length: int = 24) -> PlainByteTransformer:
+    torch.manual_seed(0)
+    return PlainByteTransformer(config, length)
 
 
 def test_default_size_is_about_a_million_parameters() -> None:
@@ -50,42 +55,33 @@ def test_shorter_sequence_gives_the_prefix_of_the_logits() -> None:
         torch.testing.assert_close(model(ids[:, :9]), model(ids)[:, :9], rtol=0, atol=1e-5)  # ~100 roundings near 1
 
 
-def test_rotation_keeps_lengths_and_sees_only_distances() -> None:
-    cos, sin = rotary_table(50, 8, 10_000.0)
-    q, k = torch.randn(8), torch.randn(8)
-    turned_q, turned_k = (rotate(v.expand(50, 1, 8), cos, sin)[:, 0] for v in (q, k))
-    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(50))
-    assert torch.equal(turned_q[0], q)
-    scores = turned_q @ turned_k.T
-    torch.testing.assert_close(scores[3, 1], scores[40, 38], rtol=0, atol=1e-5)
-    assert abs(scores[3, 1] - scores[3, 2]) > 1e-3
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_is_the_same_model_as_in_plain_torch(autocast: bool) -> None:
+    """The same initial weights; logits to the bit, and gradients up to the rounding of a norm's backward.
 
-
-def test_rotation_turns_pair_i_by_the_angle_of_the_paper() -> None:
-    """RoFormer eq. 15: at position 3, pair 1 of 4 (head_dim 8) turns by 3 * 10000 ** (-2 / 8) = 0.3."""
-    cos, sin = rotary_table(4, 8, 10_000.0)
-    x = torch.zeros(4, 1, 8)
-    x[..., 1] = 1.0
-    turned = rotate(x, cos, sin)[3, 0]
-    assert turned[1] == pytest.approx(math.cos(0.3), abs=1e-6)
-    assert turned[5] == pytest.approx(math.sin(0.3), abs=1e-6)
-
-
-def test_attention_equals_the_formula_written_out() -> None:
-    """softmax(q k.T / sqrt(E)) v with each key head shared by two query heads, by plain loops over heads."""
-    attention = build().layers[0].attention
-    assert isinstance(attention, nn.Module)
-    x = torch.randn(2, 24, 32)
-    cos, sin = rotary_table(24, 8, 10_000.0)
-    qkv = F.linear(x, attention.qkv_proj.weight).unflatten(-1, (8, 8))
-    mask = torch.full((24, 24), -math.inf).triu(1)
-    heads = []
-    for head in range(4):
-        q = rotate(qkv[:, :, head : head + 1], cos, sin)[:, :, 0]
-        k = rotate(qkv[:, :, 4 + head // 2 : 5 + head // 2], cos, sin)[:, :, 0]
-        heads.append((q @ k.transpose(1, 2) / math.sqrt(8) + mask).softmax(-1) @ qkv[:, :, 6 + head // 2])
-    expected = F.linear(torch.cat(heads, dim=-1), attention.o_proj.weight)
-    torch.testing.assert_close(attention(x, cos, sin), expected, rtol=1e-4, atol=1e-6)
+    That is one of fp32, or of BF16 (2**-9 of a number) in front of a GEMM under autocast, in 2 blocks.
+    """
+    model, plain = build(), build_plain()
+    ids = torch.randint(0, 256, (2, 25))
+    moved = {_renamed(f".{name}")[1:]: name for name in plain.state_dict()}
+    assert set(moved) == set(model.state_dict())
+    for name, before in moved.items():
+        assert torch.equal(model.state_dict()[name], plain.state_dict()[before]), name
+    for net in (model, plain):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.ndim == 1:
+                    parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss(net, ids[:, :-1], ids[:, 1:]).backward()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(model(ids[:, :24]), plain(ids[:, :24]))
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        expected = grads[moved[name]]
+        assert parameter.grad is not None
+        assert expected is not None
+        assert (parameter.grad - expected).norm() <= (2**-7 if autocast else 2**-20) * expected.norm(), name
 
 
 def test_untrained_model_guesses_nearly_evenly() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ottava.nn import Linear, NormLinear, NormMLP, RMSNorm
 from ottava.nn.mlp import Save
-from ottava.train.model import rotary_table, rotate
+from ottava.nn.rope import RotaryEmbedding, rotate
 
 WIDTH, FFN, HEADS, KV_HEADS, TOKENS = 1024, 3584, 8, 2, 512
 RECIPES = ("bf16", "tensorwise", "mxfp8")
@@ -26,13 +26,13 @@ class _Block(nn.Module):
     def __init__(self, qkv: nn.Module, out: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.qkv, self.out, self.mlp = qkv, out, mlp
-        self.rotary = rotary_table(TOKENS, WIDTH // HEADS, 5e5)
+        self.rotary = RotaryEmbedding(WIDTH // HEADS, base=5e5)(torch.arange(TOKENS))
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, d) -> (T, d)."""
         qkv = self.qkv(x).unflatten(-1, (-1, WIDTH // HEADS))  # (T, H + 2 G, E)
         qk, v = qkv.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
-        qk = rotate(qk.float(), *self.rotary).to(x.dtype)
+        qk = rotate(qk, self.rotary)
         q, k = qk.transpose(0, 1).split((HEADS, KV_HEADS))  # (H, T, E), (G, T, E)
         v = v.transpose(0, 1).contiguous()  # else all of qkv would be kept for it
         y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ottava.bench.block_memory import FFN, TOKENS, WIDTH, blocks
 from ottava.bench.builds import FIRST_STEP, build_all, build_time, compiled_by, libraries
-from ottava.bench.models import Block, SmolLM2
+from ottava.bench.models import Block, PlainByteTransformer, SmolLM2
 from ottava.bench.rivals import EMULATORS, emulated
 from ottava.bench.rounds import Timing, interleaved, versions
 from ottava.casts import quantize
@@ -288,7 +288,7 @@ def _demo(settings: Settings) -> Iterator[Case]:
     variants: Variants = {}
     for recipe in ("BF16", "bf16", *RECIPES):
         torch.manual_seed(0)
-        model: nn.Module = ByteTransformer(config.model, config.sequence_length)
+        model = (PlainByteTransformer if recipe == "BF16" else ByteTransformer)(config.model, config.sequence_length)
         if recipe != "BF16":
             convert(model, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ottava.bench.method import Run, check, host_seconds, launches, normal, race, replayed, step, step_bytes
+from ottava.bench.models import PlainByteTransformer
 from ottava.bench.rivals import Contender, contenders
 from ottava.nn.convert import convert
 from ottava.nn.graphed import graphed_step
@@ -218,7 +219,8 @@ def train(run: Run) -> dict[str, Any]:
             for mode in ("eager", "graph") if run.cuda else ("eager",):
                 torch.manual_seed(0)
                 with run.device:
-                    model = ByteTransformer(config, tokens[1]).to(torch.bfloat16)
+                    kind = PlainByteTransformer if recipe == "bf16" else ByteTransformer
+                    model = kind(config, tokens[1]).to(torch.bfloat16)
                 if recipe != "bf16":
                     convert(model, recipe)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=run.cuda, capturable=run.cuda)

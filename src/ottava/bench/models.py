@@ -1,4 +1,4 @@
-"""Models to measure: a GPT block, and the architecture of SmolLM2-135M."""
+"""Models to measure, in plain torch: a GPT block, a Llama block, the demo's model, and SmolLM2-135M's architecture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ottava.nn.rope import RotaryEmbedding, RotaryTable, rotate
 from ottava.train.config import ModelConfig
-from ottava.train.model import Block as LlamaBlock
-from ottava.train.model import rotary_table
+from ottava.train.model import ByteTransformer
 
 
 class Block(nn.Module):
@@ -33,6 +33,67 @@ class Block(nn.Module):
         return torch.add(x, self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+class Attention(nn.Module):
+    """Causal self-attention of `LlamaBlock`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_dim = config.d_model // config.heads
+        self.qkv_proj = nn.Linear(config.d_model, (config.heads + 2 * config.kv_heads) * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2G, E)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        # torch's fused CPU attention is more than twice as slow in BF16 as in FP32 (backward, torch 2.13).
+        dtype = torch.float32 if x.device.type == "cpu" else v.dtype
+        qk, v = rotate(qk.to(dtype), rotary), v.to(dtype)
+        q, k = qk.transpose(1, 2).split((self.heads, self.kv_heads), dim=1)  # (B, H, T, E), (B, G, T, E)
+        with torch.autocast(x.device.type, enabled=False):
+            y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU of `LlamaBlock`: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.d_model, 2 * config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
+        y: Tensor = self.down_proj(F.silu(gate) * up)
+        return y
+
+
+class LlamaBlock(nn.Module):
+    """A layer of the demo's model in plain torch, with its fused projections, which change no result."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """(B, T, d) -> (B, T, d)."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return torch.add(x, self.mlp(self.mlp_norm(x)))
+
+
+class PlainByteTransformer(ByteTransformer):
+    """The demo's model in plain torch: the same initial weights, and nothing of `ottava.nn` but the rotation."""
+
+    block, norm_class = LlamaBlock, nn.RMSNorm
+
+
 class SmolLM2(nn.Module):
     """The architecture of SmolLM2-135M (134,515,008 parameters). Weights are random until `load`.
 
@@ -49,14 +110,14 @@ class SmolLM2(nn.Module):
         self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         # not a buffer: `.bfloat16()` would round it
-        self.rotary = rotary_table(length, config.d_model // config.heads, config.rope_theta)
+        self.rotary = RotaryEmbedding(config.d_model // config.heads, base=config.rope_theta)(torch.arange(length))
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids, int64 (B, T) -> the mean cross-entropy of each next token, fp32 ()."""
         x = self.embedding(ids)
-        cos, sin = (table[: ids.shape[1]] for table in self.rotary)
+        rotary = RotaryTable(self.rotary.cos[: ids.shape[1]], self.rotary.sin[: ids.shape[1]], interleaved=False)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, rotary)
         logits = F.linear(self.norm(x)[:, :-1], self.embedding.weight).float()
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 

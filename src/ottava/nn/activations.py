@@ -20,6 +20,8 @@ from torch import Tensor
 from ottava.casts import quantize
 from ottava.errors import unknown_name
 from ottava.formats import E4M3
+from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.kernels.triton.rows import supports_rows
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128
 
@@ -43,6 +45,8 @@ class Activation:
     """(dy, x) -> dx, in x's dtype."""
     gated: bool = False
     """Whether x has 2 F features: F of the gate, then F of what it multiplies."""
+    kernel: str = ""
+    """Its name in the device code of `kernels.triton.rows`, without the gate; "": there is no device code."""
 
 
 def get_activation(activation: Activation | str) -> Activation:
@@ -78,7 +82,7 @@ def gated(name: str, act: Activation) -> Activation:
         gate, up = x.chunk(2, -1)
         return torch.cat((act.backward(dy * up, gate), dy * act.forward(gate)), -1)
 
-    return Activation(name, forward, backward, gated=True)
+    return Activation(name, forward, backward, gated=True, kernel=act.kernel)
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
@@ -131,13 +135,16 @@ def _sigmoid_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 _PLAIN = (
-    Activation("gelu", F.gelu, torch.ops.aten.gelu_backward),
+    Activation("gelu", F.gelu, torch.ops.aten.gelu_backward, kernel="gelu"),
     Activation(
-        "gelu_tanh", partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+        "gelu_tanh",
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+        kernel="gelu_tanh",
     ),
-    Activation("silu", F.silu, torch.ops.aten.silu_backward),
-    Activation("relu", F.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0)),
-    Activation("relu2", lambda x: x.relu().square(), lambda dy, x: dy * 2 * x.relu()),
+    Activation("silu", F.silu, torch.ops.aten.silu_backward, kernel="silu"),
+    Activation("relu", F.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0), kernel="relu"),
+    Activation("relu2", lambda x: x.relu().square(), lambda dy, x: dy * 2 * x.relu(), kernel="relu2"),
     # gelu as its authors first approximated it (arXiv 1606.08415, section 2)
     Activation("qgelu", partial(_swish, 1.702), partial(_swish_backward, 1.702)),
 )
@@ -171,17 +178,34 @@ class ActivationFormula:
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x (..., F or 2 F), factors (F,) or nothing -> y (..., F)."""
+        self._check(x)
+        rows = self.activation.forward(x)
+        for factors in parameters:
+            rows = rows if factors is None else rows * factors.to(rows.dtype)
+        return rows, (*self._kept(x), *parameters)
+
+    def unmade(
+        self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None
+    ) -> tuple[UnmadeRows, tuple[Tensor | None, ...]] | str:
+        """As `forward`, x (M, F or 2 F), for a kernel that makes the rows while it casts them; or why there is none."""
+        self._check(x)
+        if any(factors is not None for factors in parameters):
+            return "triton: makes activated rows without factors of their channels"
+        if reason := supports_rows(self.activation.kernel or self.activation.name, x, dtype):
+            return reason
+        return UnmadeRows(self.activation.kernel, x, dtype, self.activation.gated), (*self._kept(x), *parameters)
+
+    def _check(self, x: Tensor) -> None:
         if self.activation.gated and x.shape[-1] % 2:
             raise ValueError(
                 f"{self.activation.name}: got {x.shape[-1]} features; needs a gate for each, so an even number"
             )
-        rows = self.activation.forward(x)
-        for factors in parameters:
-            rows = rows if factors is None else rows * factors.to(rows.dtype)
+
+    def _kept(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.save == "bf16":
-            return rows, (x, None, *parameters)
+            return x, None
         kept = quantize(x.flatten(0, -2), KEPT)
-        return rows, (kept.data, kept.scale_inv, *parameters)
+        return kept.data, kept.scale_inv
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, nothing for the factors)."""

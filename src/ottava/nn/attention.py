@@ -45,7 +45,7 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 _NAME_OF = MappingProxyType({int(backend.value): name for name, backend in BACKENDS.items()})
 Sink = float | Literal["learned"] | None
 FP8_EMULATION = "FP8 emulation"
-"""What `last_backend` calls attention on FP8 operands."""
+"""The name of attention on FP8 operands in `last_backend`."""
 
 
 class DotProductAttention(nn.Module):
@@ -107,7 +107,7 @@ class DotProductAttention(nn.Module):
         self.sink = nn.Parameter(learned) if sink == "learned" else sink
         self.layout, self.backend = layout, backend
         self.last_backend: str | None = None
-        """What ran last; None: nothing yet. "compiled": chosen when the compiled code runs."""
+        """The kernel that ran last; None: none yet. "compiled": torch chooses when the compiled code runs."""
         self.last_note = ""
         """Why no fused kernel ran."""
         self.last_shape: tuple[int, ...] = ()
@@ -261,7 +261,7 @@ class DotProductAttention(nn.Module):
         scale: float,
         grouped: bool,
     ) -> int:
-        """What torch will run, which it decides by this very function."""
+        """The kernel that torch will run: torch asks the same function."""
         try:
             return torch._fused_sdp_choice(q, k, v, mask, p, causal, scale=scale, enable_gqa=grouped)
         except RuntimeError as error:
@@ -276,7 +276,7 @@ class DotProductAttention(nn.Module):
         self.last_backend, self.last_note, self.last_shape = "compiled", "chosen when the compiled code runs", ()
 
     def extra_repr(self) -> str:
-        """What was given."""
+        """Its settings."""
         sink = "learned" if isinstance(self.sink, Tensor) else self.sink
         shown = {"mask": self.mask, "window": self.window, "softmax_scale": self.softmax_scale, "sink": sink}
         shown |= {"dropout": self.dropout or None, "layout": self.layout, "backend": self.backend}
@@ -309,7 +309,7 @@ def _order(backend: str | None, q: Tensor) -> AbstractContextManager[Any]:
 
 
 def _why_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> str:
-    """What keeps fused kernels away, as far as it is known."""
+    """The known reasons why no fused kernel runs."""
     needs_gradient = mask is not None and mask.requires_grad
     reasons = (
         (p > 0, "dropout"),

@@ -27,7 +27,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CalibratedTensor:
-    """What calibration found for one tensor."""
+    """The result of calibration for one tensor."""
 
     layer: str
     """Full name of the layer."""
@@ -40,7 +40,7 @@ class CalibratedTensor:
     amax: float
     """Largest entry of the window."""
     scale: float
-    """What the first cast will multiply with; 0: no history, the current scale."""
+    """The factor of the first cast; 0: no history, so the current scale."""
     nonfinite: int
     """Batches with an amax of inf or nan, which were left out."""
 
@@ -140,7 +140,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random state of CPU and GPUs are afterwards what they were, whatever happened."""
+    """Restores gradients, buffers and the random state of CPU and GPUs, after an error too."""
     gradients = [p.grad for p in model.parameters()]
     buffers = [b.clone() for b in _own_buffers(model)]
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}

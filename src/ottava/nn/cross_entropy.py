@@ -33,7 +33,7 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """What is computed of the logits."""
+    """The settings of the loss."""
 
     ignore_index: int = -100
     """Target of tokens that do not count."""

@@ -56,7 +56,7 @@ class _Codes:
         self.factor = cast.scale_inv.reshape(())
 
     def numbers(self) -> list[Tensor]:
-        """What the codes stand for, before the factor."""
+        """The values of the codes, before the factor."""
         return _cut(decode(self.cast.data, self.cast.spec.format), self.shapes)
 
     def dequantized(self, dtype: torch.dtype) -> list[Tensor]:

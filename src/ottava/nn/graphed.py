@@ -30,7 +30,7 @@ _REASONS = (
 
 
 class Capture(Protocol):
-    """What records a step and runs it again; `CudaGraph`, or a stand-in."""
+    """Records a step and runs it again; `CudaGraph`, or a stand-in."""
 
     def warm_up(self, work: Work) -> Any:
         """Runs the step as it is, where it will be captured."""
@@ -71,7 +71,7 @@ class CudaGraph:
 
 
 class GraphedStep:
-    """What `graphed_step` returns: called with arguments like the samples, it makes one training step."""
+    """The result of `graphed_step`: a call with arguments like the samples is one training step."""
 
     def __init__(self, step: Callable[..., Any], sample: Sequence[Any], capture: Capture | None, warmup: int) -> None:
         self._step, self._capture, self._warmup = step, capture, warmup
@@ -173,7 +173,7 @@ def graphed_step(
         step_fn: makes one step and returns a tensor (the loss), a structure of tensors, or None. It is Python that runs
             `warmup` times and once for the capture: what it does besides launching kernels does not happen again.
         sample_args: arguments like those of the calls. Tensors lie on one CUDA device; only their shapes and dtypes
-            matter. What is not a tensor is frozen.
+            matter. Other arguments are frozen.
         warmup: 1 or more: optimizers, Triton and cuBLAS prepare themselves in it.
         generators: besides torch's own of the device, those that the step draws from.
         eager: run the step as it is, with the same checks of arguments: for a CPU, and to debug.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Cached(NamedTuple):
-    """What a layer attends to."""
+    """The keys and values that a layer attends to."""
 
     keys: Tensor
     """(B, S, G, D), S: the longest sequence so far; in the cache's own memory."""
@@ -86,7 +86,7 @@ class KVCache:
         return rows[0] if self._even else rows
 
     def of(self, layer: int) -> LayerCache:
-        """What the attention of that layer is given."""
+        """The cache of one layer, as its attention takes it."""
         return LayerCache(self, layer)
 
     @property

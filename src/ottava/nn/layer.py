@@ -1,8 +1,8 @@
 """How a quantized layer runs: it asks which recipe is on, tells the scaling state, and hands a `Call` to the formulas.
 
-A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. What stands in front of its
-cast, or between cast and GEMM, is a `produce` or an `exchange` of its own (see `functional`), and what is made of the
-GEMM's operands is its `formula`, never a branch in here.
+A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. Its `produce` runs in front of
+the cast, its `exchange` between cast and GEMM (see `functional`), and its `formula` multiplies the operands. None of
+them is a branch in here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ottava.weight_operands import in_high_precision
 
 
 class Layer(QuantizedLayer):
-    """What all quantized layers share."""
+    """The base class of all quantized layers."""
 
     produce: Producer | None = None
     """Makes the rows that are cast; None: they are the input. It runs in front of every forward, cast or not."""
@@ -111,16 +111,15 @@ class Layer(QuantizedLayer):
                 or _torchs_own(call.recipe, input, weight, bias)
             )
         ):
-            return self.plain(input if self.produce is None else self._rows(input), weight, bias, *more)
+            return self.plain(input if self.produce is None else self.rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self._produced_with()
         input = ready_input(self.name, input, weight, bias, call)
         return self.formula(input, weight, bias, call, *more)
 
-    def _rows(self, input: Tensor) -> Tensor:
-        """What `produce` makes, as an operation of its own."""
-        assert self.produce is not None
-        return produced(self.produce, input, *self._produced_with())
+    def rows(self, input: Tensor) -> Tensor:
+        """The rows that the GEMM multiplies: the input, or what `produce` makes of it in an operation of its own."""
+        return input if self.produce is None else produced(self.produce, input, *self._produced_with())
 
     def _produced_with(self) -> tuple[Tensor | None, ...]:
         own = self.produced_with()
@@ -186,8 +185,7 @@ class Layer(QuantizedLayer):
 
     def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
         """torch's own linear; each door notes the amax of the tensor that it would cast."""
-        if self.produce is not None:
-            input = self._rows(input)
+        input = self.rows(input)
         weight = in_high_precision(weight)
         if self.exchange is None:
             y = nn.functional.linear(input, weight, bias)
@@ -236,7 +234,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """What torch.autocast casts the operands of a linear to; None: it is off."""
+    """The dtype that torch.autocast gives the operands of a linear; None: autocast is off."""
     device = input.device.type
     # torch.autocast knows no meta device
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

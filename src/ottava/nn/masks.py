@@ -81,7 +81,7 @@ def build_mask(
     given: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor | None:
-    """What is added to scores (-inf: not seen) or, as bool, what is seen; it broadcasts to (B, H, queries, keys).
+    """The mask: a float added to the scores (-inf: not seen) or a bool (True: seen), for (B, H, queries, keys).
 
     Args:
         query_lengths, key_lengths: int (B,): how many rows of each sequence are real; the rest is padding. Aligned to

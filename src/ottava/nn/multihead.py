@@ -26,7 +26,8 @@ class MultiheadAttention(nn.Module):
         head_dim: any; None: hidden / heads.
         norm: "layernorm" or "rmsnorm" in front, in the layer of q, k and v; None: no norm.
         eps, zero_centered_gamma: of every norm.
-        qk_norm: a norm of that name over each head of q and of k (Qwen3), before the rotation.
+        qk_norm: a norm of that name over each head of q and of k (Qwen3), before the rotation, or
+            qk_norm_after_rotary: behind it.
         bias: of q, k and v; out_bias: of the output, None: as `bias`.
         cross: keys and values come from a `memory`, which no norm of this layer touches; memory_size: its width, None:
             hidden.
@@ -56,6 +57,7 @@ class MultiheadAttention(nn.Module):
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
         qk_norm: NormName | None = None,
+        qk_norm_after_rotary: bool = False,
         bias: bool = True,
         out_bias: bool | None = None,
         cross: bool = False,
@@ -95,6 +97,7 @@ class MultiheadAttention(nn.Module):
             self.kv = linear(hidden if memory_size is None else memory_size, None, 2 * kv_heads * dim)
         else:
             self.qkv = linear(hidden, norm, (heads + 2 * kv_heads) * dim)
+        self.qk_norm_after_rotary = qk_norm_after_rotary
         self.q_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)
         self.k_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)
         self.attention = DotProductAttention(
@@ -145,10 +148,12 @@ class MultiheadAttention(nn.Module):
         else:
             q = self.q(x).unflatten(-1, (-1, self.head_dim))
             k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).split(sizes[1:], -2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.qk_norm_after_rotary:
+            q, k = self._normed(q, k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.qk_norm_after_rotary:
+            q, k = self._normed(q, k)
         mask = None
         if cache is not None:
             (k, v, lengths), mask = cache.append(k, v), "causal_bottom_right"
@@ -165,6 +170,9 @@ class MultiheadAttention(nn.Module):
             mask=mask,
         )
         return self.out(y.flatten(-2))  # type: ignore[no-any-return]
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
 
     def extra_repr(self) -> str:
         """Its heads."""

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 from ottava.errors import unknown_name
 from ottava.functional import produced
+from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.kernels.triton.rows import normed, supports_rows
 
+Unmade = tuple[UnmadeRows, tuple[Tensor | None, ...]] | str
+"""Rows that a kernel makes and what the backward needs, or why no kernel does."""
 NormName = Literal["layernorm", "rmsnorm"]
 
 
@@ -49,6 +53,11 @@ class LayerNormFormula:
         if mean.dtype != dtype:  # so torch says of 16 bits while it traces; 2.11 then makes wrong gradients
             y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], gamma, beta, self.eps)
         return y.to(x.dtype), (x, weight, bias, mean, rstd)
+
+    def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
+        """As `forward`, x (M, K), for a kernel that makes the rows while it casts them; or why there is none."""
+        _check(x, parameters[0])
+        return _unmade("layernorm", self, x, dtype, parameters)
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, d_weight, d_bias)."""
@@ -88,11 +97,16 @@ class RMSNormFormula:
         """x (..., K), weight (K,) or None -> y (..., K) in x's dtype."""
         (weight,) = parameters
         _check(x, weight)
-        normed = x.to(_inside(x), copy=True)  # a copy, so that what follows needs no other memory
-        rstd = (normed.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        normed = normed.mul_(rstd)
-        gamma = _gamma(weight, self.zero_centered, normed.dtype)
-        return (normed if gamma is None else normed.mul_(gamma)).to(x.dtype), (x, weight, rstd)
+        rows = x.to(_inside(x), copy=True)  # a copy, so that what follows needs no other memory
+        rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        rows = rows.mul_(rstd)
+        gamma = _gamma(weight, self.zero_centered, rows.dtype)
+        return (rows if gamma is None else rows.mul_(gamma)).to(x.dtype), (x, weight, rstd)
+
+    def unmade(self, x: Tensor, dtype: torch.dtype, *parameters: Tensor | None) -> Unmade:
+        """As `LayerNormFormula.unmade`."""
+        _check(x, parameters[0])
+        return _unmade("rmsnorm", self, x, dtype, parameters)
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, d_weight)."""
@@ -100,17 +114,33 @@ class RMSNormFormula:
         assert x is not None
         assert rstd is not None
         dtype = _inside(x)
-        normed, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
+        rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
         d_weight = None
         if weight is not None:
-            d_weight = (dy * normed).view(-1, x.shape[-1]).sum(0).to(weight.dtype)
+            d_weight = (dy * rows).view(-1, x.shape[-1]).sum(0).to(weight.dtype)
             dy = dy.mul_(weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype))
-        aligned = (dy * normed).mean(-1, keepdim=True)
-        return dy.sub_(normed.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight
+        aligned = (dy * rows).mean(-1, keepdim=True)
+        return dy.sub_(rows.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight
+
+
+def _unmade(
+    name: str,
+    formula: LayerNormFormula | RMSNormFormula,
+    x: Tensor,
+    dtype: torch.dtype,
+    parameters: tuple[Tensor | None, ...],
+) -> Unmade:
+    if reason := supports_rows(name, x, dtype, *parameters):
+        return reason
+    gamma, beta = (*parameters, None)[:2]
+    rows = normed(name, x, dtype, gamma, beta, eps=formula.eps, zero_centered=formula.zero_centered)
+    assert rows.statistics is not None
+    mean, rstd = rows.statistics[:, :, None]
+    return rows, (x, *parameters, *((mean, rstd) if name == "layernorm" else (rstd,)))
 
 
 class _Norm(nn.Module):
-    """What both have in common: one width, a weight that may be centred at 0, and a formula."""
+    """The base class of both: one width, a weight that may be centred at 0, and a formula."""
 
     formula: Any
     """The Producer that makes its rows."""
@@ -135,7 +165,7 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.weight)
 
     def producer_parameters(self) -> tuple[Tensor | None, ...]:
-        """What `formula` takes beside the input."""
+        """The parameters that `formula` takes beside the input."""
         raise NotImplementedError(f"{type(self).__name__}.producer_parameters")
 
     def forward(self, input: Tensor) -> Tensor:

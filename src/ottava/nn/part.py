@@ -48,7 +48,7 @@ class Part(Layer):
         of_bias: int | None = None,
     ) -> None:
         super().__init__()
-        # the owner's own dict: copies, pickles and whatever puts another parameter in its place keep the two together
+        # the owner's own dict: a copy, a pickle or a new parameter in its place keeps the two together
         self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
         self.of_bias = of_bias
         self.share = 1.0
@@ -56,7 +56,7 @@ class Part(Layer):
 
     @property
     def parameter(self) -> Tensor:
-        """What the weight is a piece of."""
+        """The parameter that holds the weight."""
         held: Tensor | None = self.held[self.names[0]]
         assert held is not None
         return held

@@ -33,7 +33,7 @@ TOKENS = 16384
 
 @dataclass(frozen=True)
 class Device:
-    """What a roofline knows of a GPU; SI units.
+    """A GPU as a roofline sees it; SI units.
 
     Example:
         >>> Device().name, round(Device().bf16 / 1e12)
@@ -105,7 +105,7 @@ class GemmPlan:
     """One GEMM, predicted."""
 
     kernel: str
-    """What multiplies: "bf16", "fp8 tensor", "fp8 row", "fp8 blocks" or "emulated"."""
+    """The kind of GEMM: "bf16", "fp8 tensor", "fp8 row", "fp8 blocks" or "emulated"."""
     bf16: float
     """Seconds in BF16."""
     planned: float
@@ -153,7 +153,7 @@ class Plan:
     """A model, predicted: what each layer would gain, and which should stay in BF16."""
 
     recipe: Recipe
-    """What was asked for."""
+    """The recipe that was asked for."""
     tokens: int
     """Rows of each GEMM's activations."""
     device: Device

@@ -34,11 +34,11 @@ class ReceiptRow:
     operands: str
     """Formats and granularities of both sides."""
     kernel: str
-    """What ran; "-" if nothing did."""
+    """The kernel that ran; "-" if none did."""
     shape: str
     """M x N x K; of attention B x H/G x Sq x Sk x D."""
     padding: str
-    """What was zero-padded."""
+    """The operands that were zero-padded."""
     fp8: bool
     """Whether both operands were quantized."""
     native: bool
@@ -174,7 +174,7 @@ def _attention(name: str, module: DotProductAttention) -> ReceiptRow:
 
 
 def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
-    """What runs without ottava: all three GEMMs, which is what training runs."""
+    """A layer without ottava: torch runs its three GEMMs."""
     return ReceiptRow(name, "all", "high precision", "torch", shape, "", False, False, 0, 0, note, 3 * elements)
 
 

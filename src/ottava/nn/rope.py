@@ -73,7 +73,7 @@ class RotaryScaling(RefusesUnknownFields):
 
     @property
     def amplitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.rope_type != "yarn":
@@ -191,7 +191,7 @@ class RotaryEmbedding(nn.Module):
         return RotaryTable(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
     def extra_repr(self) -> str:
-        """What was given."""
+        """Its settings."""
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scaling={self.scaling.rope_type}"
 
 

@@ -46,7 +46,7 @@ class Router(nn.Module):
         z_loss: coefficient of mean(logsumexp(logits)**2) (ST-MoE).
         bias_rate: step of the bias that balances without a loss (DeepSeek-V3: 0.001): it is added to the scores for the
             choice alone, and `update_bias` moves it. None: no bias.
-        dtype: of the weight; the GEMM is fp32 whatever it is.
+        dtype: of the weight; the GEMM is fp32 in any case.
     Shapes: (tokens, hidden) -> Routing.
     Raises:
         ValueError: numbers that do not go together; an unknown score.
@@ -184,7 +184,7 @@ class Router(nn.Module):
         counts.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # moves with the model; counts and biases stay fp32 whatever dtype the model is cast to
+        # moves with the model; counts and biases stay fp32 when the model is cast to another dtype
         own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, before in own.items():
@@ -195,7 +195,7 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What it does."""
+        """Its settings."""
         experts, hidden = self.weight.shape
         return f"{hidden} -> {self.top_k} of {experts}, {self.score}"
 

@@ -35,8 +35,8 @@ class TransformerLayer(nn.Module):
         arrangement: "pre", "post", "parallel" or "parallel_one_norm", see the module.
         activation, save: of the MLP, see `NormMLP`.
         norm, eps, zero_centered_gamma: of every norm.
-        kv_heads, head_dim, qk_norm, mask, window, softmax_scale, attention_dropout, sink, layout, backend: of self
-            attention, see `MultiheadAttention`.  mask="no_mask" makes an encoder.
+        kv_heads, head_dim, qk_norm, qk_norm_after_rotary, mask, window, softmax_scale, attention_dropout, sink, layout,
+            backend: of self attention, see `MultiheadAttention`.  mask="no_mask" makes an encoder.
         bias: of the linears of the MLP, and of attention where attention_bias and out_bias say nothing else.
         cross: cross attention to a `memory` of width memory_size, in the same heads.
         dropout: of what is added to the stream, while training.
@@ -73,6 +73,7 @@ class TransformerLayer(nn.Module):
         kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: NormName | None = None,
+        qk_norm_after_rotary: bool = False,
         mask: str = "causal",
         window: tuple[int | None, int | None] | None = None,
         softmax_scale: float | None = None,
@@ -98,6 +99,7 @@ class TransformerLayer(nn.Module):
         inside = norm if arrangement in ("pre", "parallel") else None
         attention: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "qk_norm": qk_norm, "norm": inside}
         attention |= {
+            "qk_norm_after_rotary": qk_norm_after_rotary,
             "softmax_scale": softmax_scale,
             "dropout": attention_dropout,
             "layout": layout,

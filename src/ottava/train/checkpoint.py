@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,10 +34,15 @@ from ottava.optim.engine import Engine, widened
 from ottava.optim.weights import join
 from ottava.quantized_weight import QuantizedWeight
 
-_FORMAT = "ottava.train.checkpoint/2"
+_FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
+_MOVED = MappingProxyType(
+    {".attention_norm.weight": ".attention.qkv_proj.norm.weight", ".mlp_norm.weight": ".mlp.gate_up_proj.norm.weight"}
+)
+"""What norms are called in format 2, whose model has them in front of its linears, and in format 3."""
 _NAME = re.compile(r"step-(\d+)\.safetensors")
 _TEMPORARY = ".part"
 _HASH = "sha256"
+_log = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -109,7 +116,7 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads and checks one file.
+    """Reads and checks one file. Weights of an earlier format get their names of today, and the log says so.
 
     Raises:
         CheckpointError: the file is missing, cut short, damaged, or no checkpoint of ottava.
@@ -121,7 +128,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: is cut short, damaged or no safetensors file ({error})") from error
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") not in (_FORMAT, _BEFORE):
         raise CheckpointError(
             f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r}; needed: {_FORMAT!r})"
         )
@@ -129,7 +136,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: is damaged: the hash of its header and tensors is not the one in the header")
     if not metadata.get("step", "").isdecimal():
         raise CheckpointError(f"{path}: has step {metadata.get('step')!r}; needed: a whole number")
+    if metadata["format"] == _BEFORE:
+        tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
+        _log.info("%s: an earlier ottava wrote it; the weights of its norms are in the linears behind them now", path)
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
+
+
+def _renamed(name: str) -> str:
+    for before, now in _MOVED.items():
+        name = name.replace(before, now)
+    return name
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:

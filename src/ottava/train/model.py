@@ -1,78 +1,80 @@
-"""A small Llama that reads bytes: RMSNorm, rotary positions, grouped-query attention, SwiGLU, an untied head.
+"""A small Llama that reads bytes, of ottava's modules: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-It has plain torch modules only: the trainer converts it like any other model. It fuses projections (qkv_proj,
-gate_up_proj, as in Phi-3 and vLLM), because every separate Linear would cast its input again.
+Its layers begin under recipe "bf16", and `convert` gives them another. Projections are fused (qkv_proj, gate_up_proj,
+as in Phi-3 and vLLM), because every separate Linear would cast its input again. Norm and SwiGLU hand their rows to
+the cast of the linear behind them. The head is an nn.Linear that is not tied to the embedding.
 
 Shapes: B sequences, T bytes, D = d_model, H query heads, G key/value heads, E = D / H, F = ffn.
 """
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ottava.nn import ActivatedLinear, DotProductAttention, Linear, NormLinear, RMSNorm, RotaryEmbedding
+from ottava.nn.rope import RotaryTable, rotate
 from ottava.train.config import ModelConfig
 
 VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention; heads / kv_heads query heads share each key and value head."""
+    """Norm and causal self-attention; heads / kv_heads query heads share each key and value head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.head_dim = config.d_model // config.heads
-        self.qkv_proj = nn.Linear(config.d_model, (config.heads + 2 * config.kv_heads) * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        d, heads, kv_heads = config.d_model, config.heads, config.kv_heads
+        self.sizes, self.head_dim = (heads + kv_heads, kv_heads), d // heads
+        own: dict[str, Any] = {"bias": False, "recipe": "bf16"}
+        wide = (heads + 2 * kv_heads) * self.head_dim
+        self.qkv_proj = NormLinear(d, wide, norm="rmsnorm", eps=config.norm_eps, **own)
+        self.attention = DotProductAttention()
+        self.o_proj = Linear(d, d, **own)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, D) -> (B, T, D); cos and sin (T, 1, E) from `rotary_table`."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2G, E)
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        qk, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=2)  # (B, T, H + G and G, E)
         # torch's fused CPU attention is more than twice as slow in BF16 as in FP32 (backward, torch 2.13).
         dtype = torch.float32 if x.device.type == "cpu" else v.dtype
-        qk, v = rotate(qk.float(), cos, sin).to(dtype), v.to(dtype)
-        shared = self.heads // self.kv_heads
-        q, k = qk.transpose(1, 2).split((self.heads, self.kv_heads), dim=1)  # (B, H, T, E), (B, G, T, E)
-        k, v = k.repeat_interleave(shared, dim=1), v.transpose(1, 2).repeat_interleave(shared, dim=1)
+        qk, v = rotate(qk.to(dtype), rotary), v.to(dtype)
+        q, k = qk.split((self.sizes[0] - self.sizes[1], self.sizes[1]), dim=2)
         with torch.autocast(x.device.type, enabled=False):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, E)
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
+            y = self.attention(q, k, v)  # (B, T, H, E)
+        out: Tensor = self.o_proj(y.flatten(-2))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """Norm and SwiGLU: down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.d_model, 2 * config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, config.d_model, bias=False)
+        own: dict[str, Any] = {"bias": False, "recipe": "bf16"}
+        self.gate_up_proj = NormLinear(config.d_model, 2 * config.ffn, norm="rmsnorm", eps=config.norm_eps, **own)
+        self.down_proj = ActivatedLinear(config.ffn, config.d_model, activation="swiglu", **own)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, D) -> (B, T, D)"""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (B, T, F) each
-        y: Tensor = self.down_proj(F.silu(gate) * up)
+        """x (B, T, D) -> (B, T, D)."""
+        y: Tensor = self.down_proj(self.gate_up_proj(x))
         return y
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Each reads the normed stream and adds its output to the stream."""
+    """One layer: attention, then the MLP. Each norms the stream and adds its output to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, T, D) -> (B, T, D)"""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
-        return y
+    def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        x = x + self.attention(x, rotary)
+        return torch.add(x, self.mlp(x))
 
 
 class ByteTransformer(nn.Module):
@@ -86,16 +88,18 @@ class ByteTransformer(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    block: ClassVar[type[nn.Module]] = Block
+    norm_class: ClassVar[type[nn.Module]] = RMSNorm
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.d_model)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.layers = nn.ModuleList(self.block(config) for _ in range(config.layers))
+        self.norm = self.norm_class(config.d_model, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, VOCABULARY, bias=False)
-        cos, sin = rotary_table(sequence_length, config.d_model // config.heads, config.rope_theta)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        table = RotaryEmbedding(config.d_model // config.heads, base=config.rope_theta)(torch.arange(sequence_length))
+        self.register_buffer("cos", table.cos, persistent=False)
+        self.register_buffer("sin", table.sin, persistent=False)
         # 1 / sqrt(width). The usual 0.02 is that value for a width of 2,500; a width of 128 learns slower with 0.02
         # (240 steps end at 1.99 instead of 1.78 nats per byte). GPT-2's factor keeps the variance of the stream.
         std = config.d_model**-0.5
@@ -105,31 +109,14 @@ class ByteTransformer(nn.Module):
                 nn.init.normal_(parameter, std=std / (2 * config.layers) ** 0.5 if residual else std)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256)"""
+        """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256)."""
         length = ids.shape[-1]
-        cos, sin = self.cos[:length], self.sin[:length]
+        rotary = RotaryTable(self.cos[:length], self.sin[:length], interleaved=False)
         x = self.embedding(ids)  # (B, T, D)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, rotary)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
-
-
-def rotary_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 (length, 1, head_dim): position t turns pair i by t * theta ** (-2i / head_dim).
-
-    Entry i of the first half pairs with entry i of the second (GPT-NeoX layout, as Hugging Face's Llama); the sign of
-    the turn is folded into sin.
-    """
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)[:, None]  # (length, 1, head_dim / 2)
-    sin = angle.sin()
-    return torch.cat((angle.cos(), angle.cos()), -1).float(), torch.cat((-sin, sin), -1).float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs of x (..., T, heads, E) by the angles of `rotary_table`."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

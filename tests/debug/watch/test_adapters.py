@@ -208,6 +208,29 @@ def test_where_a_norm_is_fused_the_module_input_is_not_taken_for_x() -> None:
     assert all(entry["why"].startswith("X: the norm is fused") for entry in tap.coverage())
 
 
+def test_of_our_fused_layers_x_is_what_the_gemm_multiplies() -> None:
+    """Under a recipe that casts nothing, where no door tells: the normed and the activated rows."""
+    own: dict[str, Any] = {"bias": False, "recipe": "bf16"}
+    model = nn.ModuleList(
+        [
+            ottava.nn.NormLinear(32, 64, **own),
+            ottava.nn.NormLinear(32, 64, return_norm_output=True, **own),
+            ottava.nn.ActivatedLinear(16, 8, activation="swiglu", **own),
+        ]
+    )
+    x = noise(4, 32).requires_grad_()
+    with tapped(model=model) as (seen, tap):
+        model[0](x).square().sum().backward()
+        model[1](x)[0].square().sum().backward()
+        model[2](x).square().sum().backward()
+    normed, activated = nn.functional.layer_norm(x, (32,)), nn.functional.silu(x[:, :16]) * x[:, 16:]
+    for i, rows in enumerate((normed, normed, activated)):
+        weight = model[i].weight
+        assert isinstance(weight, Tensor)
+        linear_of(seen, str(i), rows, weight, 2 * rows @ weight.t())
+    assert not any(entry["why"] for entry in tap.coverage())
+
+
 @pytest.mark.parametrize("splits", [[2, 0, 5], torch.tensor([3, 3, 1])], ids=["list", "tensor"])
 def test_grouped_gemms_are_layers_of_their_own(splits: Any) -> None:
     layer, x = GroupedLinear(), noise(7, 8)

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from ottava.debug.tally import EXPONENT_BINS
 from ottava.formats import E4M3, E5M2
-from ottava.kernels.triton import device_code
+from ottava.kernels.triton import device_code, rows_device_code
 from ottava.kernels.triton.quantize import amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.statistics import statistics_launch
@@ -33,7 +33,7 @@ TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp
 TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
 TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
 TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
-FLOATS = ("top", "lowest_top", "clip", "normal")
+FLOATS = ("eps", "top", "lowest_top", "clip", "normal")
 ALIGNED = ("rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
 SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -66,6 +66,17 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         device_code.statistics_kernel,
         {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
     )
+    made = {"MAKE": "silu", "FLAG": True}, {"MAKE": "rmsnorm", "DTYPE": "bf16", "gamma_ptr": "*bf16"}
+    made[1]["statistics_ptr"] = "*fp32"
+    found["swiglu, 1x128"] = (device_code.cast_kernel, {**cast_launch(block, block, converts), **made[0]})
+    found["rmsnorm, tensor"] = (device_code.cast_kernel, {**cast_launch(tensor, tensor, converts), **made[1]})
+    guess = predicted_launch(guarded, True, True, False, converts)
+    found["gelu, predicted"] = (device_code.predicted_kernel, {**guess, "MAKE": "gelu_tanh"})
+    found["amax of layernorm"] = (device_code.amax_kernel, {**amax_launch(("tensor",)), **made[1], "MAKE": "layernorm"})
+    tile = {"TR": 64, "TC": 128, "num_warps": 8}
+    found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **tile, "beta_ptr": None})
+    statistics = {"MAKE": "layernorm", "TC": 1024, "num_warps": 4}
+    found["row statistics"] = (rows_device_code.row_statistics_kernel, statistics)
     found["roll"] = (device_code.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 
@@ -73,12 +84,15 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
 def compiled(kernel: Any, launch: Mapping[str, Any], capability: int, x_type: str = "*bf16") -> Any:
     """The kernel for x in bf16 whose rows lie one after the other, sizes and addresses multiples of 16."""
     options = {name: value for name, value in launch.items() if name not in kernel.arg_names}
-    constants = {name: value for name, value in launch.items() if name in kernel.arg_names}
+    constants = {one.name: one.default for one in kernel.params if one.has_default}
+    constants |= {name: value for name, value in launch.items() if name in kernel.arg_names}
+    pointers = {name: value for name, value in constants.items() if str(value).startswith("*")}
+    constants = {name: value for name, value in constants.items() if name not in pointers}
     constants |= {name: 1 for name in ("stride_c", "q_stride_c") if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
         kind = "*i32" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
-        kind = x_type if name == "x_ptr" else TYPES.get(name, kind)
+        kind = x_type if name in ("x_ptr", "y_ptr") else (TYPES | pointers).get(name, kind)
         signature[name] = "constexpr" if name in constants else kind
     aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name in ALIGNED]
     aligned = [i for i in aligned if signature[kernel.arg_names[i]] != "constexpr"]

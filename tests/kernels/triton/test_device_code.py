@@ -54,14 +54,19 @@ def test_memory_is_moved_16_bytes_at_a_time(capability: int, cache: Path) -> Non
         assert facts["loads16"] > 0, name
         assert facts["loads"] == 0, name
         assert facts["byte_stores"] == 0, name
-        if name != "amax" and not name.startswith("statistics"):
+        if not name.startswith(("amax", "statistics", "row statistics")):
             assert facts["stores16"] > 0, name
 
 
 @every_architecture
 def test_arithmetic_is_exact(capability: int, cache: Path) -> None:
-    """Subnormals are not flushed and divisions are correctly rounded, as the bits of the reference need."""
+    """Subnormals are not flushed and divisions are correctly rounded, as the bits of the reference need.
+
+    But for exp and tanh of CUDA's library, in which torch's kernels have them, too.
+    """
     for name, facts in compiled(capability, cache).items():
+        if name in ("swiglu, 1x128", "gelu, predicted"):
+            continue
         assert not facts["flushes"], name
         assert facts["approximate"] == 0, name
 
@@ -70,15 +75,16 @@ def test_arithmetic_is_exact(capability: int, cache: Path) -> None:
 def test_conversions_are_the_hardwares_where_it_has_them(capability: int, cache: Path) -> None:
     """Two numbers an instruction from sm_90 on; before, integers round: sm_89's way is another in each Triton."""
     for name, facts in compiled(capability, cache).items():
-        casts = not name.startswith(("amax", "roll", "statistics", "one element"))
+        casts = not name.startswith(("amax", "roll", "rows", "row statistics", "statistics", "one element"))
         assert (facts["conversions"] > 0) == (capability >= 90 and casts), name
 
 
 def test_one_amax_a_program_is_atomic(cache: Path) -> None:
     """Blocks need none; the predicted cast takes the amax in the same pass; amax takes it of tensor, rows, columns."""
     atomics = {name: facts["atomics"] > 0 for name, facts in compiled(90, cache).items()}
+    found = {"predicted", "gelu, predicted", "amax", "amax of layernorm"}
     looks = {"statistics", "statistics 1x128", "one element"}
-    assert {name for name, some in atomics.items() if some} == {"predicted", "amax"} | looks
+    assert {name for name, some in atomics.items() if some} == found | looks
 
 
 @every_architecture

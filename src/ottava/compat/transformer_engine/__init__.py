@@ -7,7 +7,7 @@ or unchanged, with this package in TransformerEngine's place:
 
     python -m ottava.compat.transformer_engine script.py --its-own-arguments
 
-What TransformerEngine has and ottava does not is refused by name, with what to use instead; nothing is ignored. The
+A name that ottava lacks is refused, with the name to use instead; nothing is ignored. The
 table of names is docs/from_transformer_engine.md.
 """
 

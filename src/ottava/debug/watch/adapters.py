@@ -86,6 +86,13 @@ def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "", torch.empty(0, 0)
 
 
+def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
+    """X is what the layer's own norm or activation makes of the argument: made again, unless the layer returns it."""
+    with torch.no_grad():
+        x = output[1:] if isinstance(output, tuple) else tuple(map(module.rows, tensors_of(args)))
+    yield Part("", x, module.weight, _first(output))
+
+
 def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
     """The norm is inside the layer: the watch sees W and Y only."""
     yield Part("", (), getattr(module, "weight", None), _first(output))
@@ -163,7 +170,6 @@ def _attention_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 _TE = "transformer_engine"
 _FUSED_NORM = "X: the norm is fused into the layer, so the input of its GEMM cannot be seen from outside"
-_FUSED_ACTIVATION = _FUSED_NORM.replace("norm", "activation")
 _PLAIN = Adapter(_one, _one_weight)
 ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
     {
@@ -181,8 +187,8 @@ ADAPTERS: Mapping[str, tuple[Adapter, ...]] = MappingProxyType(
         "ColumnParallelLinear": (_PLAIN,),  # Megatron returns (y, bias), fairscale y
         "RowParallelLinear": (_PLAIN,),
         # under a recipe that casts nothing; else their doors tell
-        "NormLinear": (Adapter(_normed, _one_weight, "ottava.", why=_FUSED_NORM),),
-        "ActivatedLinear": (Adapter(_normed, _one_weight, "ottava.", why=_FUSED_ACTIVATION),),
+        "NormLinear": (Adapter(_produced, _one_weight, "ottava."),),
+        "ActivatedLinear": (Adapter(_produced, _one_weight, "ottava."),),
         "LinearCrossEntropy": (Adapter(_headed, _one_weight, "ottava.", why="Y, dY: its loss is inside the layer"),),
         "LayerNormLinear": (Adapter(_normed, _one_weight, _TE, why=_FUSED_NORM),),
         "LayerNormMLP": (Adapter(_mlp, _mlp_weights, _TE, why=f"{_FUSED_NORM}; nor the tensors between fc1 and fc2"),),

@@ -1,8 +1,8 @@
 """Device code: the Triton kernels behind `triton.quantize`, imported by it when the first one is launched.
 
-All of it is written from x: one tile of x (R, C) is read once, in fp32, and gives the codes of x, and those of x.T by
-writing the tile transposed. Blocks and scales of x.T are blocks and scales of x with rows and columns swapped, so a
-mode says, in the orientation of x, who shares a scale:
+All of it is written from x: one tile of x (R, C) is read once, in fp32, or made there (`rows_device_code`). It gives
+the codes of x, and those of x.T by writing the tile transposed. Blocks and scales of x.T are those of x with rows and
+columns swapped, so a mode says, in the orientation of x, who shares a scale:
 
     "tensor"  all        "rows"  a row of x        "cols"  a row of x.T        "blocks"  BR x BC elements of x
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ottava.kernels.triton.rows_device_code import load_rows, tile_place
 
 
 @triton.jit
@@ -88,22 +90,6 @@ def _encode(
     code = tl.where(nan, NAN, code)
     negative = tl.where(nan, 0, (bits >> 31) & 1)
     return (code | (negative << SIGN)).to(tl.uint8)
-
-
-@triton.jit
-def _place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
-    """(row and column numbers, row tile, column tile) of a tile; tiles go along rows."""
-    across = tl.cdiv(cols, TC)
-    row_tile, col_tile = tile // across, tile % across
-    return row_tile * TR + tl.arange(0, TR), col_tile * TC + tl.arange(0, TC), row_tile, col_tile
-
-
-@triton.jit
-def _load(x_ptr, r, c, rows, cols, stride_r, stride_c):
-    """A tile in fp32; 0 beyond the edges."""
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    offsets = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -199,10 +185,17 @@ def amax_kernel(
     COLS: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    statistics_ptr=None,
+    gamma_ptr=None,
+    beta_ptr=None,
+    MAKE: tl.constexpr = "",
+    FLAG: tl.constexpr = False,
+    DTYPE: tl.constexpr = "",
 ):
     """Bits of the amax of all of x, of its rows and of its columns, as asked for; the buffers begin at 0."""
-    r, c, _, _ = _place(tl.program_id(0), rows, cols, TR, TC)
-    magnitude = _bits(_load(x_ptr, r, c, rows, cols, stride_r, stride_c)) & 0x7FFFFFFF
+    r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
+    x = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    magnitude = _bits(x) & 0x7FFFFFFF
     if TENSOR:
         tl.atomic_max(tensor_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
     if ROWS:
@@ -243,14 +236,20 @@ def cast_kernel(
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    statistics_ptr=None,
+    gamma_ptr=None,
+    beta_ptr=None,
+    MAKE: tl.constexpr = "",
+    FLAG: tl.constexpr = False,
+    DTYPE: tl.constexpr = "",
 ):
     """Current scaling: the codes of x (MODE) and of x.T (MODE_T), each "" if not wanted.
 
     SHARED: x and x.T have one scale for each element, and it is that of MODE.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the amax pass read last is still in L2
-    r, c, row_tile, col_tile = _place(tile, rows, cols, TR, TC)
-    x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+    r, c, row_tile, col_tile = tile_place(tile, rows, cols, TR, TC)
+    x = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if MODE != "":
         grid_cols = tl.cdiv(cols, BC)
@@ -303,6 +302,12 @@ def predicted_kernel(
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    statistics_ptr=None,
+    gamma_ptr=None,
+    beta_ptr=None,
+    MAKE: tl.constexpr = "",
+    FLAG: tl.constexpr = False,
+    DTYPE: tl.constexpr = "",
 ):
     """Predicted scaling, launched twice. First: casts with the given scale and takes the amax in the same pass.
 
@@ -335,8 +340,10 @@ def predicted_kernel(
         factor = scale
         wanted = taken == 0
     if wanted:
-        r, c, _, _ = _place(tile, rows, cols, TR, TC)
-        x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+        r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
+        x = load_rows(
+            x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE
+        )
         if not REDO:
             tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
         codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
@@ -451,9 +458,9 @@ def statistics_kernel(
         tl.atomic_add(slot_ptr + 16, tl.full((), 1.0, tl.float64) * rows * cols)  # a size of 1 is a constant to Triton
         tl.atomic_add(slot_ptr + 17, 1.0)
     if on & (tile < tl.cdiv(rows, TR) * tl.cdiv(cols, TC)):
-        r, c, _, _ = _place(tile, rows, cols, TR, TC)
+        r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
         inside = (r[:, None] < rows) & (c[None, :] < cols)
-        x = _load(x_ptr, r, c, rows, cols, stride_r, stride_c)
+        x = load_rows(x_ptr, None, None, None, r, c, rows, cols, stride_r, stride_c, "", False, "")
         finite = inside & ((_bits(x) & 0x7FFFFFFF) < 0x7F800000)
         x = tl.where(finite, x, 0.0)
         where = r.to(tl.int64)[:, None] * q_stride_r + c.to(tl.int64)[None, :] * q_stride_c

@@ -5,8 +5,9 @@
     delayed, guarded      one pass with the predicted scale; a second launch stages the amax for the next scale, and
                           casts again if the prediction missed
 
-Bytes per bf16 element, x and x.T together: 4, 6, 4. `device_code` holds the kernels; the first launch imports Triton.
-They keep no state, never wait for the device, and work in a CUDA graph.
+Bytes per bf16 element, x and x.T together: 4, 6, 4. In the place of x may stand rows that the kernels make as they read
+(`UnmadeRows`): a norm or an activation then reads and writes nothing of its own. `device_code` holds the kernels; the
+first launch imports Triton. They keep no state, never wait for the device, and work in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -86,7 +88,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 
 def quantize_both(
-    x: Tensor,
+    x: Tensor | UnmadeRows,
     spec: QuantizationSpec | None,
     spec_t: QuantizationSpec | None,
     scale: Tensor | None = None,
@@ -95,7 +97,7 @@ def quantize_both(
     """Casts x (R, C) to spec and x.T (C, R) to spec_t, both from one reading of x if their settings agree.
 
     Args:
-        x: fp32, bf16 or fp16; any strides.
+        x: fp32, bf16 or fp16; any strides. Or rows that the kernels make while they cast them.
         spec, spec_t: None for a cast that is not wanted.
         scale: one fp32 entry on the device of x, as in `reference.quantize`.
         staged: `Quantizer.staged`, on the device of x, only with a scale: the kernel raises it to this cast's amax.
@@ -104,17 +106,70 @@ def quantize_both(
     Raises:
         TypeError: dtype.  ValueError: x is not a matrix.
     """
-    check_input_dtype(x, "quantize")
-    if x.dim() != 2:
-        raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if column_major(x):  # x.T lies row by row
-        cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
-        return cast, cast_t
+    if isinstance(x, Tensor):
+        check_input_dtype(x, "quantize")
+        if x.dim() != 2:
+            raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
+        if column_major(x):  # x.T is the one that lies row by row
+            cast_t, cast = quantize_both(x.t(), spec_t, spec, scale, staged)
+            return cast, cast_t
     if spec is not None and spec_t is not None and _settings(spec) != _settings(spec_t):
         return quantize_both(x, spec, None, scale, staged)[0], quantize_both(x, None, spec_t, scale, staged)[1]
-    launched(x, scale, staged)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
+    launched(_read(x)[0], scale, staged)
+    with torch.cuda.device_of(_read(x)[0]):  # Triton launches on the current device
         return _current(x, spec, spec_t) if scale is None else _predicted(x, spec, spec_t, scale, staged)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnmadeRows:
+    """Rows (M, K) that a kernel makes of x (M, K), or (M, 2 K) with a gate, while it casts them; see `rows`."""
+
+    make: str
+    """A name of the device code."""
+    x: Tensor
+    dtype: torch.dtype
+    """Of the rows."""
+    gated: bool = False
+    statistics: Tensor | None = None
+    """Of a norm, fp32 (2, M): mean and rstd."""
+    gamma: Tensor | None = None
+    """(K,), any float dtype."""
+    beta: Tensor | None = None
+    """(K,), any float dtype."""
+    zero_centered: bool = False
+    """Whether gamma is added to 1."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)."""
+        return self.x.shape[0], self.x.shape[1] // (2 if self.gated else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """That the rows would take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """That of x."""
+        return self.x.device
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What a kernel takes beside x, by name."""
+        given = {"statistics_ptr": self.statistics, "gamma_ptr": self.gamma, "beta_ptr": self.beta}
+        return {**given, "MAKE": self.make, "FLAG": self.gated or self.zero_centered, "DTYPE": self._rounded}
+
+    @property
+    def _rounded(self) -> str:
+        return "" if self.dtype == self.x.dtype else {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+
+def _read(x: Tensor | UnmadeRows) -> tuple[Tensor, tuple[int, ...], dict[str, Any]]:
+    """What a kernel reads: a tensor, its sizes and strides, and what it makes of that."""
+    if isinstance(x, Tensor):
+        return x, (*x.shape, *x.stride()), {}
+    return x.x, (*x.shape, *x.x.stride()), x.arguments
 
 
 class _Side(NamedTuple):
@@ -126,27 +181,33 @@ class _Side(NamedTuple):
     amax: Tensor  # bits, int32
 
 
-def _current(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
+def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> Casts:
     row = _side(x, spec, transposed=False)
     col = _side(x, spec_t, transposed=True, partner=row)
     one_scale = shared(spec, spec_t)
-    device, shape = _device_code(), (*x.shape, *x.stride())
+    device, (read, shape, made) = _device_code(), _read(x)
     whole = {side.mode: side.amax for side in (row, col) if side.mode not in ("", "blocks")}
     if whole:
         launch = amax_launch(tuple(whole))
         buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
-        device.amax_kernel[_grid(x, launch)](x, *buffers, *shape, **launch)
+        device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **launch, **made)
     known = spec or spec_t
     assert known is not None
     launch = cast_launch(spec, spec_t, _converts(x.device))
     device.cast_kernel[_grid(x, launch)](
-        x, *(row.data, row.scale_inv, row.amax), *(col.data, col.scale_inv, col.amax), *shape, _top(known), **launch
+        read,
+        *(row.data, row.scale_inv, row.amax),
+        *(col.data, col.scale_inv, col.amax),
+        *shape,
+        _top(known),
+        **launch,
+        **made,
     )
     return _casts(row, col, spec, spec_t, one_scale)
 
 
 def _predicted(
-    x: Tensor,
+    x: Tensor | UnmadeRows,
     spec: QuantizationSpec | None,
     spec_t: QuantizationSpec | None,
     scale: Tensor,
@@ -158,15 +219,17 @@ def _predicted(
     col = _side(x, spec_t, transposed=True, partner=row)
     one = row if spec is not None else col
     sides, stages = (spec is not None, spec_t is not None), staged is not None
+    read, shape, made = _read(x)
     for redo in (False, True):
         launch = predicted_launch(known, *sides, redo, _converts(x.device), redo and stages)
         _device_code().predicted_kernel[_grid(x, launch)](
-            x,
+            read,
             scale,
             *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
-            *(*x.shape, *x.stride()),
+            *shape,
             *(_top(known), known.format.max * 2.0**-known.guard_bits),
             **launch,
+            **made,
         )
     return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
 
@@ -182,17 +245,20 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
     )
 
 
-def _side(x: Tensor, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None) -> _Side:
+def _side(
+    x: Tensor | UnmadeRows, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None
+) -> _Side:
     """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0."""
+    memory = _read(x)[0]
     if spec is None:  # not wanted: no kernel touches it
-        return _Side("", x, x, x)
+        return _Side("", memory, memory, memory)
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     mode, _ = _mode_and_block(spec, transposed)
     if partner is not None and partner.mode == mode == "tensor":
-        return partner._replace(data=x.new_empty(shape, dtype=torch.uint8))
+        return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))
     grid = spec.granularity.grid_shape(shape)
-    amax = x.new_empty(grid, dtype=torch.int32) if mode == "blocks" else x.new_zeros(grid, dtype=torch.int32)
-    return _Side(mode, x.new_empty(shape, dtype=torch.uint8), x.new_empty(grid, dtype=torch.float32), amax)
+    amax = (memory.new_empty if mode == "blocks" else memory.new_zeros)(grid, dtype=torch.int32)
+    return _Side(mode, memory.new_empty(shape, dtype=torch.uint8), memory.new_empty(grid, dtype=torch.float32), amax)
 
 
 def _casts(
@@ -294,7 +360,7 @@ def _tile(block_rows: int) -> dict[str, int]:
     return {"TR": rows, "TC": _TILE, "num_warps": rows // 8}
 
 
-def _grid(x: Tensor, launch: Mapping[str, Any]) -> tuple[int]:
+def _grid(x: Tensor | UnmadeRows, launch: Mapping[str, Any]) -> tuple[int]:
     return (-(-x.shape[0] // launch["TR"]) * -(-x.shape[1] // launch["TC"]),)
 
 

@@ -76,10 +76,33 @@ def test_packed_sequences_and_biases() -> None:
     bias = torch.full((1, HEADS, SEQUENCE, SEQUENCE), -torch.inf).triu(1)
     added = layer(x, x, x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
     assert torch.allclose(added.double(), formula(x, x, x, None, "causal", None), atol=1e-5)
-    with pytest.raises(NotImplementedError, match="core_attention_bias_type='alibi'"):
-        layer(x, x, x, core_attention_bias_type="alibi")
+    with pytest.raises(NotImplementedError, match="core_attention_bias_type='pre_scale_bias'"):
+        layer(x, x, x, core_attention_bias_type="pre_scale_bias")
     with pytest.raises(ValueError, match="did you mean 'padding_causal'"):
         te.DotProductAttention(HEADS, DIM, attn_mask_type="paddingcausal")
+
+
+def test_alibi_is_the_papers_bias() -> None:
+    """Slopes 2**-2, 2**-4, ... of 4 heads, and of 3 those of 2 and one of 4 between; or given, one for each sample."""
+    q, k = heads(4, BATCH, HEADS, DIM), heads(SEQUENCE, BATCH, HEADS, DIM)
+    given = torch.rand(BATCH, HEADS)
+    for count, slopes, own in (
+        (4, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], None),
+        (3, [2.0**-4, 2.0**-8, 2.0**-2], None),
+        (4, given, given),
+    ):
+        for mask, first in (("causal", 0), ("no_mask", 2), ("causal_bottom_right", 2)):
+            layer = te.DotProductAttention(count, DIM, attn_mask_type=mask)
+            bias = torch.zeros(BATCH, count, 4, SEQUENCE)
+            for i in range(4):
+                for j in range(SEQUENCE):
+                    bias[:, :, i, j] = -torch.as_tensor(slopes) * abs(i + first - j)
+            x = q[:, :, :count], k[:, :, :count], k[:, :, :count]
+            expected = layer(*x, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+            assert torch.equal(layer(*x, core_attention_bias_type="alibi", alibi_slopes=own), expected)
+            assert not torch.equal(layer(*x), expected)
+    module, x = te.MultiheadAttention(32, HEADS, DIM, 0.0), heads(SEQUENCE, BATCH, 32)
+    assert not torch.equal(module(x, core_attention_bias_type="alibi"), module(x))
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -122,6 +145,48 @@ def test_angles_turn_heads_as_complex_numbers(interleaved: bool) -> None:
         rotary_table((angles, angles), interleaved, "sbhd", x)
 
 
+def test_heads_are_normed_behind_the_rotation() -> None:
+    """TransformerEngine's default; in fp64 by complex numbers, RMSNorm and the formula. Before it is something else."""
+    torch.manual_seed(2)
+    own: dict[str, Any] = {"qk_norm_type": "RMSNorm", "bias": False, "fuse_qkv_params": True}
+    layer, first = (te.MultiheadAttention(32, HEADS, DIM, 0.0, qk_norm_before_rope=b, **own) for b in (False, True))
+    with torch.no_grad():
+        layer.q_norm.weight.copy_(torch.rand(DIM))
+        layer.k_norm.weight.copy_(torch.rand(DIM))
+    first.load_state_dict(layer.state_dict())
+    x, angles = heads(SEQUENCE, BATCH, 32), te.RotaryPositionEmbedding(DIM)(SEQUENCE)
+    q, k, v = (x @ layer.qkv.weight.t()).unflatten(-1, (3 * HEADS, DIM)).double().chunk(3, -2)
+    q, k = turned(q, angles, False), turned(k, angles, False)
+    q, k = (t * (t.square().mean(-1, keepdim=True) + 1e-5).rsqrt() for t in (q, k))
+    q, k = q * layer.q_norm.weight.double(), k * layer.k_norm.weight.double()
+    expected = formula(q, k, v, None, "causal", None) @ layer.out.weight.double().t()
+    got = layer(x, rotary_pos_emb=angles)
+    assert (got - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
+    assert not torch.allclose(first(x, rotary_pos_emb=angles), got, rtol=1e-3)
+
+
+def test_fused_rows_are_interleaved_in_a_state_dict() -> None:
+    """Of each group its queries, its key, its value; of cross attention its key, its value; there and back."""
+    for groups in (1, 2, 4):
+        layer, other = (
+            te.MultiheadAttention(32, HEADS, DIM, 0.0, num_gqa_groups=groups, fuse_qkv_params=True) for _ in range(2)
+        )
+        state = layer.state_dict()
+        rows = state["qkv.weight"].view(groups, HEADS // groups + 2, DIM, 32)
+        q, k, v = layer.qkv.weight.split([HEADS * DIM, groups * DIM, groups * DIM])
+        for got, own in ((rows[:, :-2], q), (rows[:, -2], k), (rows[:, -1], v)):
+            assert torch.equal(got.reshape(-1, 32), own)
+        other.load_state_dict(state)
+        assert all(map(torch.equal, layer.parameters(), other.parameters()))
+    layer = te.MultiheadAttention(
+        32, HEADS, DIM, 0.0, attention_type="cross", attn_mask_type="no_mask", fuse_qkv_params=True
+    )
+    rows = layer.state_dict()["key_value.weight"].view(HEADS, 2, DIM, 32)
+    k, v = layer.kv.weight.chunk(2)
+    assert torch.equal(rows[:, 0].reshape(-1, 32), k)
+    assert torch.equal(rows[:, 1].reshape(-1, 32), v)
+
+
 def test_parameters_have_their_names_and_pieces() -> None:
     """q, k and v apart or in one piece; views, so that weights can be written in place; a state dict goes both ways."""
     for changes in (
@@ -153,8 +218,6 @@ def test_parameters_have_their_names_and_pieces() -> None:
 
 def test_orders_that_ottava_does_not_have_are_refused() -> None:
     for changes, words in (
-        ({"fuse_qkv_params": True}, "give qkv_weight_interleaved=False"),
-        ({"qk_norm_type": "RMSNorm"}, "give qk_norm_before_rope=True"),
         ({"return_bias": True}, "return_bias=True is not in ottava"),
         ({"tp_size": 2}, "tp_size=2 is not in ottava"),
     ):

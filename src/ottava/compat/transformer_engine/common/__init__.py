@@ -1,4 +1,4 @@
-"""What TransformerEngine's frameworks share: recipes."""
+"""The part of TransformerEngine that its frameworks share: recipes."""
 
 from ottava.compat.transformer_engine.common import recipe
 

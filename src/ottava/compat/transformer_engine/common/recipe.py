@@ -59,7 +59,7 @@ class QParams(RefusesUnknownFields):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(RefusesUnknownFields):
-    """What all of them share. `ottava` is the recipe that runs."""
+    """The base class of all recipes. `ottava` is the recipe that runs."""
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Field -> what to do instead of giving it another value than the default."""

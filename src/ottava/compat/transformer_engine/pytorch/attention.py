@@ -63,25 +63,49 @@ def sink_for(where: str, softmax_type: str) -> Sink:
     return SINKS[softmax_type]
 
 
-def seen(attention_mask: Any, bias_type: str, bias: Tensor | None) -> Tensor | None:
-    """What ottava's attention takes: True where TransformerEngine's mask is False, or the bias with the mask in it.
+def seen(attention_mask: Any, bias_type: str, bias: Tensor | None, alibi: Tensor | None) -> Tensor | None:
+    """The mask that ottava's attention takes: True where TransformerEngine's is False; or the bias with the mask in it.
 
     Args:
         attention_mask: bool. Cross attention may get a pair; the mask of the keys is used.
-        bias_type, bias: core_attention_bias_type and core_attention_bias.
+        bias_type, bias: core_attention_bias_type and core_attention_bias; alibi: of `alibi_bias`, for "alibi".
     Raises:
-        NotImplementedError: another bias than "no_bias" and "post_scale_bias".
+        NotImplementedError: "pre_scale_bias".
     """
-    if bias_type not in ("no_bias", "post_scale_bias"):
+    if bias_type not in ("no_bias", "post_scale_bias", "alibi"):
         raise NotImplementedError(
             f"attention: core_attention_bias_type={bias_type!r} is not in ottava; compute the bias and give it as "
             "'post_scale_bias'"
         )
     mask = attention_mask[-1] if isinstance(attention_mask, tuple | list) else attention_mask
     allowed = None if mask is None else ~mask.bool()
+    bias = alibi if bias_type == "alibi" else bias
     if bias_type == "no_bias" or bias is None:
         return allowed
     return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+
+
+def alibi_bias(slopes: Tensor | None, heads: int, queries: int, keys: int, *, last: bool, like: Tensor) -> Tensor:
+    """ALiBi (arXiv 2108.12409): -slope |distance| for each head, (1, H, Sq, Sk) or, of slopes (B, H), (B, H, Sq, Sk).
+
+    Args:
+        slopes: fp32 (H,) or (B, H). None: the paper's, 2 ** (-8 h / H) for H a power of two, else some of 2 H between.
+        last: whether the last query stands at the last key; else the first at the first.
+        like: whose device and dtype the bias has.
+
+    Example:
+        >>> alibi_bias(None, 2, 1, 3, last=True, like=torch.ones(()))[0, 0]       # of the first of two heads: 2**-4
+        tensor([[-0.1250, -0.0625, -0.0000]])
+    """
+    if slopes is None:
+        power = 1 << (heads.bit_length() - 1)
+        exponents = [-8 * (i + 1) / power for i in range(power)]
+        exponents += [-4 * (2 * i + 1) / power for i in range(heads - power)]
+        slopes = torch.tensor([2.0**e for e in exponents])
+    i = torch.arange(queries, device=like.device)[:, None] + (keys - queries if last else 0)
+    distance = (i - torch.arange(keys, device=like.device)).abs()
+    slopes = slopes.to(like.device, torch.float32)
+    return (-slopes.view(-1, heads, 1, 1) * distance).to(like.dtype)
 
 
 class DotProductAttention(nn.Module):
@@ -143,21 +167,21 @@ class DotProductAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         checkpoint_core_attention: bool = False,
         **others: Any,
     ) -> Tensor:
         """q, k and v -> the heads' results; a mask type of the call goes before that of the layer."""
         refuse("DotProductAttention", others)
-        mask, counts = mask_for("DotProductAttention", attn_mask_type or self.attn_mask_type)
-        given = seen(attention_mask if counts else None, core_attention_bias_type, core_attention_bias)
-        packed = self.core.layout == "thd"
-        lengths: dict[str, Any] = {}
-        if packed:
-            lengths = {"cu_seqlens": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_kv}
-        elif counts and cu_seqlens_q is not None:
-            keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-            lengths = {"query_lengths": cu_seqlens_q.diff(), "key_lengths": keys.diff()}
-        y = self.core(query_layer, key_layer, value_layer, None if packed else given, mask=mask, **lengths)
+        given = core_arguments(
+            self.core,
+            mask_for("DotProductAttention", attn_mask_type or self.attn_mask_type),
+            attention_mask,
+            (core_attention_bias_type, core_attention_bias, alibi_slopes),
+            (cu_seqlens_q, cu_seqlens_kv),
+            (query_layer, key_layer, query_layer.shape[-2]),
+        )
+        y = self.core(query_layer, key_layer, value_layer, **given)
         return y.flatten(-2)  # type: ignore[no-any-return]
 
 
@@ -223,6 +247,25 @@ def rotary_table(
     return RotaryTable(angles.cos(), angles.sin() * sign, interleaved)
 
 
+def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
+    """Rows of q, k, v (or k, v), which lie one after the other, as TransformerEngine has them: group by group of heads.
+
+    Example:
+        >>> interleaved_rows(ours.MultiheadAttention(4, 4, kv_heads=2))          # heads of one row: q q k v, q q k v
+        [0, 1, 4, 6, 2, 3, 5, 7]
+    """
+    shared, dim = module.heads // module.kv_heads, module.head_dim
+    counts = [1, 1] if module.cross else [shared, 1, 1]
+    starts = [sum(counts[:i]) * module.kv_heads for i in range(len(counts))]
+    heads = [
+        start + group * count + i
+        for group in range(module.kv_heads)
+        for start, count in zip(starts, counts, strict=True)
+        for i in range(count)
+    ]
+    return [head * dim + row for head in heads for row in range(dim)]
+
+
 def qkv_keys(own: str, theirs: str, sizes: tuple[int, int], fused: bool, has_norm: bool) -> dict[str, Parts]:
     """Own key -> TransformerEngine's, of self attention: q, k and v as three parameters unless they are fused."""
     q, kv = sizes
@@ -243,8 +286,9 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         input_layernorm: a norm in front; normalization, layernorm_epsilon, zero_centered_gamma: of it.
         attention_type: "self" or "cross".  qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type, window_size, softmax_type: as `DotProductAttention`.
-        qk_norm_type: "LayerNorm" or "RMSNorm" over each head, before the rotation.
-        fuse_qkv_params: one parameter "weight" for q, k and v, which then lie one after the other.
+        qk_norm_type: "LayerNorm" or "RMSNorm" over each head, behind the rotation unless qk_norm_before_rope.
+        fuse_qkv_params: one parameter "weight" for q, k and v.
+        qkv_weight_interleaved: a state dict has its rows group by group of heads; here they lie one after the other.
     Raises:
         NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
 
@@ -284,7 +328,6 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         **others: Any,
     ) -> None:
         refuse("MultiheadAttention", others, ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype"))
-        check_qkv("MultiheadAttention", fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_before_rope)
         super().__init__(
             hidden_size,
             num_attention_heads,
@@ -294,6 +337,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
             eps=layernorm_epsilon,
             zero_centered_gamma=zero_centered_gamma,
             qk_norm=None if qk_norm_type is None else norm_name("MultiheadAttention", qk_norm_type),
+            qk_norm_after_rotary=not qk_norm_before_rope,
             bias=bias,
             cross=attention_type == "cross",
             mask=mask_for("MultiheadAttention", attn_mask_type)[0],
@@ -308,8 +352,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
         for layer in quantized_layers(self):
             start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
-        keys, states = attention_keys(self, "", "", fuse_qkv_params)
-        self.uses_their_keys(keys, states)
+        self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -317,81 +360,100 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         attention_mask: Any = None,
         encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
-        *,
-        rotary_pos_emb: Any = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        checkpoint_core_attention: bool = False,
-        **others: Any,
+        **call: Any,
     ) -> Tensor:
-        """hidden_states -> what attention adds to them; a mask type of the call must be the layer's kind of mask."""
-        refuse("MultiheadAttention", others)
-        kind = attn_mask_type or self.attn_mask_type
-        arguments = attention_arguments(
-            self.attention,
-            kind,
-            attention_mask,
-            core_attention_bias_type,
-            core_attention_bias,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-        )
-        table = rotary_table(
-            rotary_pos_emb, self.rotary_pos_interleaved, self.attention.layout, hidden_states, cu_seqlens_q
-        )
-        return super().forward(hidden_states, encoder_output, rotary=table, **arguments)
-
-
-def check_qkv(where: str, fused: bool, interleaved: bool, qk_norm: str | None, norm_first: bool) -> None:
-    """Refuses the orders of q, k and v, and of norm and rotation, that ottava's layer does not have."""
-    if fused and interleaved:
-        raise NotImplementedError(
-            f"{where}: fuse_qkv_params with qkv_weight_interleaved=True is not in ottava, where q, k and v lie one "
-            "after the other; give qkv_weight_interleaved=False"
-        )
-    if qk_norm is not None and not norm_first:
-        raise NotImplementedError(
-            f"{where}: qk_norm_type={qk_norm!r} after the rotation is not in ottava; give qk_norm_before_rope=True"
-        )
+        """hidden_states -> what attention adds to them. call: as `attention_arguments` takes it; attn_mask_type must be
+        the layer's kind of mask."""
+        kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
+        given = attention_arguments(
+            "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
+            rotary_interleaved=self.rotary_pos_interleaved, **call,
+        )  # fmt: skip
+        return super().forward(hidden_states, encoder_output, **given)
 
 
 def attention_arguments(
-    core: ours.DotProductAttention,
+    where: str,
+    module: ours.MultiheadAttention,
+    x: Tensor,
     kind: str,
-    attention_mask: Any,
-    bias_type: str,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
+    attention_mask: Any = None,
+    memory: Tensor | None = None,
+    *,
+    rotary_interleaved: bool = False,
+    rotary_pos_emb: Any = None,
+    core_attention_bias_type: str = "no_bias",
+    core_attention_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    checkpoint_core_attention: bool = False,
+    **others: Any,
 ) -> dict[str, Any]:
-    """What `ottava.nn.MultiheadAttention` is called with.
+    """The arguments of a call of `ottava.nn.MultiheadAttention`, from those of TransformerEngine's modules.
 
+    Args:
+        x, memory: what queries and, of a cross attention, keys are made of.
+        kind: attn_mask_type of the call.
     Raises:
-        NotImplementedError: the call wants another kind of mask than the layer was made with.
+        NotImplementedError: an argument that ottava cannot honour; another kind of mask than the layer was made with.
     """
-    mask, counts = mask_for("attention", kind)
-    if mask != core.mask:
+    refuse(where, others)
+    core, mask = module.attention, mask_for(where, kind)
+    if mask[0] != core.mask:
         raise NotImplementedError(
-            f"attention: the layer was made with {core.mask!r}, and attn_mask_type={kind!r} of this call asks for "
-            f"{mask!r}; give it to the constructor"
+            f"{where}: the layer was made with {core.mask!r}, and attn_mask_type={kind!r} of this call asks for "
+            f"{mask[0]!r}; give it to the constructor"
         )
-    given = seen(attention_mask if counts else None, bias_type, bias)
+    bias = core_attention_bias_type, core_attention_bias, alibi_slopes
+    sizes = x, x if memory is None else memory, module.heads
+    given = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
+    del given["mask"]
+    table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q)
+    return given if table is None else {**given, "rotary": table}
+
+
+def core_arguments(
+    core: ours.DotProductAttention,
+    mask: tuple[str, bool],
+    attention_mask: Any,
+    bias: tuple[str, Tensor | None, Tensor | None],
+    ends: tuple[Tensor | None, Tensor | None],
+    sizes: tuple[Tensor, Tensor, int],
+) -> dict[str, Any]:
+    """The arguments of a call of `ottava.nn.DotProductAttention`.
+
+    Args:
+        mask: of `mask_for`.
+        bias: core_attention_bias_type, core_attention_bias, alibi_slopes.
+        ends: cu_seqlens_q, cu_seqlens_kv.
+        sizes: tensors that are as long as the queries and the keys, in the layout; heads.
+    """
+    (name, counts), (q_ends, k_ends), (q, k, heads) = mask, ends, sizes
     if core.layout == "thd":
-        return {"cu_seqlens": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_kv}
-    if not counts or cu_seqlens_q is None:
-        return {"attention_mask": given}
-    keys = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    return {"attention_mask": given, "query_lengths": cu_seqlens_q.diff(), "key_lengths": keys.diff()}
+        if bias[0] == "alibi":
+            raise NotImplementedError("attention: ALiBi of packed sequences ('thd') is not in ottava; use 'bshd'")
+        return {"mask": name, "cu_seqlens": q_ends, "cu_seqlens_k": k_ends}
+    alibi = None
+    if bias[0] == "alibi":
+        axis = 1 if core.layout == "bshd" else 0
+        alibi = alibi_bias(bias[2], heads, q.shape[axis], k.shape[axis], last=name != "causal", like=q)
+    given = {"mask": name, "attention_mask": seen(attention_mask if counts else None, *bias[:2], alibi)}
+    if not counts or q_ends is None:
+        return given
+    return given | {"query_lengths": q_ends.diff(), "key_lengths": (q_ends if k_ends is None else k_ends).diff()}
 
 
 def attention_keys(
-    module: ours.MultiheadAttention, own: str, theirs: str, fused: bool
-) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]]]:
-    """Of an attention, with prefixes: own key -> TransformerEngine's; its modules with histories -> own layers."""
+    module: ours.MultiheadAttention, own: str, theirs: str, fused: bool, interleaved: bool
+) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]], dict[str, list[int]]]:
+    """Of an attention, with prefixes: own key -> TransformerEngine's; its modules with histories -> own layers; own key
+    -> order of rows."""
+    several = f"{own}{'kv' if module.cross else 'qkv'}."
+    ordered = fused and interleaved
+    orders = {f"{several}{name}": interleaved_rows(module) for name in ("weight", "bias")} if ordered else {}
     sizes = module.heads * module.head_dim, module.kv_heads * module.head_dim
     has_norm = hasattr(module.q if module.cross else module.qkv, "norm")
     keys: dict[str, Parts] = {f"{own}out.{name}": f"{theirs}proj.{name}" for name in ("weight", "bias")}
@@ -402,7 +464,7 @@ def attention_keys(
     if not module.cross:
         name = "layernorm_qkv" if has_norm else "qkv"
         keys |= qkv_keys(f"{own}qkv.", f"{theirs}{name}.", sizes, fused, has_norm)
-        return keys, states | {f"{theirs}{name}": (f"{own}qkv",)}
+        return keys, states | {f"{theirs}{name}": (f"{own}qkv",)}, orders
     name = "layernorm_query" if has_norm else "query_layer"
     for part in ("weight", "bias"):
         keys[f"{own}q.{part}"] = f"{theirs}{name}.{part if fused else f'query_{part}'}"
@@ -410,4 +472,4 @@ def attention_keys(
         keys[f"{own}kv.{part}"] = f"{theirs}key_value.{part}" if fused else pair
         if has_norm:
             keys[f"{own}q.norm.{part}"] = f"{theirs}{name}.layer_norm_{part}"
-    return keys, states | {f"{theirs}{name}": (f"{own}q",), f"{theirs}key_value": (f"{own}kv",)}
+    return keys, states | {f"{theirs}{name}": (f"{own}q",), f"{theirs}key_value": (f"{own}kv",)}, orders

@@ -95,24 +95,7 @@ def mlp_keys(own: str = "", theirs: str = "") -> dict[str, str]:
     return {own + key: theirs + value for key, value in keys.items()}
 
 
-class Unbiased:
-    """Runs a layer without its bias, which the caller adds: TransformerEngine's return_bias."""
-
-    return_bias: bool
-    bias: Any
-
-    def with_bias_apart(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """forward(*args), or (that without the bias, the bias)."""
-        if not self.return_bias:
-            return forward(*args)
-        bias, self.bias = self.bias, None
-        try:
-            return forward(*args), bias
-        finally:
-            self.bias = bias
-
-
-class Linear(TEState, Unbiased, ours.Linear):
+class Linear(TEState, ours.Linear):
     """`ottava.nn.Linear` with TransformerEngine's arguments.
 
     Args:
@@ -157,10 +140,10 @@ class Linear(TEState, Unbiased, ours.Linear):
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias the bias too."""
         refuse("Linear", others)
-        return self.with_bias_apart(super().forward, inp)
+        return (self.run(inp, self.weight, None), self.bias) if self.return_bias else super().forward(inp)
 
 
-class LayerNormLinear(TEState, Unbiased, ours.NormLinear):
+class LayerNormLinear(TEState, ours.NormLinear):
     """`ottava.nn.NormLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
@@ -212,11 +195,12 @@ class LayerNormLinear(TEState, Unbiased, ours.NormLinear):
     ) -> Any:
         """(..., in_features) -> y, or a tuple (y, bias if asked for, normed rows if asked for)."""
         refuse("LayerNormLinear", others)
-        y = self.with_bias_apart(super().forward, inp)
-        if not (self.return_bias and self.return_norm_output):
-            return y
-        (y, rows), bias = y
-        return y, bias, rows
+        if not self.return_bias:
+            return super().forward(inp)
+        if not self.return_norm_output:
+            return self.run(inp, self.weight, None), self.bias
+        rows = self.norm(inp)
+        return self.run(rows, self.weight, None), self.bias, rows
 
 
 class LayerNormMLP(TEState, ours.NormMLP):

@@ -107,7 +107,7 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 
 class FP8GlobalStateManager:
-    """What scripts ask of TransformerEngine's global state. ottava has none: state lies in each module's buffers."""
+    """Answers for scripts that ask TransformerEngine's global state. ottava has none: each module holds its own."""
 
     @staticmethod
     def reset() -> None:

@@ -1,4 +1,4 @@
-"""What TransformerEngine has and ottava does not: importable, so that a script's imports run, and refused when used.
+"""Names that TransformerEngine has and ottava lacks: importable, so that a script's imports run, and refused when used.
 
 `NAMES` holds names of modules and functions, `ARGUMENTS` arguments of constructors and forwards; each with what to use
 instead. A name in neither table, and not in ottava, is an unknown name.
@@ -119,7 +119,6 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "single_grouped_weight": ((False,), "each expert has a weight of its own"),
         "single_grouped_bias": ((False,), "each expert has a bias of its own"),
         "inference_params": ((None,), "ottava.nn.KVCache keeps keys and values"),
-        "alibi_slopes": ((None,), "compute the bias and give it as core_attention_bias"),
         "cu_seqlens_q_padded": ((None,), "packed sequences follow each other without padding"),
         "cu_seqlens_kv_padded": ((None,), "packed sequences follow each other without padding"),
         "pad_between_seqs": ((None, False), "packed sequences follow each other without padding"),
@@ -186,7 +185,7 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
 
 
 def unread_variables(variables: Mapping[str, str]) -> str:
-    """What is set for TransformerEngine and changes nothing here, in a sentence each; "" if nothing is.
+    """A sentence for each variable that is set for TransformerEngine and changes nothing here; "" if none is.
 
     Example:
         >>> unread_variables({"NVTE_FLASH_ATTN": "0", "HOME": "/"}).partition(":")[0]

@@ -1,7 +1,7 @@
 """State dicts by TransformerEngine's keys: renamed on the way out and in, `_extra_state` read without executing it.
 
-Weights, norms and, for delayed scaling, histories and scales are loaded. What is written has the same keys, with an
-empty `_extra_state`: TransformerEngine then starts its histories anew.
+Weights, norms and, for delayed scaling, histories and scales are loaded. A state dict made here has the same keys and
+an empty `_extra_state`: TransformerEngine then starts its histories anew.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ Parts = str | Sequence[tuple[str, int]]
 class TEState(nn.Module):
     """A module whose state dict has TransformerEngine's keys."""
 
-    def uses_their_keys(self, keys: Mapping[str, Parts], states: Mapping[str, Sequence[str]]) -> None:
+    def uses_their_keys(
+        self,
+        keys: Mapping[str, Parts],
+        states: Mapping[str, Sequence[str]],
+        orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         """Renames keys whenever a state dict is made or loaded; called once, at the end of a constructor.
 
         Args:
             keys: own key -> TransformerEngine's; or its keys and their rows, one after the other, of a parameter that
                 lies in one piece here; rows 0: each key is one matrix of a stack.
             states: path of TransformerEngine's module that saves histories -> own layers, in the order of its GEMMs.
+            orders: own key -> its rows in the order in which TransformerEngine's parameter has them; a state dict then
+                holds a copy.
         """
-        self._keys, self._states = dict(keys), dict(states)
+        self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
         self._own_names = {parts: own for own, parts in keys.items() if isinstance(parts, str)}
         self.register_state_dict_post_hook(_rename_out)
         self.register_load_state_dict_pre_hook(_rename_in)
@@ -91,6 +98,7 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
         if prefix + own not in state:
             continue
         tensor = state.pop(prefix + own)
+        tensor = tensor[module._orders[own]] if own in module._orders else tensor
         if isinstance(parts, str):
             state[prefix + parts] = tensor
         else:  # views: what is written into them is written into the parameter
@@ -117,7 +125,9 @@ def _rename_in(
         if all(prefix + name in state for name in names):
             pieces = [state.pop(prefix + name) for name in names]
             join = torch.stack if not isinstance(parts, str) and parts[0][1] == 0 else torch.cat
-            state[prefix + own] = pieces[0] if isinstance(parts, str) else join(pieces)
+            whole = pieces[0] if isinstance(parts, str) else join(pieces)
+            order = module._orders.get(own)
+            state[prefix + own] = whole if order is None else whole[torch.tensor(order).argsort()]
     for path, layers in module._states.items():
         saved = state.pop(_state_key(prefix, path), None)
         try:

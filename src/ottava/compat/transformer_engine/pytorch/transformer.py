@@ -13,9 +13,7 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     Window,
     attention_arguments,
     attention_keys,
-    check_qkv,
     mask_for,
-    rotary_table,
     sink_for,
 )
 from ottava.compat.transformer_engine.pytorch.module import (
@@ -98,7 +96,6 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         refuse(
             where, others, ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
         )
-        check_qkv(where, fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_before_rope)
         norms = (output_layernorm, apply_residual_connection_post_layernorm)
         super().__init__(
             hidden_size,
@@ -112,6 +109,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
             kv_heads=num_gqa_groups,
             head_dim=kv_channels,
             qk_norm=None if qk_norm_type is None else norm_name(where, qk_norm_type),
+            qk_norm_after_rotary=not qk_norm_before_rope,
             mask=mask_for(where, self_attn_mask_type)[0],
             window=window_size,
             attention_dropout=attention_dropout,
@@ -131,19 +129,21 @@ class TransformerLayer(TEState, ours.TransformerLayer):
             if layer in quantized_layers(self):
                 method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
                 start(layer.weight, layer.bias, method)
-        self.uses_their_keys(*self._their_names(fuse_qkv_params))
+        self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
 
-    def _their_names(self, fused: bool) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]]]:
-        keys, states = attention_keys(self.attention, "attention.", "self_attention.", fused)
+    def _their_names(
+        self, fused: bool, interleaved: bool
+    ) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]], dict[str, list[int]]]:
+        keys, states, orders = attention_keys(self.attention, "attention.", "self_attention.", fused, interleaved)
         if self.cross is not None:
-            more, further = attention_keys(self.cross, "cross.", "inter_attention.", fused)
-            keys, states = keys | more, states | further
+            more = attention_keys(self.cross, "cross.", "inter_attention.", fused, interleaved)
+            keys, states, orders = keys | more[0], states | more[1], orders | more[2]
         keys |= mlp_keys("mlp.", "layernorm_mlp.")
         if self.arrangement == "post":
             for part in ("weight", "bias"):
                 del keys[f"mlp.fc1.norm.{part}"]
                 keys |= {f"norms.0.{part}": f"layernorm_mlp.layer_norm_{part}", f"norms.1.{part}": f"layernorm.{part}"}
-        return keys, states | {"layernorm_mlp": ("mlp.fc1", "mlp.fc2")}
+        return keys, states | {"layernorm_mlp": ("mlp.fc1", "mlp.fc2")}, orders
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -154,36 +154,23 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         encoder_output: Tensor | None = None,
         enc_dec_attn_mask: Any = None,
         enc_dec_attn_mask_type: str | None = None,
-        rotary_pos_emb: Any = None,
-        core_attention_bias_type: str = "no_bias",
-        core_attention_bias: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_kv: int | None = None,
-        checkpoint_core_attention: bool = False,
-        **others: Any,
+        **call: Any,
     ) -> Tensor:
-        """hidden_states -> the stream after this layer."""
-        refuse("TransformerLayer", others)
-        arguments = attention_arguments(
-            self.attention.attention,
-            self_attn_mask_type or self.mask_types[0],
-            attention_mask,
-            core_attention_bias_type,
-            core_attention_bias,
-            cu_seqlens_q,
-            cu_seqlens_kv if self.cross is None else None,
-        )
+        """hidden_states -> the stream after this layer. call: as `attention_arguments` takes it; a decoder's
+        cu_seqlens_kv are of encoder_output."""
+        where, own = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
+        given = attention_arguments(
+            where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
+            rotary_interleaved=self.rotary_pos_interleaved, cu_seqlens_kv=own, **call,
+        )  # fmt: skip
         if self.cross is not None:
             kind = enc_dec_attn_mask_type or self.mask_types[1]
-            read = attention_arguments(self.cross.attention, kind, enc_dec_attn_mask, "no_bias", None, None, None)
-            arguments["memory_mask"] = read.get("attention_mask")
+            read = attention_arguments(where, self.cross, hidden_states, kind, enc_dec_attn_mask, encoder_output)
+            given["memory_mask"] = read.get("attention_mask")
             if self.attention.attention.layout == "thd":
-                arguments["memory_cu_seqlens"] = cu_seqlens_kv
-        layout = self.attention.attention.layout
-        table = rotary_table(rotary_pos_emb, self.rotary_pos_interleaved, layout, hidden_states, cu_seqlens_q)
-        return super().forward(hidden_states, encoder_output, rotary=table, **arguments)
+                given["memory_cu_seqlens"] = cu_seqlens_kv
+        return super().forward(hidden_states, encoder_output, **given)
 
 
 def _arrangement(parallel: bool, output_layernorm: bool, post: bool) -> Arrangement:

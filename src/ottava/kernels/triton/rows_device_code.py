@@ -1,0 +1,131 @@
+"""Device code that makes the rows that are cast: what a norm or an activation gives, computed where a tile is loaded.
+
+The formulas are those of `nn.norms` and `nn.activations`, operation by operation in fp32, rounded where torch rounds.
+exp, erf and tanh are CUDA's own (libdevice), as torch's kernels have them: Triton's are approximations.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+
+@triton.jit
+def _activated(x, MAKE: tl.constexpr):
+    if MAKE == "silu":
+        return tl.math.div_rn(x, 1.0 + libdevice.exp(-x))
+    if MAKE == "gelu":
+        return x * 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
+    if MAKE == "gelu_tanh":
+        return 0.5 * x * (1.0 + libdevice.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
+    positive = tl.where(x <= 0, 0.0, x)  # keeps NaN
+    if MAKE == "relu2":
+        return positive * positive
+    return positive
+
+
+@triton.jit
+def tile_place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
+    """(row and column numbers, row tile, column tile) of a tile; tiles go along rows."""
+    across = tl.cdiv(cols, TC)
+    row_tile, col_tile = tile // across, tile % across
+    return row_tile * TR + tl.arange(0, TR), col_tile * TC + tl.arange(0, TC), row_tile, col_tile
+
+
+@triton.jit
+def load_rows(
+    x_ptr,
+    statistics_ptr,
+    gamma_ptr,
+    beta_ptr,
+    r,
+    c,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    MAKE: tl.constexpr,
+    FLAG: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A tile in fp32, 0 beyond the edges: x itself (MAKE ""), or what is made of it, rounded to the dtype of x and then
+    to DTYPE, "bf16" or "fp16", where that is another.
+
+    "rmsnorm" and "layernorm" read (mean, rstd) of each row at statistics (2, rows), and gamma and beta (cols) where
+    they are not None; FLAG: gamma is added to 1. The others are activations; FLAG: x has twice the columns, the gate
+    first.
+    """
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    where = x_ptr + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+    x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    if MAKE == "":
+        return x
+    if MAKE == "rmsnorm" or MAKE == "layernorm":
+        if MAKE == "layernorm":
+            x -= tl.load(statistics_ptr + r, mask=r < rows, other=0.0)[:, None]
+        y = x * tl.load(statistics_ptr + rows + r, mask=r < rows, other=0.0)[:, None]
+        if gamma_ptr is not None:
+            gamma = tl.load(gamma_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
+            y *= (gamma + 1.0 if FLAG else gamma)[None, :]
+        if beta_ptr is not None:
+            y += tl.load(beta_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+        y = tl.where(mask, y, 0.0)
+    else:
+        y = _activated(x, MAKE)
+        if FLAG:
+            up = tl.load(where + cols.to(tl.int64) * stride_c, mask=mask, other=0.0).to(tl.float32)
+            y = y.to(dtype).to(tl.float32) * up
+    y = y.to(dtype).to(tl.float32)
+    if DTYPE == "bf16":
+        y = y.to(tl.bfloat16).to(tl.float32)
+    if DTYPE == "fp16":
+        y = y.to(tl.float16).to(tl.float32)
+    return y
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    y_ptr,
+    statistics_ptr,
+    gamma_ptr,
+    beta_ptr,
+    rows,
+    cols,
+    stride_r,
+    stride_c,
+    MAKE: tl.constexpr,
+    FLAG: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """The rows themselves, y (rows, cols), for casts that these kernels do not make: the numbers that they cast."""
+    r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
+    y = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    where = y_ptr + r.to(tl.int64)[:, None] * cols + c[None, :]
+    tl.store(where, y.to(y_ptr.dtype.element_ty), mask=(r[:, None] < rows) & (c[None, :] < cols))
+
+
+@triton.jit
+def row_statistics_kernel(x_ptr, statistics_ptr, rows, cols, stride_r, eps, MAKE: tl.constexpr, TC: tl.constexpr):
+    """Mean (not for "rmsnorm") and rstd of a row, one program each: statistics (2, rows); about the mean, in fp32."""
+    row = tl.program_id(0)
+    x_ptr += row.to(tl.int64) * stride_r
+    mean = 0.0
+    if MAKE == "layernorm":
+        total = tl.zeros((TC,), tl.float32)
+        for start in range(0, cols, TC):
+            c = start + tl.arange(0, TC)
+            total += tl.load(x_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
+        mean = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))
+        tl.store(statistics_ptr + row, mean)
+    total = tl.zeros((TC,), tl.float32)
+    for start in range(0, cols, TC):
+        c = start + tl.arange(0, TC)
+        d = tl.where(c < cols, tl.load(x_ptr + c, mask=c < cols, other=0.0).to(tl.float32) - mean, 0.0)
+        total += d * d
+    variance = tl.math.div_rn(tl.sum(total, axis=0), cols.to(tl.float32))
+    tl.store(statistics_ptr + rows + row, tl.math.div_rn(1.0, tl.sqrt_rn(variance + eps)))

@@ -1,0 +1,96 @@
+"""Layers with a norm or an activation inside, blocks and experts under DDP and FSDP2; run by test_state_ddp."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from state_scenarios import World, ddp, same_everywhere
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import ottava
+from scaling_samples import WIDTH, noise
+
+
+class Experts(nn.Module):
+    """Half of the rows through each of two groups."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.experts = ottava.nn.GroupedLinear(2, WIDTH, WIDTH, recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[0] // 2
+        return self.experts(x, [half, x.shape[0] - half])
+
+
+class Recomputed(nn.Module):
+    """An MLP under torch.utils.checkpoint, which itself recomputes its activation."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.mlp = ottava.nn.NormMLP(WIDTH, 32, activation="swiglu", norm="rmsnorm", save="recompute", recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.mlp, x, use_reentrant=False)
+
+
+class Rows(nn.Module):
+    """A block reads sequences; here rows are a batch of one."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.block = ottava.nn.TransformerLayer(WIDTH, 32, 2, activation="swiglu", qk_norm="rmsnorm", recipe=recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x[None])[0]
+
+
+def models(recipe: str) -> Iterator[nn.Sequential]:
+    """One of each layer (under "delayed", whose scales the ranks share) and all in a row; the same on every rank."""
+    own = {"recipe": recipe}
+    makers: tuple[Callable[[], nn.Module], ...] = (
+        lambda: ottava.nn.NormLinear(WIDTH, WIDTH, **own),  # type: ignore[arg-type]
+        lambda: ottava.nn.NormMLP(WIDTH, 32, activation="swiglu", save="fp8", **own),  # type: ignore[arg-type]
+        lambda: Recomputed(recipe),
+        lambda: Rows(recipe),
+        lambda: Experts(recipe),
+    )
+    alone = tuple((maker,) for maker in makers) if recipe == "delayed" else ()
+    for layers in (*alone, makers):
+        torch.manual_seed(len(layers))
+        yield nn.Sequential(*(maker() for maker in layers))
+
+
+def modules_under_ddp_and_fsdp2(world: World) -> None:
+    """Gradients are the mean of the ranks', after a step FSDP2's weights are DDP's, histories the same everywhere."""
+    for recipe in ("delayed", "mxfp8"):
+        for model in models(recipe):
+            sharded, local, wrapped = copy.deepcopy(model), copy.deepcopy(model), ddp(model)
+            for layer in sharded:
+                fully_shard(layer)
+            fully_shard(sharded)
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (wrapped, sharded)]
+            for step in range(2):
+                x = noise(100 * step + world.rank)
+                for one in (local, wrapped, sharded):
+                    one.zero_grad()
+                    with torch.autocast("cpu", torch.bfloat16):
+                        y = one(x)
+                    y.float().square().sum().backward()
+                if step == 0:
+                    for own, theirs in zip(model.parameters(), local.parameters(), strict=True):
+                        mean = theirs.grad / world.size
+                        dist.all_reduce(mean)
+                        assert (own.grad - mean).abs().max() <= 2.0**-20 * mean.abs().max()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for own, shard in zip(model.parameters(), sharded.parameters(), strict=True):
+                    whole = shard.full_tensor()  # type: ignore[attr-defined]
+                    close = 2.0**-20 if step == 0 else 2.0**-4  # then a cast may fall to the next code
+                    assert (own - whole).norm() <= close * own.norm()
+                same_everywhere(world, wrapped, sharded)

@@ -1,0 +1,119 @@
+"""Rows made inside the cast: the codes are those of rows that were made first, by the same formulas as in torch.
+
+In the interpreter here, where exp, erf and tanh are torch's own; on a GPU with -m gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ottava.formats import E4M3
+from ottava.kernels import reference
+from ottava.kernels.triton import quantize as triton_quantize
+from ottava.kernels.triton.quantize import UnmadeRows
+from ottava.kernels.triton.rows import make_rows, normed, supports_rows
+from ottava.nn.activations import ACTIVATIONS
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW
+from sweep import sweep
+
+pytest.importorskip("triton", reason="Triton has no build for this machine")
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    from kernels.triton import interpreter as triton_interpreter
+
+    triton_interpreter.install()
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SPECS = {
+    "tensor": QuantizationSpec(E4M3),
+    "row": QuantizationSpec(E4M3, PER_ROW),
+    "1x32": QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"),
+    "1x128": QuantizationSpec(E4M3, BLOCK_1X128, "pow2"),
+    "delayed": QuantizationSpec(E4M3, scaling="delayed"),
+}
+
+
+def samples(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(m, k, generator=torch.Generator().manual_seed(m * k)) * 2).to(dtype).to(DEVICE)
+
+
+def of_a_norm(make: str, x: Tensor, dtype: torch.dtype, *, beta: bool, centred: bool) -> tuple[UnmadeRows, Tensor]:
+    """Unmade rows, and the same by torch's operations one after the other, of the statistics that the kernel found."""
+    k = x.shape[1]
+    gamma = torch.linspace(0.5, 1.5, k, device=DEVICE).to(x.dtype)
+    shift = torch.linspace(-1, 1, k, device=DEVICE).to(x.dtype) if beta else None
+    unmade = normed(make, x, dtype, gamma, shift, eps=1e-5, zero_centered=centred)
+    assert unmade.statistics is not None
+    mean, rstd = unmade.statistics[:, :, None]
+    y = (
+        (x.float() - mean if make == "layernorm" else x.float())
+        * rstd
+        * (gamma.float() + 1 if centred else gamma.float())
+    )
+    y = y if shift is None else torch.addcmul(shift.float(), y, torch.ones_like(y))
+    return unmade, y.to(x.dtype).to(dtype)
+
+
+def same_casts(unmade: UnmadeRows, rows: Tensor, spec: QuantizationSpec) -> None:
+    """Codes, scales and amax of x and x.T are those of the rows."""
+    scale = torch.tensor(3.0, device=DEVICE) if spec.predicted else None
+    staged = torch.zeros(3, device=DEVICE) if spec.predicted else None
+    both = triton_quantize.quantize_both(unmade, spec, spec, scale, staged)
+    for cast, one in zip(both, (rows, rows.t()), strict=True):
+        assert cast is not None
+        truth = reference.quantize(one.cpu(), spec, None if scale is None else scale.cpu())
+        assert torch.equal(cast.data.cpu().view(torch.uint8), truth.data.contiguous().view(torch.uint8))
+        assert torch.equal(cast.scale_inv.cpu(), truth.scale_inv)
+        assert torch.equal(cast.amax.cpu(), truth.amax)
+    assert staged is None or staged[0] == rows.abs().max()
+
+
+# as CUDA's kernels have them; torch's on a CPU differ from them in the last bit of some BF16 numbers
+FORMULAS = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x * 2**-0.5)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x)))),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+}
+
+
+@sweep(name=[*ACTIVATIONS])
+def test_activated_rows_are_cast_as_torchs(name: str) -> None:
+    """Ragged tiles; fp32 numbers that autocast rounds to BF16, too; one of them under every spec."""
+    activation = ACTIVATIONS[name]
+    if not activation.kernel:
+        assert "triton: makes" in str(supports_rows(name, samples(2, 2, torch.bfloat16), torch.bfloat16))
+        return
+    for x_dtype, dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
+        x = samples(67, 280 if activation.gated else 140, x_dtype)
+        unmade = UnmadeRows(activation.kernel, x, dtype, activation.gated)
+        gate, *up = x.chunk(2, 1) if activation.gated else (x,)
+        rows = FORMULAS[activation.kernel](gate.float()).to(x_dtype)
+        rows = (rows * up[0] if up else rows).to(dtype)
+        torchs = activation.forward(x).to(dtype)
+        assert torch.equal(rows, torchs) if ON_GPU else (rows - torchs).norm() <= 2**-10 * torchs.norm()
+        assert torch.equal(make_rows(unmade), rows)
+        for spec in SPECS.values() if name == "swiglu" else ():
+            same_casts(unmade, rows, spec)
+
+
+@sweep(make=["rmsnorm", "layernorm"])
+def test_normed_rows_are_cast_as_torchs(make: str) -> None:
+    """To the bit with the kernel's statistics, and those within 4 roundings of fp32 of their fp64 values."""
+    for dtype, centred in ((torch.bfloat16, False), (torch.float16, True)):
+        x = samples(70, 140, dtype) + (3 if make == "layernorm" else 0)
+        unmade, rows = of_a_norm(make, x, dtype, beta=make == "layernorm", centred=centred)
+        assert torch.equal(make_rows(unmade), rows)
+        for spec in SPECS.values() if centred == (make == "rmsnorm") else ():
+            same_casts(unmade, rows, spec)
+        wide = x.double()
+        mean = wide.mean(1) if make == "layernorm" else torch.zeros(70, device=DEVICE, dtype=torch.float64)
+        rstd = ((wide - mean[:, None]).square().mean(1) + 1e-5).rsqrt()
+        assert unmade.statistics is not None
+        if make == "layernorm":
+            torch.testing.assert_close(unmade.statistics[0].double(), mean, rtol=2**-20, atol=0)
+        torch.testing.assert_close(unmade.statistics[1].double(), rstd, rtol=2**-22, atol=0)
