@@ -191,6 +191,7 @@ def weight_casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(x, *args, **kwargs)
 
     monkeypatch.setattr(quantizer, "cast_both", spy)
+    monkeypatch.setattr(quantizer.Quantizer, "cast", staticmethod(spy))
     monkeypatch.setattr(quantizer, "_on_accelerator", lambda x: x.device.type != "meta")
     return seen
 
