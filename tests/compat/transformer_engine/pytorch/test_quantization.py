@@ -10,6 +10,8 @@ import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from ottava.compat.transformer_engine.pytorch.fp8 import FP8GlobalStateManager, get_default_fp8_recipe
+from ottava.compat.transformer_engine.pytorch.optimizers import FusedAdam
+from ottava.quantized_weight import is_quantized_weight
 
 
 def run(layer: nn.Module, x: Tensor) -> str:
@@ -91,6 +93,28 @@ def test_global_state_answers_and_holds_nothing() -> None:
 def test_what_is_not_here_says_so() -> None:
     with pytest.raises(TypeError, match="got a str; needs a recipe of ottava"):
         te.autocast(recipe="delayed")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="quantized_model_init: got a str"), te.quantized_model_init(recipe="delayed"):  # type: ignore[arg-type]
+        pass
+
+
+def test_weights_of_a_quantized_model_are_codes() -> None:
+    """By both names, for modules of both packages; they train under an optimizer with masters."""
     for init in (te.quantized_model_init, te.fp8_model_init):
-        with pytest.raises(NotImplementedError, match="build the model without it"):
-            init(enabled=True)
+        with init(enabled=False):
+            assert not is_quantized_weight(te.Linear(64, 64, device="cpu").weight)
+        torch.manual_seed(0)
+        with init(recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True):
+            model = torch.nn.Sequential(te.LayerNormLinear(64, 64, device="cpu"), te.Linear(64, 64, device="cpu"))
+            model.append(torch.nn.Linear(64, 64))
+        weights = [layer.weight for layer in model]
+        assert all(is_quantized_weight(weight) for weight in weights)
+        assert all(weight.high_precision is not None for weight in weights)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        x, losses = torch.randn(16, 64), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            with te.autocast(recipe=Float8CurrentScaling()):
+                losses.append(model(x).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]

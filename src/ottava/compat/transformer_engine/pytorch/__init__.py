@@ -4,6 +4,7 @@ import os
 import warnings
 from typing import Any
 
+from ottava.compat.transformer_engine.pytorch import optimizers
 from ottava.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     MultiheadAttention,
@@ -58,6 +59,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "optimizers",
     "quantized_model_init",
 ]
 

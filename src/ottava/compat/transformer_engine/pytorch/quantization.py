@@ -8,7 +8,8 @@ micro-batches a step its histories count micro-batches, and a recomputation need
 from __future__ import annotations
 
 import warnings
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,6 +18,7 @@ from ottava.ambient import AMBIENT, Autocast
 from ottava.ambient import autocast as our_autocast
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from ottava.errors import need
+from ottava.nn.initialize import model_init
 
 _HIGH_PRECISION = "bf16"
 
@@ -71,12 +73,28 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
-def quantized_model_init(*_: object, **__: object) -> NoReturn:
-    """Refused: weights that exist in FP8 alone are not in ottava yet."""
-    raise NotImplementedError(
-        "quantized_model_init (fp8_model_init) is not in ottava: build the model without it. Its weights then stay in "
-        "high precision, and each step casts them once"
-    )
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """`ottava.model_init`: layers that are made inside store their weights as FP8 codes only.
+
+    Args:
+        enabled: False changes nothing.
+        recipe: one of `common.recipe`; None takes `get_default_recipe()`. It is the layers' own from then on, so they
+            run in FP8 outside an autocast, too.
+        preserve_high_precision_init_val: keep the initial numbers, `weight.high_precision`, for the masters of an
+            optimizer.
+    Raises:
+        TypeError: the recipe is no recipe of `common.recipe`.  ValueError: it has no FP8 weights.
+    """
+    if not enabled:
+        yield
+        return
+    chosen = get_default_recipe() if recipe is None else recipe
+    need("quantized_model_init", chosen, Recipe, "a recipe of ottava.compat.transformer_engine.common.recipe")
+    with model_init(chosen.ottava, keep_high_precision=preserve_high_precision_init_val):
+        yield
 
 
 fp8_model_init = quantized_model_init

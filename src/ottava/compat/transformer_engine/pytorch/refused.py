@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
+
 from ottava.errors import unknown_name
 
 _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
@@ -71,7 +73,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
         "ops": "use the modules; ottava fuses what stands in front of a cast by itself",
-        "optimizers": "use torch.optim; ottava's layers keep their weights in high precision",
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
         "prepare_for_saving": _TENSORS,
         "restore_from_func_ctx": _TENSORS,
@@ -80,7 +81,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
-_PARALLEL = "tensor and sequence parallelism are not here"
+_PARALLEL = "split layers by the styles of ottava.distributed"
 _UB = "overlapping by user buffers is not here"
 _ACCUMULATION = "gradients are accumulated by autograd, in .grad"
 
@@ -114,6 +115,15 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "fp8_output": ((False,), "outputs are in high precision"),
         "fp8_grad": ((False,), "gradients of inputs are in high precision"),
         "return_layernorm_output_gathered": ((False,), _PARALLEL),
+        "amsgrad": ((False,), "the largest second moment is not kept"),
+        "bias_correction": ((True,), "set betas or a warm-up instead"),
+        "adam_w_mode": ((True,), "weight decay is AdamW's; torch.optim.Adam adds it to the gradient"),
+        "use_decoupled_grad": ((False,), _ACCUMULATION),
+        "master_weight_dtype": ((torch.float32,), "masters are FP32, or a remainder by store_param_remainders"),
+        "set_grad_none": (("any",), "pass it to zero_grad"),
+        "dampening": ((0.0, 0), "ottava.optim.SGD has none"),
+        "wd_after_momentum": ((False,), "weight decay is added to the gradient, as in torch"),
+        "materialize_master_grads": (("any",), "gradients are read in their own dtype"),
         "fast_zero_fill": (("any",), "there is no buffer to fill"),
         "use_grouped_tensor": ((None,), "each expert has a weight of its own"),
         "single_grouped_weight": ((False,), "each expert has a weight of its own"),
@@ -206,7 +216,7 @@ def refuse(where: str, given: Mapping[str, Any], takes: tuple[str, ...] = ()) ->
         >>> refuse("Linear", {"tp_size": 1, "name": "fc1"})
         >>> refuse("Linear", {"tp_size": 2})
         Traceback (most recent call last):
-        NotImplementedError: Linear: tp_size=2 is not in ottava: tensor and sequence parallelism are not here
+        NotImplementedError: Linear: tp_size=2 is not in ottava: split layers by the styles of ottava.distributed
     """
     for name, value in given.items():
         if name not in ARGUMENTS:

@@ -1,0 +1,59 @@
+"""TransformerEngine's optimizers: the steps of torch's, the options of ours, refusals by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import ottava.compat.transformer_engine.pytorch as te
+from ottava.compat.transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD
+
+
+def test_steps_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    pairs: list[tuple[Any, dict[str, Any], Any]] = [
+        (FusedAdam, {"lr": 1e-2, "weight_decay": 0.1}, torch.optim.AdamW),
+        (FusedAdam, {"lr": 1e-2, "weight_decay": 0.0}, torch.optim.AdamW),
+        (FusedSGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ]
+    assert te.optimizers.FusedAdam is FusedAdam
+    for ours, settings, theirs in pairs:
+        models = [copy.deepcopy(layer) for _ in range(2)]
+        optimizers = [ours(models[0].parameters(), **settings), theirs(models[1].parameters(), **settings)]
+        for step in range(5):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+        assert torch.equal(models[0].weight, models[1].weight)
+
+
+def test_options_have_our_names() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))]
+    for given, wanted in (
+        ({}, (None, "fp32")),
+        ({"master_weights": True}, ("fp32", "fp32")),
+        ({"master_weights": True, "store_param_remainders": True}, ("remainder", "fp32")),
+        ({"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}, (None, "bf16")),
+        ({"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}, (None, "fp8")),
+    ):
+        made = FusedAdam(parameters, **given).defaults  # type: ignore[arg-type]
+        assert (made["master"], made["moments"]) == wanted
+
+
+def test_what_is_not_here_is_refused_by_name() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 4))]
+    for given in ({"adam_w_mode": False}, {"bias_correction": False}, {"amsgrad": True}):
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            FusedAdam(parameters, **given)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="both moments alike"):
+        FusedAdam(parameters, exp_avg_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="dampening"):
+        FusedSGD(parameters, lr=0.1, dampening=0.5)
+    with pytest.raises(TypeError, match="adam_mode"):
+        FusedAdam(parameters, adam_mode=True)
