@@ -191,5 +191,5 @@ def test_no_kernel_asks_for_an_address_by_itself() -> None:
     asking = [name for name, text in files.items() if "data_ptr" in text and name != "gate.py"]
     assert asking == []
     launching = [name for name, text in files.items() if re.search(r"_kernel\[", text)]
-    assert len(launching) == 4
+    assert len(launching) >= 4, launching
     assert [name for name in launching if "    launched(" not in files[name]] == []
