@@ -332,7 +332,7 @@ def read_extra_state(path: Path | str, name: str, value: Any) -> Any:
     if isinstance(value, io.BytesIO):
         data = value.getvalue()
     elif isinstance(value, Tensor) and value.dtype == torch.uint8:
-        data = value.numpy().tobytes()
+        data = value.cpu().numpy().tobytes()
     elif value is None:
         data = b""
     else:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import ottava.compat.transformer_engine.pytorch as te
-from ottava.compat.transformer_engine.common.recipe import DelayedScaling
+from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
+from ottava.debug.state_file import read_scaling_state
+from ottava.quantized_layer import quantized_layers
 
 KEYS = {
     te.Linear: {"weight", "bias"},
@@ -100,3 +108,99 @@ def test_damaged_and_hostile_states_are_refused(tmp_path: Any) -> None:
             layer.load_state_dict({**layer.state_dict(), "_extra_state": state})
     assert not (tmp_path / "written").exists()
     layer.load_state_dict({**layer.state_dict(), "_extra_state": io.BytesIO(b"")})
+
+
+def trained(model: nn.Module, recipe: DelayedScaling, steps: Sequence[int]) -> nn.Module:
+    """After a step on each of the numbered batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        splits = ([8, 3, 5],) if isinstance(model, te.GroupedLinear) else ()
+        with te.autocast(recipe=recipe):
+            y = model(x.flatten(0, 1) if splits else x, *splits)
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_written_histories_and_scales_come_back_and_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Their layout lacks the oldest entry, which no later scale reads. Keys stay theirs."""
+    recipes = [
+        DelayedScaling(margin=1, fp8_format=Format.E4M3),
+        DelayedScaling(override_linear_precision=(False, True, True)),
+    ]
+    recipes += [
+        DelayedScaling(amax_history_len=n, amax_compute_algo=how) for n in (1, 2, 4) for how in ("max", "most_recent")
+    ]
+    makers: list[tuple[Any, ...]] = [(te.Linear, 16, 16), (te.LayerNormMLP, 16, 32), (te.GroupedLinear, 3, 16, 16)]
+    makers += [(te.LayerNormLinear, 16, 16), (te.TransformerLayer, 16, 32, 2)]
+    for (kind, *sizes), recipe in [(maker, recipe) for maker in makers for recipe in recipes]:
+        options = {"hidden_dropout": 0.0, "attention_dropout": 0.0} if kind is te.TransformerLayer else {}
+        model, other = (kind(*sizes, **options, params_dtype=torch.bfloat16) for _ in range(2))
+        keys = set(model.state_dict())
+        trained(model, recipe, range(6))
+        assert set(model.state_dict()) == keys
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        assert other.load_state_dict(torch.load(tmp_path / "model.pt")) == ([], [])
+        for _ in range(2):
+            compared = 0
+            for one, two in zip(quantized_layers(model), quantized_layers(other), strict=True):
+                for door, loaded in zip(one.quantizers.doors, two.quantizers.doors, strict=True):
+                    assert door.spec == loaded.spec or door.spec is None
+                    if door.spec is not None:
+                        kept = len(door.amax_history) - 1
+                        assert torch.equal(door.amax_history[:kept], loaded.amax_history[:kept])
+                        assert torch.equal(door.scale, loaded.scale)
+                        assert float(door.scale) > 0
+                        compared += 1
+            assert compared >= 2
+            trained(model, recipe, range(6, 8))
+            trained(other, recipe, range(6, 8))
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By pickle.loads, as there, with classes as theirs are; and the reader of files finds the law of each scale."""
+
+    class Theirs(Enum):
+        E4M3, HYBRID = (448, 448), (448, 57344)
+
+    class Delayed:
+        def __init__(self) -> None:
+            self.reduce_amax = True
+
+    names = ["transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules[names[-1]]).update(Format=Theirs, DelayedScaling=Delayed)
+    recipe = DelayedScaling(margin=1, amax_history_len=4)
+    mlp = trained(te.LayerNormMLP(16, 32, params_dtype=torch.bfloat16), recipe, range(6))
+    saved = mlp.state_dict()["_extra_state"]
+    data = saved.numpy().tobytes()
+    assert (saved.dtype, saved.device.type) == (torch.uint8, "cpu")
+    globals_ = {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
+    assert globals_ == {
+        *(f"{names[-1]} DelayedScaling", f"{names[-1]} Format", "collections OrderedDict"),
+        *("torch._utils _rebuild_tensor_v2", "torch.storage _load_from_bytes"),
+    }
+    state = pickle.loads(data)  # written above
+    settings = {"margin": 1, "amax_history_len": 4, "amax_compute_algo": "max", "fp8_format": Theirs.HYBRID}
+    assert vars(state.pop("recipe")) == {"reduce_amax": True, **settings}
+    assert state["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True}
+    for gemm, layer in enumerate((mlp.fc1.quantizers, mlp.fc2.quantizers)):
+        for key, column, door in (
+            ("fwd", 3 * gemm, layer.input),
+            ("fwd", 3 * gemm + 1, layer.weight),
+            ("bwd", 2 * gemm, layer.grad_output),
+        ):
+            history = state[f"amax_history_{key}"][:, column].tolist()
+            assert history == [0.0, *reversed(door.amax_history[:3].tolist())]
+            assert state[f"scale_{key}"][column] == door.scale
+    assert state["amax_history_fwd"].shape == (4, 6)
+    assert state["amax_history_bwd"].shape == (4, 4)
+    assert state["scale_fwd"][[2, 5]].tolist() == state["scale_bwd"][[1, 3]].tolist() == [1.0, 1.0]  # FP8 outputs
+    torch.save(mlp.state_dict(), tmp_path / "te.pt")
+    found = read_scaling_state(tmp_path / "te.pt")
+    assert (found.source, found.problems, len(found.rows)) == ("transformer_engine", [], 6)
+    assert all(row.follows.endswith("max, margin 1") or row.follows == "an older amax" for row in found.rows)

@@ -1,24 +1,30 @@
 """State dicts by TransformerEngine's keys: renamed on the way out and in, `_extra_state` read without executing it.
 
-Weights, norms and, for delayed scaling, histories and scales are loaded. A state dict made here has the same keys and
-an empty `_extra_state`: TransformerEngine then starts its histories anew.
+Weights, norms and, for delayed scaling, histories and scales are loaded and written. TransformerEngine's history holds
+amax_history_len - 1 steps: the oldest entry is not written, and no later scale reads it. Neither are the counts of
+ottava's doors. A layer without a history has an empty `_extra_state`.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.debug.state_file import StateFileError, format_maxima, read_extra_state
+from ottava.formats import E4M3
 from ottava.quantized_layer import QuantizedLayer
 
 _SLOTS = MappingProxyType({"fwd": ("input", "weight", "output"), "bwd": ("grad_output", "grad_input")})
 _STATE = "_extra_state"
+_THEIR_RECIPES = b"ctransformer_engine.common.recipe\n"
 _FIELDS = ("margin", "amax_history_len", "amax_compute_algo")
 
 Parts = str | Sequence[tuple[str, int]]
@@ -69,13 +75,60 @@ class TEState(nn.Module):
         e4m3 = format_maxima(settings.get("fp8_format")) == tuple(Format.E4M3.value)
         recipe = DelayedScaling(**fields, fp8_format=Format.E4M3 if e4m3 else Format.HYBRID).ottava
         for number, path in enumerate(layers):
-            layer = self.get_submodule(path)
-            assert isinstance(layer, QuantizedLayer)
+            layer = _layer(self, path)
             for door, spec in layer.quantizers.predicted(recipe):
                 assert spec is not None
                 door.prepare(spec, layer.weight.device)
             for direction, slots in _SLOTS.items():
                 _fill(layer, state, direction, slots, number)
+
+    def give_history(self, layers: Sequence[str]) -> Tensor:
+        """The bytes that `take_history` takes, and TransformerEngine; none if no layer has a history.
+
+        Returns:
+            uint8 (n,) on the CPU: a pickle of tensors and of TransformerEngine's DelayedScaling.
+        """
+        parts = [_layer(self, path).quantizers for path in layers]
+        doors = [door for part in parts for door in part.doors if door.spec is not None]
+        if not doors or doors[0].scale.is_meta:
+            return torch.empty(0, dtype=torch.uint8)  # as for recipes without a history
+        rows = max(len(door.amax_history) for door in doors)
+        formats = {part.grad_output.spec.format for part in parts if part.grad_output.spec is not None}
+        settings = {name: getattr(doors[0].spec, name) for name in _FIELDS} | {"amax_history_len": rows}
+        recipe = DelayedScaling(**settings, fp8_format=Format.E4M3 if formats == {E4M3} else Format.HYBRID)
+        state: dict[str, Any] = {"recipe": recipe}
+        for direction, slots in _SLOTS.items():
+            scale, history = torch.ones(len(parts) * len(slots)), torch.zeros(rows, len(parts) * len(slots))
+            for column, (part, slot) in enumerate(product(parts, slots)):
+                door = getattr(part, slot, None)
+                if door is None or door.spec is None:
+                    continue
+                oldest_first = door.amax_history[: rows - 1].flip(0)
+                history[rows - len(oldest_first) :, column] = oldest_first
+                scale[column] = door.scale if bool(door.scale) else 1.0  # where TransformerEngine's scales start
+            state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
+        state["extra_fp8_variables"] = {"num_gemms": len(parts), "fp8_checkpoint": True}
+        stream = io.BytesIO()
+        _TheirPickler(stream, protocol=3).dump(state)  # 3: the last one that writes names of modules line by line
+        data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _TheirPickler(pickle.Pickler):
+    """Pickles recipes by what TransformerEngine's classes of the same names take."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Format):
+            return Format, (tuple(value.value),)
+        if isinstance(value, DelayedScaling):  # other fields keep their defaults
+            return DelayedScaling, (), {name: getattr(value, name) for name in (*_FIELDS, "fp8_format")}
+        return NotImplemented
+
+
+def _layer(module: nn.Module, path: str) -> QuantizedLayer:
+    layer = module.get_submodule(path)
+    assert isinstance(layer, QuantizedLayer)
+    return layer
 
 
 def _fill(layer: QuantizedLayer, read: Mapping[str, Any], direction: str, slots: Sequence[str], number: int) -> None:
@@ -86,9 +139,9 @@ def _fill(layer: QuantizedLayer, read: Mapping[str, Any], direction: str, slots:
             continue
         newest_first = history[1:, column].flip(0)  # row 0 is TransformerEngine's staging slot
         with torch.no_grad():
-            door.amax_history.zero_()
+            door.reset()
             door.amax_history[: len(newest_first)].copy_(newest_first)
-            if bool(newest_first.any()):
+            if bool(newest_first.any()) or float(scale[column]) != 1:  # a history of length 1 is only the staging slot
                 door.scale.copy_(scale[column])
 
 
@@ -105,8 +158,11 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
             stacked = parts[0][1] == 0
             pieces = tensor.unbind() if stacked else tensor.split([rows for _, rows in parts])
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
-    for path in module._states:
-        state[_state_key(prefix, path)] = torch.empty(0, dtype=torch.uint8)  # as for recipes without a history
+    for path, layers in module._states.items():
+        own = tuple(_key(prefix, layer, "quantizers.") for layer in layers)
+        for key in [key for key in state if key.startswith(own)]:
+            del state[key]
+        state[_key(prefix, path, _STATE)] = module.give_history(layers)
 
 
 def _rename_in(
@@ -129,12 +185,12 @@ def _rename_in(
             order = module._orders.get(own)
             state[prefix + own] = whole if order is None else whole[torch.tensor(order).argsort()]
     for path, layers in module._states.items():
-        saved = state.pop(_state_key(prefix, path), None)
+        saved = state.pop(_key(prefix, path, _STATE), None)
         try:
             module.take_history(saved, layers)
         except StateFileError as error:
             errors.append(f"{type(module).__name__}: {error}")
 
 
-def _state_key(prefix: str, path: str) -> str:
-    return f"{prefix}{path}.{_STATE}" if path else f"{prefix}{_STATE}"
+def _key(prefix: str, path: str, name: str) -> str:
+    return f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
