@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ottava
 import ottava.compat.transformer_engine.pytorch as te
 from ottava.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from ottava.debug.state_file import read_scaling_state
@@ -158,6 +159,22 @@ def test_written_histories_and_scales_come_back_and_training_goes_on_with_the_sa
             trained(model, recipe, range(6, 8))
             trained(other, recipe, range(6, 8))
         assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_state_dict_is_made_of_what_their_layout_cannot_say(tmp_path: Path) -> None:
+    """A function as amax_compute_algo, and the meta device; a load empties the history that was there."""
+    recipe = ottava.get_recipe("delayed", amax_history_len=4, amax_compute_algo=lambda history: history.amax() * 2)
+    layer = te.Linear(16, 16, params_dtype=torch.bfloat16)
+    with ottava.autocast(recipe=recipe):
+        layer(torch.ones(4, 16, dtype=torch.bfloat16)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    other = trained(te.Linear(16, 16, params_dtype=torch.bfloat16), DelayedScaling(amax_history_len=4), range(6))
+    other.load_state_dict(layer.state_dict())
+    assert (
+        other.quantizers.input.amax_history.tolist() == layer.quantizers.input.amax_history.tolist() == [1.0, 0, 0, 0]
+    )
+    assert torch.equal(other.quantizers.input.scale, layer.quantizers.input.scale)
+    assert layer.to("meta").state_dict()["_extra_state"].numel() == 0
 
 
 def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,10 +95,15 @@ class TEState(nn.Module):
         rows = max(len(door.amax_history) for door in doors)
         formats = {part.grad_output.spec.format for part in parts if part.grad_output.spec is not None}
         settings = {name: getattr(doors[0].spec, name) for name in _FIELDS} | {"amax_history_len": rows}
+        if callable(
+            settings["amax_compute_algo"]
+        ):  # a function of ottava's recipes: their loader would have to import it
+            settings["amax_compute_algo"] = "max"
         recipe = DelayedScaling(**settings, fp8_format=Format.E4M3 if formats == {E4M3} else Format.HYBRID)
         state: dict[str, Any] = {"recipe": recipe}
         for direction, slots in _SLOTS.items():
-            scale, history = torch.ones(len(parts) * len(slots)), torch.zeros(rows, len(parts) * len(slots))
+            columns = len(parts) * len(slots)
+            scale, history = torch.ones(columns, dtype=torch.float32), torch.zeros(rows, columns, dtype=torch.float32)
             for column, (part, slot) in enumerate(product(parts, slots)):
                 door = getattr(part, slot, None)
                 if door is None or door.spec is None:
@@ -145,7 +150,7 @@ def _fill(layer: QuantizedLayer, read: Mapping[str, Any], direction: str, slots:
                 door.scale.copy_(scale[column])
 
 
-def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, TEState)
     for own, parts in module._keys.items():
         if prefix + own not in state:
@@ -159,9 +164,9 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
             pieces = tensor.unbind() if stacked else tensor.split([rows for _, rows in parts])
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
     for path, layers in module._states.items():
-        own = tuple(_key(prefix, layer, "quantizers.") for layer in layers)
-        for key in [key for key in state if key.startswith(own)]:
-            del state[key]
+        for layer in layers:
+            for name, _ in _layer(module, layer).quantizers.named_buffers():
+                state.pop(_key(prefix, layer, f"quantizers.{name}"), None)
         state[_key(prefix, path, _STATE)] = module.give_history(layers)
 
 
