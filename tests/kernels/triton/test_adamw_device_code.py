@@ -76,3 +76,18 @@ def test_bits_are_those_of_torchs_kernels_on_a_gpu(kind: str, moments: torch.dty
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one.cpu().nan_to_num(7.0), other.nan_to_num(7.0))
                 assert torch.equal(one.cpu().isnan(), other.isnan())
+
+
+def test_ties_and_every_nan_are_split_as_torch_splits_them() -> None:
+    """A step with lr 0 keeps the master: ties of both signs and parities, the largest NaN, and what has no remainder."""
+    upper = torch.tensor([0x3F80, 0x3F81, -0x4080, -0x407F, 0x7FFF, 0x0000], dtype=torch.int16)
+    remainder = torch.tensor([-0x8000, -0x8000, -0x8000, -0x8000, 0x7FFF, 0], dtype=torch.int16)
+    weight = upper.view(torch.bfloat16).clone()
+    wanted, kept = weight.clone(), remainder.clone()
+    _split(join(weight, remainder), wanted, kept)
+    assert torch.equal(kept[:4], remainder[:4])
+    weight, remainder, ones = weight.to(DEVICE), remainder.to(DEVICE), torch.ones(6, device=DEVICE)
+    options = {"step": 1, "lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    step_adamw(weight, remainder, ones, ones.clone(), ones.clone(), **options)
+    assert torch.equal(weight.view(torch.int16).cpu(), wanted.view(torch.int16))
+    assert torch.equal(remainder.cpu(), kept)
