@@ -79,7 +79,7 @@ def test_bits_are_those_of_torchs_kernels_on_a_gpu(kind: str, moments: torch.dty
 
 
 def test_ties_and_every_nan_are_split_as_torch_splits_them() -> None:
-    """A step with lr 0 keeps the master: ties of both signs and parities, the largest NaN, and what has no remainder."""
+    """A step with lr 0 keeps the master: ties of both signs and parities, the largest NaN, and zero."""
     upper = torch.tensor([0x3F80, 0x3F81, -0x4080, -0x407F, 0x7FFF, 0x0000], dtype=torch.int16)
     remainder = torch.tensor([-0x8000, -0x8000, -0x8000, -0x8000, 0x7FFF, 0], dtype=torch.int16)
     weight = upper.view(torch.bfloat16).clone()
