@@ -31,3 +31,19 @@ GFLOAT: Mapping[str, Any] = {
     "FP16": gfloat_formats.format_info_binary16,
     "FP32": gfloat_formats.format_info_binary32,
 }
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z of fp32 numbers, rounded once.
+
+    The product is exact in fp64. The sum is rounded to odd there: what that loses cannot change the rounding to fp32
+    (Boldo and Melquiond, IEEE Transactions on Computers 57(4), 2008).
+    """
+    with np.errstate(all="ignore"):
+        product, addend = np.multiply(x, y, dtype=np.float64), np.asarray(z, dtype=np.float64)
+        total = np.asarray(product + addend)
+        part = total - product
+        lost = (product - (total - part)) + (addend - part)
+        even = total.view(np.int64) & 1 == 0
+        odd = np.nextafter(total, np.copysign(np.inf, lost))
+        return np.where(np.isfinite(total) & (lost != 0) & even, odd, total).astype(np.float32)

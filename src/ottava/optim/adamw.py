@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ottava.kernels.triton import adamw
 from ottava.optim.engine import Engine, State, Work
 from ottava.optim.storage import Moments
-from ottava.optim.weights import Master
+from ottava.optim.weights import Master, Piece, WeightStore
 
 ADAMW_STATES = (State("exp_avg"), State("exp_avg_sq"))
 
@@ -35,6 +36,8 @@ class AdamW(Engine):
         ValueError: an option is unknown or does not go with the parameters.
         TypeError: a parameter is complex or sparse.
     Edge cases: parameters without a gradient are left alone. A gradient with an infinity or NaN: see `step`.
+    On an NVIDIA GPU: one Triton kernel steps a parameter that is FP32, or BF16 with a master, if its moments are FP32
+        or BF16; torch's foreach operations step all others. `ran` says what the last step of each group ran, and why.
     Source: Loshchilov and Hutter, ICLR 2019; FP32 parameters with FP32 moments get the bits of
         torch.optim.AdamW(foreach=True).
 
@@ -71,6 +74,19 @@ class AdamW(Engine):
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
         """The running means."""
         return ADAMW_STATES
+
+    def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
+        """By `step_adamw`, for the storages that it takes."""
+        if group["capturable"] or isinstance(group["lr"], Tensor):
+            got = "capturable=True" if group["capturable"] else "lr as a tensor"
+            return f"triton: takes step and lr as numbers; got {got}"
+        extra = piece.state[store.keys[0]] if store.keys else None
+        moments = [piece.moments[one.name][""] for one in ADAMW_STATES]
+        reason = adamw.supports_adamw(piece.weight, extra, piece.gradient, *moments)
+        if reason is None:
+            own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            adamw.step_adamw(piece.weight, extra, piece.gradient, *moments, step=piece.step.item(), **own)
+        return reason
 
     def update(self, work: Work, group: Mapping[str, Any]) -> None:
         """As `update_adamw`."""

@@ -4,12 +4,14 @@
 
 A rule sees lists of FP32 tensors and changes them in place, with torch's foreach operations. What is stored in FP32 is
 updated where it lies. All else is decoded a few slices at a time, so that a step needs little memory beside the state.
+A rule may have a kernel that does all this at once for some storages; `Engine.ran` says which ran, and why.
 The rule and the storages do not know each other: a new optimizer is a subclass with a rule, a new storage an entry of
 `storage.STORAGES` or a class of `weights`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +65,9 @@ class Engine(Optimizer):
     A subclass has the names of its states and its rule.
     """
 
+    ran: Sequence[Counter[str]] = ()
+    """What the last step ran, for each group: "triton", or "foreach" with the reason -> number of parameters."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         if not isinstance(lr := defaults["lr"], Tensor) and not lr >= 0.0:  # a tensor is not read back
             raise ValueError(f"{type(self).__name__}: lr is {lr}; needs 0 or more")
@@ -75,6 +80,10 @@ class Engine(Optimizer):
     def update(self, work: Work, group: Mapping[str, Any]) -> None:
         """The rule."""
         raise NotImplementedError
+
+    def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
+        """Updates a whole parameter by one kernel; or says why not, and leaves it to `update`."""
+        return "no kernel has this rule"
 
     def elementwise(self, group: Mapping[str, Any]) -> bool:
         """Whether the rule treats each element alone, so that slices may be updated one after the other."""
@@ -118,15 +127,15 @@ class Engine(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        place = 0
-        for group in self.param_groups:
-            for pieces in _batches(self._pieces(group, place)):
+        place, self.ran = 0, [Counter() for _ in self.param_groups]
+        for group, ran in zip(self.param_groups, self.ran, strict=True):
+            for pieces in _batches(self._pieces(group, place, ran)):
                 self._update(pieces, group)
             place += len(group["params"])
         return loss
 
-    def _pieces(self, group: Mapping[str, Any], place: int) -> Iterator[tuple[WeightStore, Piece]]:
-        """What is updated at once: whole parameters where all states lie in FP32, else slices."""
+    def _pieces(self, group: Mapping[str, Any], place: int, ran: Counter[str]) -> Iterator[tuple[WeightStore, Piece]]:
+        """What foreach updates at once: whole parameters where all states lie in FP32, else slices."""
         storage = STORAGES[group["moments"]]
         for index, parameter in enumerate(group["params"], place):
             if parameter.grad is None:
@@ -147,6 +156,10 @@ class Engine(Optimizer):
                 for one in self.states(group)
             }
             piece = Piece(parameter, weight, gradient, step, masters, moments, index, 0)
+            reason = self.fused(store, piece, group)
+            ran["triton" if reason is None else f"foreach ({reason})"] += 1
+            if reason is None:
+                continue
             if self.elementwise(group) and not store.whole and not _wide(store, piece) and _flat(piece):
                 yield from ((store, one) for one in _slices(piece, storage))
             else:

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 
 from ottava.debug.tally import EXPONENT_BINS
 from ottava.formats import E4M3, E5M2
-from ottava.kernels.triton import device_code, rows_device_code
+from ottava.kernels.triton import adamw_device_code, device_code, rows_device_code
+from ottava.kernels.triton.adamw import LAUNCH as adamw_launch
 from ottava.kernels.triton.quantize import amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.statistics import statistics_launch
@@ -33,8 +34,8 @@ TYPES = {"given_ptr": "*fp32", "scale_inv_ptr": "*fp32", "scale_inv_t_ptr": "*fp
 TYPES |= dict.fromkeys(("lanes_ptr", "history_ptr", "scale_ptr", "staged_ptr"), "*fp32")
 TYPES |= {"slot_ptr": "*fp64", "phase_ptr": "*i64", "on_ptr": "*i32"}
 TYPES |= dict.fromkeys(("index_ptr", "nonfinite_ptr", "guard_ptr"), "*i64")
-FLOATS = ("eps", "top", "lowest_top", "clip", "normal")
-ALIGNED = ("rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
+FLOATS = ("eps", "top", "lowest_top", "clip", "normal", "decay", "share1", "beta2", "share2", "correction", "size")
+ALIGNED = ("count", "rows", "cols", "stride_r", "q_stride_r")  # the sizes of a model's tensors are multiples of 16
 SIZES = ("rows", "cols", "every")  # Triton makes a constant of an argument that is 1
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -77,6 +78,11 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **tile, "beta_ptr": None})
     statistics = {"MAKE": "layernorm", "TC": 1024, "num_warps": 4}
     found["row statistics"] = (rows_device_code.row_statistics_kernel, statistics)
+    plain = dict.fromkeys(("weight_ptr", "gradient_ptr", "mean_ptr", "square_ptr"), "*fp32") | {"extra_ptr": None}
+    split = dict.fromkeys(("gradient_ptr", "mean_ptr", "square_ptr"), "*bf16")
+    split |= {"weight_ptr": "*i16", "extra_ptr": "*i16"}
+    for name, types in (("adamw", plain), ("adamw, remainder", split)):
+        found[name] = (adamw_device_code.adamw_kernel, {**types, **adamw_launch})
     found["roll"] = (device_code.roll_kernel, roll_launch(replace(guarded, amax_history_len=1024)))
     return found
 
@@ -126,7 +132,7 @@ def facts(binary: Any) -> dict[str, Any]:
 def main(capability: int) -> None:
     """Prints the facts of all launches."""
     every = launches(converts=capability >= 90)
-    some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll")
+    some = ("tensor", "1x128", "1x32", "guard", "statistics", "roll", "adamw")
     chosen = every if capability == 90 else {name: every[name] for name in some}
     print(json.dumps({name: facts(compiled(*launch, capability)) for name, launch in chosen.items()}))
 

@@ -1,10 +1,11 @@
 """Makes Triton's interpreter (TRITON_INTERPRET=1) compute what a GPU computes; imported by tests before a kernel runs.
 
-Triton's own, 3.6 to 3.9, is wrong in three places, so that wrong kernels pass and right ones fail, and lacks a fourth:
+Triton's own, 3.6 to 3.9, is wrong in some places, so that wrong kernels pass and right ones fail:
 
 - fp32 to FP8 and to BF16 truncates instead of rounding, and NaN becomes a number: here sm_90's `cvt.rn.satfinite`;
 - the dot of BF16 multiplies bit patterns: here the numbers;
 - exp, erf and tanh of CUDA's library: here torch's;
+- 3.6 rounds twice in a fused multiply-add;
 - 3.6 takes no loop bound from a run-time value under numpy 2.4 and later.
 
 BF16 arithmetic stays wrong: kernels go to fp32 right after each load. What an interpreter cannot show at all: races,
@@ -20,6 +21,8 @@ import torch
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
+
+from witnesses import fused_multiply_add
 
 FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 KNOWN = {"fp32", "fp16", "bf16", *FP8}
@@ -62,6 +65,9 @@ def install() -> None:
         product = np.matmul(numbers(a.data, a.dtype.scalar.name), numbers(b.data, b.dtype.scalar.name))
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        return interpreter.TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
+
     def of_cuda(function: Any) -> Any:
         def call(x: Any) -> Any:
             values = function(torch.from_numpy(np.array(x.handle.data))).numpy()
@@ -75,6 +81,8 @@ def install() -> None:
 
     interpreter._convert_float = convert_float
     interpreter.InterpreterBuilder.create_dot = create_dot
+    if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
+        interpreter.InterpreterBuilder.create_fma = create_fma
     for name in ("exp", "erf", "tanh"):
         setattr(libdevice, name, of_cuda(getattr(torch, name)))
     interpreter._patch_lang_tensor = patch_lang_tensor

@@ -75,7 +75,7 @@ def test_arithmetic_is_exact(capability: int, cache: Path) -> None:
 def test_conversions_are_the_hardwares_where_it_has_them(capability: int, cache: Path) -> None:
     """Two numbers an instruction from sm_90 on; before, integers round: sm_89's way is another in each Triton."""
     for name, facts in compiled(capability, cache).items():
-        casts = not name.startswith(("amax", "roll", "rows", "row statistics", "statistics", "one element"))
+        casts = not name.startswith(("adamw", "amax", "roll", "rows", "row statistics", "statistics", "one element"))
         assert (facts["conversions"] > 0) == (capability >= 90 and casts), name
 
 
@@ -91,6 +91,12 @@ def test_one_amax_a_program_is_atomic(cache: Path) -> None:
 def test_statistics_round_the_error_as_a_cpu_does(capability: int, cache: Path) -> None:
     """x - code * scale_inv is a product and a difference, each rounded: nothing is fused."""
     assert compiled(capability, cache)["statistics"]["fused"] == 0
+
+
+def test_adamw_fuses_what_torch_fuses(cache: Path) -> None:
+    """lerp, addcmul and addcdiv have one multiply-add an element each; a thread has 8 elements."""
+    for name in ("adamw", "adamw, remainder"):
+        assert compiled(90, cache)[name]["fused"] == 3 * 8
 
 
 @every_architecture
