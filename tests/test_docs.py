@@ -24,8 +24,8 @@ from ottava.recipe import GEMMS, RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-TWIN = "README.zh-CN.md"
-"""Its code blocks are those of README.md, letter by letter: they run once."""
+TWINS = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
+"""Their code blocks are those of the English pages, letter by letter: they run once."""
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(ottava.__path__, "ottava.") if "__main__" not in module.name
 )
@@ -102,7 +102,7 @@ def command_exists(word: str) -> bool:
     return ended.value.code == 0
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != TWIN], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in TWINS], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a page shows as Python runs as it stands."""
     monkeypatch.chdir(tmp_path)
@@ -135,16 +135,17 @@ def headings(text: str) -> list[int]:
     return [len(marks) for marks in re.findall(r"^(#+) ", fenced, flags=re.MULTILINE)]
 
 
-def test_chinese_readme_is_a_twin() -> None:
-    """README.zh-CN.md has the headings of README.md, level by level, and its code blocks, letter by letter."""
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", TWIN))
+@pytest.mark.parametrize("page", TWINS, ids=lambda page: page.name)
+def test_chinese_page_is_a_twin(page: Path) -> None:
+    """A Chinese page has the headings of its English twin, level by level, and its code blocks, letter by letter."""
+    english, chinese = (file.read_text("utf-8") for file in (page.with_name(page.name.replace(".zh-CN", "")), page))
     assert headings(english) == headings(chinese)
     shown = [[(block.language, block.text) for block in read_blocks(text)] for text in (english, chinese)]
     assert shown[0] == shown[1]
     assert len(shown[0]) >= 2
 
 
-@pytest.mark.parametrize("page", ["README.md", TWIN])
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 def test_recipe_table_is_the_registry(page: str) -> None:
     """The table of recipes has every recipe, in the registry's order, with its own six cells."""
     rows = re.findall(
