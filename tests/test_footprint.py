@@ -129,3 +129,11 @@ def test_bad_input_is_refused() -> None:
         ottava.memory(nn.Linear(2, 2), "adamw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens is 0"):
         ottava.memory(nn.Linear(2, 2), tokens=0)
+    with pytest.raises(TypeError, match="tokens is 1.5; needs a whole number"):
+        ottava.memory(nn.Linear(2, 2), tokens=1.5)  # type: ignore[arg-type]
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="steps no parameter of this model"):
+        ottava.memory(model, AdamW(nn.Linear(2, 2).parameters()))
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.ASGD):
+        with pytest.raises(ValueError, match=rf"states of {make.__name__} are not known before its first step"):
+            ottava.memory(model, make(model.parameters()))

@@ -93,6 +93,10 @@ def test_it_is_a_parameter_and_its_copies_too(tmp_path: Path) -> None:
         assert same(made, weight)
         assert made.codes.data_ptr() != weight.codes.data_ptr() or made.dtype != weight.dtype
         assert made.high_precision is not None
+    shared = copy.deepcopy(weight).share_memory_()
+    assert same(shared, weight)
+    assert shared.codes.is_shared()
+    assert shared.scale_inv.is_shared()
     memo: dict[int, object] = {}
     assert copy.deepcopy([weight, weight], memo)[0] is memo[id(weight)]
     assert stored_as(weight) == QuantizationSpec(E4M3)

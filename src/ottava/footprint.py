@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ottava.errors import need
+from ottava.errors import need, need_type
 from ottava.nn.part import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
@@ -88,7 +88,9 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None, *, tokens: int 
             attention and activation functions keep beside them is not predicted, nor torch.autocast: the activations
             have the dtype of the weights.
     Raises:
-        TypeError: the model is no nn.Module, or the optimizer none of torch's.  ValueError: tokens below 1.
+        TypeError: the model is no nn.Module, the optimizer none of torch's, or tokens no whole number.
+        ValueError: tokens below 1, an optimizer of another model, or one whose step needs a closure or reads numbers,
+            as LBFGS and Adafactor do, before its first step.
     Edge cases: sharded parameters count with the shard of this process.
 
     Example:
@@ -103,6 +105,13 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None, *, tokens: int 
     need("memory", model, nn.Module)
     if optimizer is not None:
         need("memory", optimizer, Optimizer, "a torch.optim.Optimizer, or None")
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if stepped.isdisjoint(map(id, model.parameters())):
+            raise ValueError(
+                "memory: the optimizer steps no parameter of this model; make it of model.parameters(), after the last "
+                "change of the model"
+            )
+    need_type("memory: tokens", tokens, int)
     if tokens < 1:
         raise ValueError(f"memory: tokens is {tokens}; needs 1 or more")
     parameters = [_local(parameter) for parameter in model.parameters()]
@@ -150,7 +159,13 @@ def _stepped(optimizer: Optimizer) -> list[Mapping[str, Any]]:
     if missing:
         twin = object.__new__(type(optimizer))
         twin.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": missing})
-        twin.step()
+        try:
+            twin.step()
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"memory: the states of {type(optimizer).__name__} are not known before its first step ({error}). Make "
+                "that step first, or ask for the model alone: ottava.memory(model)"
+            ) from error
         found += twin.state.values()
     return found
 

@@ -140,6 +140,11 @@ class QuantizedWeight(Tensor):
         """Frees the numbers that the codes were made of; an optimizer that has made its master copy calls it."""
         self.high_precision = None
 
+    def share_memory_(self) -> QuantizedWeight:
+        """Moves codes and scales into memory that processes share, as torch's."""
+        self.codes.share_memory_(), self.scale_inv.share_memory_()
+        return self
+
     def quantized(self) -> QuantizedTensor:
         """The matrix as operands are: its codes and scales, sharing memory.
 
@@ -182,14 +187,13 @@ class QuantizedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What FSDP2 gathers of each shard: codes and scales, as bytes that every backend moves."""
         self.group = mesh.get_group()
-        shards = mesh.size()
-        if outer_size[0] != shards * self.shape[0]:
+        if outer_size[0] != (shards := mesh.size()) * self.shape[0]:
             raise ValueError(
                 f"fully_shard: {tuple(outer_size)} on {shards} ranks leaves shards of different sizes, which a "
                 f"weight stored as {self.spec} cannot have. Take a number of ranks that divides {outer_size[0]}"
             )
-        scale_inv = self.scale_inv if self.scales_shard else self.scale_inv[None]
-        return (self.codes.view(torch.uint8), scale_inv.contiguous()), (self.spec, self.dtype)
+        scale_inv = (self.scale_inv if self.scales_shard else self.scale_inv[None]).contiguous()
+        return (self.codes.view(torch.uint8), scale_inv), scale_inv
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -197,10 +201,10 @@ class QuantizedWeight(Tensor):
         """The whole weight, of what was gathered; it shares its memory."""
         if out is not None:  # it has this memory already
             return None
-        data, scale_inv = all_gather_outputs
-        codes = data.view(self.spec.format.storage_dtype)
+        data, *scales = all_gather_outputs  # on one rank torch gathers the first tensor alone
+        codes, scale_inv = data.view(self.spec.format.storage_dtype), scales[0] if scales else metadata
         whole = self.like(codes, scale_inv if self.scales_shard else scale_inv[0], group=None, dtype=param_dtype)
-        return whole, (data, scale_inv)
+        return whole, all_gather_outputs
 
     @property
     def scales_shard(self) -> bool:
@@ -212,10 +216,8 @@ class QuantizedWeight(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], said: Any, size: Any, stride: Any) -> QuantizedWeight:
-        spec, dtype, matrix, requires_grad = said
-        return QuantizedWeight(
-            inner["codes"], inner["scale_inv"], spec, dtype, requires_grad=requires_grad, matrix=matrix
-        )
+        spec, dtype, matrix, grad = said
+        return QuantizedWeight(inner["codes"], inner["scale_inv"], spec, dtype, requires_grad=grad, matrix=matrix)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.spec}, {self.dtype}, device={str(self.device)!r})"
@@ -339,16 +341,14 @@ def describe(weight: QuantizedWeight | None) -> str:
 
 
 def _alias(func: Any, weight: QuantizedWeight, *_: Any, **__: Any) -> QuantizedWeight:
-    kept = {"high_precision": weight.high_precision, "matrix": weight.matrix}
-    return weight.like(weight.codes, weight.scale_inv, **kept)
+    return weight.like(weight.codes, weight.scale_inv, high_precision=weight.high_precision, matrix=weight.matrix)
 
 
 def _view(func: Any, weight: QuantizedWeight, size: Sequence[int]) -> QuantizedWeight:
     codes = weight.codes.view(size)
     if tuple(codes.shape) not in (tuple(weight.shape), weight.matrix, (weight.numel(),)):
         raise NotImplementedError(f"{func}: {describe(weight)} cannot be seen as {tuple(codes.shape)}")
-    kept = {"high_precision": weight.high_precision, "matrix": weight.matrix}
-    return weight.like(codes, weight.scale_inv, **kept)
+    return weight.like(codes, weight.scale_inv, high_precision=weight.high_precision, matrix=weight.matrix)
 
 
 def _as_strided(func: Any, weight: QuantizedWeight, size: Any, stride: Any, offset: int = 0) -> QuantizedWeight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,3 +31,13 @@ def test_the_hash_sees_weights_scales_recipes_and_mode() -> None:
         change(changed)
         hashes.add(verify(changed))
     assert len(hashes) == 6
+    stored = model()
+    ottava.convert(stored, "delayed", weights="fp8")
+    before = verify(stored)
+    assert verify(stored) == before
+    stored[0].weight.codes.view(torch.uint8)[3] ^= 1
+    hashes |= {before, verify(stored)}
+    stored[0].weight.scale_inv.mul_(2)
+    assert len(hashes | {verify(stored)}) == 9
+    with pytest.raises(TypeError, match=r"verify: got None; needs a torch\.nn\.Module"):
+        verify(None)  # type: ignore[arg-type]

@@ -224,6 +224,8 @@ def test_what_cannot_be_stored_or_run_is_refused_by_name() -> None:
     model = linear()
     with pytest.raises(ValueError, match=r"no FP8 weights for '0': W\.T has scales of its own .* no powers of two"):
         ottava.convert(model, rowwise.override("*", cells=cells), weights="fp8")
+    with pytest.raises(ValueError, match="keep_high_precision is for weights='fp8'; got weights=None"):
+        ottava.convert(model, RECIPE, keep_high_precision=True)
     assert type(model[0]) is nn.Linear  # nothing has been changed
     with pytest.raises(ValueError, match="unknown weights 'fp4'"):
         ottava.convert(model, RECIPE, weights="fp4")

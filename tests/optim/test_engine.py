@@ -216,6 +216,9 @@ def test_bad_input_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             make()
+    for options in ({"lr": "1e-3"}, {"stochastic_rounding": "yes"}):
+        with pytest.raises(TypeError, match="a text; needs a number, or True or False"):
+            AdamW([weight], **options)  # type: ignore[arg-type]
     weight.grad = torch.ones(4, 4).to_sparse()
     with pytest.raises(TypeError, match="takes dense ones"):
         AdamW([weight]).step()

@@ -48,3 +48,5 @@ def test_a_gradient_that_is_there_is_refused() -> None:
     weight.sum().backward()
     with pytest.raises(RuntimeError, match="call zero_grad first"):
         accumulate_fp32([weight])
+    with pytest.raises(TypeError, match=r"got a Linear; needs parameters: model\.parameters"):
+        accumulate_fp32(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[arg-type]

@@ -83,6 +83,7 @@ def test_switches_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ),
         ((source, "carry=optimizer", "steps=2"), ConfigError, "is of step 2, and this run has steps=2; needs more"),
         (("carry=optimizer",), ConfigError, "set init=RUN, too"),
+        (("init=nowhere",), CheckpointError, "nowhere: does not exist; needed: a run folder"),
         (("rewarm=3",), ConfigError, "set init=RUN, too"),
         (("optimizer.master=fp32",), ConfigError, "set weights=bf16 or weights=fp8, too"),
         (("optimizer.weights=fp8",), ConfigError, "set master=remainder or master=fp32"),

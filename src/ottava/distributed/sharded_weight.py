@@ -91,7 +91,7 @@ class ShardedWeight(Tensor):
         codes, rows = cast.data.view(torch.uint8), -(-outer_size[0] // mesh.size())
         if codes.shape[0] < rows:
             codes = nn.functional.pad(codes, (0, 0, 0, rows - codes.shape[0]))
-        whole = self.spec.granularity == PER_TENSOR
+        whole = self.spec.granularity == PER_TENSOR or mesh.size() == 1  # on one rank torch gathers one tensor alone
         sent = (codes,) if whole else (codes, cast.scale_inv.contiguous())
         return sent, (cast.scale_inv if whole else None, tuple(outer_size))
 

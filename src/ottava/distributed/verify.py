@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ottava.errors import need
 from ottava.groups import mesh_group
 from ottava.quantized_layer import quantized_layers
+from ottava.quantized_weight import is_quantized_weight
 
 
 def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
@@ -29,6 +31,7 @@ def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
     Returns:
         The hash that all ranks have.
     Raises:
+        TypeError: the model is no nn.Module.
         RuntimeError: on all ranks; it names the rank that differs from the first, the thing, and both values.
     Edge cases: without a process group the hash is returned, to compare runs. The cost is one gather of 32 bytes a
         rank and one reading of the weights; call it every few hundred steps.
@@ -38,6 +41,7 @@ def verify(model: nn.Module, group: dist.ProcessGroup | None = None) -> str:
         >>> verify(model) == verify(model), len(verify(model))
         (True, 64)
     """
+    need("verify", model, nn.Module)
     facts = dict(_facts(model))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     if not (dist.is_available() and dist.is_initialized()):
@@ -81,6 +85,8 @@ def _said(tensor: Tensor) -> str:
 def _bits(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "on meta"
+    if is_quantized_weight(tensor):
+        return f"{tensor.spec} {_bits(tensor.codes)} {_bits(tensor.scale_inv)}"
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data).hexdigest()[:16]
 

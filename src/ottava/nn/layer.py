@@ -220,8 +220,13 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
     """The input as torch.autocast has it; without one its dtype must be the weight's.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is not.  ValueError: one of them has no memory; kernels would read what happens to lie there.
     """
+    if weight.is_meta != input.is_meta:
+        raise ValueError(
+            f"{name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs both on one device. "
+            "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
+        )
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         call.dtype = torch.get_autocast_dtype(device)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ottava.errors import need
+
 
 def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
     """From now on the `.grad` of 16-bit parameters is FP32, and micro-batches are added there without rounding to BF16.
@@ -17,7 +19,7 @@ def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
     Args:
         parameters: those of a model, before its first backward.
     Raises:
-        RuntimeError: a parameter has a gradient already.
+        RuntimeError: a parameter has a gradient already.  TypeError: no parameters, such as a model.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -28,6 +30,7 @@ def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
         tensor([1.0030])
     """
     for parameter in parameters:
+        need("accumulate_fp32", parameter, Tensor, "parameters: model.parameters()")
         if parameter.is_floating_point() and parameter.itemsize < 4:
             if parameter.grad is not None:
                 raise RuntimeError(

@@ -7,6 +7,8 @@ from typing import Any
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ottava.errors import need, need_type
+
 
 def rewarm_factor(done: int, steps: int) -> float:
     """Share of the learning rate in the step after `done` steps of a warm-up of `steps`.
@@ -31,7 +33,7 @@ def rewarm(optimizer: Optimizer, steps: int, *, done: int = 0) -> RemovableHandl
     Returns:
         A handle; `.remove()` ends the warm-up at once.
     Raises:
-        ValueError: steps or done below 0.
+        ValueError: steps or done below 0.  TypeError: no optimizer, or no whole numbers.
 
     Example:
         >>> import torch
@@ -46,6 +48,9 @@ def rewarm(optimizer: Optimizer, steps: int, *, done: int = 0) -> RemovableHandl
         1.5 1.0
         2.5 1.0
     """
+    need("rewarm", optimizer, Optimizer, "a torch.optim.Optimizer; its scheduler stays as it is")
+    need_type("rewarm: steps", steps, int)
+    need_type("rewarm: done", done, int)
     if steps < 0 or done < 0:
         raise ValueError(f"rewarm: steps is {steps} and done {done}; each needs 0 or more")
     count = done

@@ -179,6 +179,8 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     Raises:
         CheckpointError: there is no checkpoint, or none is readable.
     """
+    if not source.exists():
+        raise CheckpointError(f"{source}: does not exist; needed: a run folder of `ottava train`, or a checkpoint")
     checkpoint, problems = (
         newest_checkpoint(source / "checkpoints") if source.is_dir() else (read_checkpoint(source), [])
     )
