@@ -129,7 +129,7 @@ def test_bad_input_is_refused() -> None:
         ottava.memory(nn.Linear(2, 2), "adamw")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens is 0"):
         ottava.memory(nn.Linear(2, 2), tokens=0)
-    with pytest.raises(TypeError, match="tokens is 1.5; needs a whole number"):
+    with pytest.raises(TypeError, match=r"tokens is 1\.5; needs a whole number"):
         ottava.memory(nn.Linear(2, 2), tokens=1.5)  # type: ignore[arg-type]
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="steps no parameter of this model"):

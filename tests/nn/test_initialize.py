@@ -66,7 +66,7 @@ def test_under_meta_memory_and_numbers_come_later() -> None:
     with torch.device("meta"), ottava.model_init(RECIPE):
         model = linear()
     assert (model[0].weight.device.type, model[0].weight.codes.is_meta) == ("meta", True)
-    with pytest.raises(ValueError, match=r"0: got input on cpu for a weight on meta; .* model\.to_empty"):
+    with pytest.raises(ValueError, match=r"got input on cpu for a weight on meta; .* model\.to_empty"):
         model(torch.ones(4, K, dtype=torch.bfloat16))
     model.to_empty(device="cpu")
     assert is_quantized_weight(model[0].weight)

@@ -40,5 +40,5 @@ def test_a_resumed_warm_up_goes_on_and_a_removed_one_ends() -> None:
         rewarm(optimizer, -1)
     with pytest.raises(TypeError, match="steps is '3'; needs a whole number"):
         rewarm(optimizer, "3")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got a StepLR; needs a torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"got a StepLR; needs a torch\.optim\.Optimizer"):
         rewarm(StepLR(optimizer, 1), 3)  # type: ignore[arg-type]

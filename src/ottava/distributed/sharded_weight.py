@@ -212,8 +212,9 @@ def _agree(model: nn.Module, stepped: set[int]) -> None:
     groups: dict[Any, list[ShardedWeight]] = {}
     for parameter in model.parameters():
         if id(parameter) in stepped and isinstance(parameter, DTensor):
-            weight = parameter._local_tensor  # `to_local` may make another object
-            if isinstance(weight, ShardedWeight) and weight.spec.granularity == PER_TENSOR and weight.largest is None:
+            # `to_local` may make another object: an optimizer that writes to it leaves an old amax here
+            weight = parameter._local_tensor
+            if isinstance(weight, ShardedWeight) and weight.spec.granularity == PER_TENSOR:
                 mesh = parameter.device_mesh
                 groups.setdefault(mesh.get_group(mesh.ndim - 1 if mesh.ndim == 1 else 0), []).append(weight)
     for group, weights in groups.items():

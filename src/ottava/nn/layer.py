@@ -224,7 +224,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
     """
     if weight.is_meta != input.is_meta:
         raise ValueError(
-            f"{name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs both on one device. "
+            f"{name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs one device. "
             "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
         )
     device = input.device.type

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ottava.errors import need_type, unknown_name
+from ottava.errors import unknown_name
 from ottava.optim.storage import STORAGES, Storage
 from ottava.optim.weights import Piece, WeightStore, choose
 from ottava.quantized_weight import is_quantized_weight
@@ -69,8 +69,8 @@ class Engine(Optimizer):
     """What the last step ran, for each group: "triton", or "foreach" with the reason -> number of parameters."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        for name, value in defaults.items():
-            if isinstance(value, str) and name not in ("master", "moments"):
+        for name in ("lr", "weight_decay", "stochastic_rounding", "capturable"):
+            if isinstance(value := defaults[name], str):
                 raise TypeError(f"{type(self).__name__}: {name} is {value!r}, a text; needs a number, or True or False")
         if not isinstance(lr := defaults["lr"], Tensor) and not lr >= 0.0:  # a tensor is not read back
             raise ValueError(f"{type(self).__name__}: lr is {lr}; needs 0 or more")
