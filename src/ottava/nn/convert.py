@@ -137,9 +137,7 @@ def convert(
         answers = {n: answer or _loss(n, layers[n], recipe, tokens, device) for n, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
-    check_weights(recipe, converted, weights)
-    if keep_high_precision and weights != "fp8":
-        raise ValueError(f"convert: keep_high_precision is for weights='fp8'; got weights={weights!r}")
+    check_weights(recipe, converted, weights, keep_high_precision)
     # only now: a filter that raises has left the model as it was
     for name, (module, parts) in foreign.items():
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):

@@ -52,15 +52,18 @@ def held_weights(model: nn.Module) -> list[Held]:
     ]
 
 
-def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None) -> None:
+def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None, kept: bool = False) -> None:
     """Raises, before anything is changed, where a recipe casts the weight of a layer in a way that one set of codes
     does not serve.
 
     Raises:
-        ValueError: which layer, why, and what to choose; or an unknown word for the weights.
+        ValueError: which layer, why, and what to choose; an unknown word for the weights; or high precision is to be
+            kept beside weights that are not stored.
     """
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"convert: {unknown_name('weights', weights, get_args(Weights))}")
+    if kept and weights != "fp8":
+        raise ValueError(f"convert: keep_high_precision is for weights='fp8'; got weights={weights!r}")
     for name in names if weights == "fp8" else ():
         resolved = recipe.for_layer(name)
         row, col = resolved.cells("weight")
