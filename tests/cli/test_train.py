@@ -101,7 +101,7 @@ def test_print_config_shows_what_would_run_and_writes_nothing(ottava: Command, t
         (["--set=batch_size=1000000000000"], 2, "GB of memory; cpu has"),
         (["--set=recipe={name: x, fprop: 5}"], 2, "GemmRecipe is 5; needs a mapping"),
         ([f"--set=watch={'[' * 5000}"], 2, "is nested more than"),
-        (["--init=none"], 4, "none: is cut short, damaged or no safetensors file"),
+        (["--init=none"], 4, "none: does not exist"),
         (["--stepz"], 2, "No such option"),
     ],
 )

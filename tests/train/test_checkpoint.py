@@ -145,7 +145,7 @@ def test_checkpoint_to_start_from_is_found_in_a_run_or_by_its_name(tmp_path: Pat
         assert (checkpoint.path, problems) == (path, [])
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
     (tmp_path / "empty").mkdir()
-    for source, said in ((tmp_path / "empty", "holds no checkpoint"), (tmp_path / "none", "none: is cut short")):
+    for source, said in ((tmp_path / "empty", "holds no checkpoint"), (tmp_path / "none", "none: does not exist")):
         with pytest.raises(CheckpointError, match=said):
             find_checkpoint(source)
 
