@@ -81,6 +81,14 @@ def same_bits_as_a_gather_in_bf16(world: World) -> None:
         assert torch.equal(one, other)
 
 
+def replicas_of_shards(world: World) -> None:
+    """HSDP: the ranks that share a weight's amax are those of its shards, not those of its replicas."""
+    mesh = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("replicas", "shards"))
+    models = [shard(way, network("tensorwise", 333), mesh=mesh) for way in (fsdp.fully_shard, fully_shard)]
+    for one, other in zip(*(losses(world, model) for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
 def other_recipes_are_gathered_in_bf16_and_named(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
     for recipe, hidden, said in (

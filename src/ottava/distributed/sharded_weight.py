@@ -215,8 +215,8 @@ def _agree(model: nn.Module, stepped: set[int]) -> None:
             # `to_local` may make another object: an optimizer that writes to it leaves an old amax here
             weight = parameter._local_tensor
             if isinstance(weight, ShardedWeight) and weight.spec.granularity == PER_TENSOR:
-                mesh = parameter.device_mesh
-                groups.setdefault(mesh.get_group(mesh.ndim - 1 if mesh.ndim == 1 else 0), []).append(weight)
+                dim = next(i for i, place in enumerate(parameter.placements) if place.is_shard())  # others hold replicas
+                groups.setdefault(parameter.device_mesh.get_group(dim), []).append(weight)
     for group, weights in groups.items():
         every = torch.cat([amax(weight.numbers) for weight in weights])
         every = torch.where(every.isnan(), torch.inf, every)
