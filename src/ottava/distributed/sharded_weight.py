@@ -215,7 +215,8 @@ def _agree(model: nn.Module, stepped: set[int]) -> None:
             # `to_local` may make another object: an optimizer that writes to it leaves an old amax here
             weight = parameter._local_tensor
             if isinstance(weight, ShardedWeight) and weight.spec.granularity == PER_TENSOR:
-                dim = next(i for i, place in enumerate(parameter.placements) if place.is_shard())  # others hold replicas
+                # the other dimension of an HSDP mesh holds replicas
+                dim = next(i for i, place in enumerate(parameter.placements) if place.is_shard())
                 groups.setdefault(parameter.device_mesh.get_group(dim), []).append(weight)
     for group, weights in groups.items():
         every = torch.cat([amax(weight.numbers) for weight in weights])
