@@ -20,6 +20,7 @@ from ottava.pages.charts import (
     render,
     smooth,
     standalone,
+    to_png,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -128,3 +129,30 @@ def test_the_standalone_picture_brings_its_own_background_and_colours() -> None:
 def test_palettes_match() -> None:
     assert len(LIGHT_PALETTE) == len(DARK_PALETTE) == len(set(LIGHT_PALETTE)) == len(set(DARK_PALETTE))
     assert LIGHT.keys() == DARK.keys()
+
+
+def test_a_logarithmic_axis_has_decades_and_gaps() -> None:
+    """Equal factors are equal distances; a zero leaves a gap; labels show the numbers themselves."""
+    svg = render(chart(line(1e-2, 1.0, 0.0, 1e2, markers=False), log=True), chart_id="c")
+    root = ElementTree.fromstring(svg)
+    (path,) = [p.attrib["d"] for p in root.iter(f"{SVG}path") if p.attrib["d"].count("M") == 2]
+    heights = [float(part.split()[1]) for part in path.replace("L", "M").split("M") if part]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    labels = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"0.01", "1", "100"} <= labels
+
+
+def test_dashes_tell_runs_apart() -> None:
+    """Given dashes take the place of those of the style."""
+    lines = [Line(name=str(d), points=[(0, 1), (1, 2)], style=2, dashed=d) for d in (None, False, True)]
+    dashes = [line.split("stroke-dasharray=")[1:] for line in render(chart(*lines), chart_id="c").split("<path")[1:4]]
+    assert [bool(dash) for dash in dashes] == [True, False, True]
+
+
+def test_a_picture_becomes_png() -> None:
+    resvg = pytest.importorskip("resvg_py")
+    assert resvg
+    picture = standalone([chart(line(1.0, 2.0))], title="t", captions=["c"])
+    data = to_png(picture)
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20], "big") == 2 * int(ElementTree.fromstring(picture).attrib["width"])

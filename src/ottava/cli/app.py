@@ -38,6 +38,7 @@ from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
 from ottava.cli.plan import plan
 from ottava.cli.report import report
+from ottava.cli.table import plot, table
 from ottava.cli.train import train
 from ottava.cli.watch import watch
 from ottava.cli.what_if import what_if
@@ -60,6 +61,8 @@ app.command()(inspect)
 app.command()(compare)
 app.command()(diagnose)
 app.command()(report)
+app.command()(table)
+app.command()(plot)
 app.command()(formats)
 app.command("import")(import_run)
 # every word after the script belongs to the script

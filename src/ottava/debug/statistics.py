@@ -91,6 +91,17 @@ def _scale_spread(t: Tally) -> Number:
     return plain(np.sqrt(np.maximum(ratio(t.scale_log2_squared, t.n_scales) - mean * mean, 0.0)))
 
 
+def _delayed_scale(t: Tally) -> Number:
+    return _where(np.isfinite(t.scale_error_max) & (np.asarray(t.scale_max) > 0), t.scale_max)
+
+
+def _current_scale(t: Tally) -> Number:
+    """Of a predicted scale: what the largest amax of all micro-batches asks for."""
+    predicted = np.isfinite(t.scale_error_max)
+    ahead = np.exp2(np.where(predicted, t.scale_error_max, 0.0))
+    return _where(np.isfinite(t.scale_min), np.where(predicted, t.scale_max / ahead, t.scale_min))
+
+
 def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
     """The value below which `share` of a histogram's entries lie, linear within a bin; NaN for an empty histogram.
 
@@ -224,6 +235,8 @@ _ENTRIES = (
         "",
         lambda t: ratio(t.scale_error, t.n_predicted),
     ),
+    Statistic("scale_current", "1/x", "scale for the amax of this step; the smallest of several", "", _current_scale),
+    Statistic("scale_delayed", "1/x", "scale that the history predicted for this step", "", _delayed_scale),
     Statistic("nonfinite", "elements", "infinities and NaNs before the cast", "high", lambda t: t.n_nonfinite),
 )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
 from types import MappingProxyType
@@ -51,6 +51,8 @@ class Line:
     """Draw a marker at every point (measured values) instead of a plain line (a smoothed curve)."""
     faint: bool = False
     """A thin line in the background, without a legend entry."""
+    dashed: bool | None = None
+    """In place of the dashes of `style`: solid in one run, dashed in another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class Chart:
     bands: Sequence[Band] = field(default=())
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
+    log: bool = False
+    """The y axis is logarithmic; numbers that are not positive leave a gap."""
     signed: bool = False
     """Write + before positive ticks: the y axis is a difference."""
     width: int = 560
@@ -135,6 +139,8 @@ def render(chart: Chart, *, chart_id: str, tooltips: bool = False) -> str:
         chart_id: unique in the page; begins with a letter.
         tooltips: add the measured points as JSON in `data-chart`, for draw.js.
     """
+    if chart.log:
+        chart = _logarithmic(chart)
     frame = _Frame.of(chart)
     title_id, desc_id, clip_id = f"{chart_id}-title", f"{chart_id}-desc", f"{chart_id}-clip"
     data = f' data-chart="{escape(_tooltip_data(chart, frame), quote=True)}"' if tooltips else ""
@@ -180,6 +186,33 @@ def standalone(charts: Sequence[Chart], *, title: str, captions: Sequence[str]) 
         f"{''.join(panels)}"
         f"{''.join(lines)}</svg>\n"
     )
+
+
+def _logarithmic(chart: Chart) -> Chart:
+    """The chart with log10(y) for y; the labels of the axis show y."""
+
+    def log10(y: float) -> float:
+        return math.log10(y) if y > 0 and math.isfinite(y) else math.nan
+
+    lines = [replace(line, points=[(x, log10(y)) for x, y in line.points]) for line in chart.lines]
+    bands = [replace(b, points=[(x, log10(low), log10(high)) for x, low, high in b.points]) for b in chart.bands]
+    y_range = chart.y_range and (log10(chart.y_range[0]), log10(chart.y_range[1]))
+    return replace(chart, lines=lines, bands=bands, y_range=y_range)
+
+
+def to_png(picture: str, *, zoom: int = 2) -> bytes:
+    """A file of `standalone` as PNG, in `zoom` times its pixels.
+
+    Raises:
+        ImportError: the package resvg-py is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise ImportError("a PNG needs the package resvg-py; pip install 'ottava[png]', or write a .svg") from error
+    for name, value in sorted(LIGHT.items(), reverse=True):  # resvg knows no CSS variables
+        picture = picture.replace(f"var(--{name})", value)
+    return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=zoom, font_family="DejaVu Sans"))
 
 
 @dataclass(frozen=True)
@@ -235,7 +268,7 @@ def _axes(chart: Chart, frame: _Frame) -> str:
         css = "zero" if chart.signed and tick == 0 else "grid"
         parts.append(f'<line class="{css}" x1="{frame.left}" x2="{frame.right}" y1="{y}" y2="{y}"/>')
         sign = "+" if chart.signed and tick > 0 else ""
-        label = f"{sign}{tick:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+        label = f"{10**tick:.3g}" if chart.log else f"{sign}{tick:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
         parts.append(f'<text x="{frame.left - 8}" y="{y + 4}" text-anchor="end">{label}</text>')
     for tick in nice_ticks(*frame.x_range, count=6):
         parts.append(f'<text x="{frame.x(tick)}" y="{frame.bottom + 18}" text-anchor="middle">{tick:g}</text>')
@@ -273,7 +306,7 @@ def _legend(chart: Chart, frame: _Frame) -> str:
 
 
 def _stroke(line: Line) -> str:
-    dash = _DASHES[line.style % len(_DASHES)]
+    dash = _DASHES[line.style % len(_DASHES)] if line.dashed is None else "5 4" * line.dashed
     dashes = f' stroke-dasharray="{dash}"' if dash and not line.faint else ""
     width, opacity = (1, 0.45) if line.faint else (2, 1)
     return f'stroke="{color(line.style)}" stroke-width="{width}" opacity="{opacity}"{dashes}'

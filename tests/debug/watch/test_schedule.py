@@ -13,7 +13,7 @@ from ottava.debug.analysis.loss import robust_z
 from ottava.debug.measure import measure
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.tally import Tally
-from ottava.debug.watch.config import Triggers
+from ottava.debug.watch.config import Period, Triggers
 from ottava.debug.watch.schedule import Schedule
 
 KEY = SlotKey("fc2", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
@@ -107,6 +107,48 @@ def test_triggers_of_a_look_name_the_worst_tensor() -> None:
     router = KEY._replace(layer="mlp.gate", source="hook")  # which nothing casts
     assert [trigger.reason for trigger in schedule.tallies({router: flushed})] == []
     assert "nonfinite" in [trigger.reason for trigger in schedule.tallies({router: infinite})]
+
+
+def test_scales_that_are_wrong_drift_or_hit_the_end_are_triggers() -> None:
+    """A predicted scale far from the current one, a scale that leaves its own past, a saturated history."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    spec = ottava.QuantizationSpec(ottava.E4M3, scaling="delayed")
+    key = KEY._replace(recipe="delayed", scaling="delayed")
+
+    def cast(octaves: float, x: torch.Tensor = x) -> Tally:
+        return measure(x, ottava.quantize(x, spec, scale=2.0**octaves * 448 / x.abs().amax()))
+
+    def reasons(schedule: Schedule, tally: Tally) -> dict[str, float]:
+        return {found.reason: found.value for found in schedule.tallies({key: tally})}
+
+    for octaves in (-5.0, 5.0):
+        assert reasons(Schedule(50, Triggers()), cast(octaves))["scale_error"] == pytest.approx(5.0, abs=1e-5)
+        assert "scale_error" not in reasons(Schedule(50, Triggers(scale_error=5.5)), cast(octaves))
+    assert "scale_error" not in reasons(Schedule(50, Triggers()), cast(3.0))
+
+    schedule = Schedule(50, Triggers())
+    sizes = [1.0, 2.0, 0.5, 1.0, 2.0**-7, 2.0**9, 1.0]
+    drifts = [reasons(schedule, cast(0.0, x * size)).get("scale_drift") for size in sizes]
+    assert drifts[:5] + drifts[6:] == [None] * 6  # four looks come first; 7 octaves are within the limit
+    assert drifts[5] == pytest.approx(9.0, abs=1e-5)
+
+    tiny = x * 2.0**-140  # amax of some 1e-42 asks for more than fp32 holds
+    ends = reasons(Schedule(50, Triggers()), measure(tiny, ottava.quantize(tiny, spec, scale=torch.tensor(3.4e38))))
+    assert ends["history"] == pytest.approx(3.4e38)
+    off = Schedule(50, Triggers(scale_error=None, scale_drift=None, history=False))
+    assert set(reasons(off, cast(5.0))) == {"clipping", "row_sqnr"}
+
+
+def test_periods_take_the_place_of_regular_looks() -> None:
+    """A burst looks at all tensors."""
+    periods = [Period(every=10, tensors=["X"]), Period(ranges=[(3, 4)])]  # type: ignore[arg-type]
+    schedule = Schedule(50, Triggers(burst=2), periods)
+    assert [s for s in range(1, 25) if schedule.looks(s)] == [3, 4, 10, 20]
+    assert schedule.only(3) == [periods[1]]
+    assert schedule.only(10) == [periods[0]]
+    assert schedule.start_burst(11)
+    assert (schedule.looks(12), schedule.only(12), schedule.looks(14)) == (True, None, False)
 
 
 def test_triggers_can_be_switched_off() -> None:

@@ -97,7 +97,7 @@ def test_the_worst_tensor_comes_first_with_its_numbers() -> None:
     assert book.histograms == [("rows/sqnr_db", 6 * 128)]
 
 
-def test_at_most_200_names_in_a_run_and_known_ones_go_on() -> None:
+def test_at_most_400_names_in_a_run_and_known_ones_go_on() -> None:
     """Another worst layer at every look: names stop at the limit, and what was shown once is shown to the end."""
     book = Notebook()
     sink = Limited(book)

@@ -28,7 +28,10 @@ from ottava.untrusted import MAX_STEP, LimitError, UntrustedError, parse_json, r
 
 _LOG = logging.getLogger(__name__)
 _TRAINER_STEPS = "metrics.jsonl"  # of `ottava train`, with the same names
-_KNOWN_WITHOUT_SUMS = ("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min")
+_KNOWN_WITHOUT_SUMS = (
+    *("amax", "nonfinite", "scale_max", "scale_min", "scale_error_max", "scale_error_min"),
+    *("scale_current", "scale_delayed"),
+)
 """Statistics that light rows have too."""
 _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
 _MOST_NUMBERS = 1000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from ottava.debug.measure import Packed, cast_of, found_by, measure_all, survey
 from ottava.debug.run.schema import SlotKey, cast_key
 from ottava.debug.sample import sampled, take_bands, take_bands_of
 from ottava.debug.tally import Tallies, unpack
-from ottava.debug.watch.config import WatchConfig
+from ottava.debug.watch.config import Period, WatchConfig
 from ottava.debug.watch.dump_plan import DumpPlan
 from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -65,6 +65,8 @@ class Collector:
         self.dumps = dumps
         self.looking = False
         """Whether the running step gets a full look."""
+        self.only: Sequence[Period] | None = None
+        """The periods whose tensors the look is for; None: all tensors."""
         self.look = 0
         """Number of the look; decides which rows are in the sample."""
         self.noting = config.light
@@ -92,7 +94,10 @@ class Collector:
         if not self.config.watches(layer, tensor) or (layer, tensor) in self._once:
             return False
         # weights change slowly: between looks, note their amax only if it predicts a scale
-        return self.looking or (self.noting and (tensor != "weight" or self._reach > 0))
+        return self._looks_at(layer, tensor) or (self.noting and (tensor != "weight" or self._reach > 0))
+
+    def _looks_at(self, layer: str, tensor: str) -> bool:
+        return self.looking and (self.only is None or any(period.has(layer, tensor) for period in self.only))
 
     def cast(
         self,
@@ -121,7 +126,7 @@ class Collector:
             extent = survey(x.detach(), finite=self.looking) if extent is None else extent
             if first:
                 self._note(key, extent, x_q.scale_inv)
-            if self.looking:
+            if self._looks_at(layer, tensor):
                 self._look(key, x, x_q, extent)
                 if self.dumps is not None and self.dumps.wants(key):
                     self.dumps.take(key, x, x_q)
@@ -141,7 +146,7 @@ class Collector:
             x = x.detach()
             extent = survey(x, dtype, finite=self.looking)
             self._note(casts[0][0], extent, None)
-            if not self.looking:
+            if not self._looks_at(layer, tensor):
                 return
             for key, spec in casts:
                 matrix = x if key.direction == "row" else x.t()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,11 +14,13 @@ from ottava.attention_recipe import ATTENTION_TENSORS
 from ottava.debug import limits
 from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.tally import Detail
+from ottava.debug.watch.te_config import is_te_config, read_te_config
 from ottava.errors import unknown_name
 from ottava.recipe import Recipe, get_recipe
 from ottava.settings import ConfigError, Count, Positive, Section, read_yaml
 
 EVERY = 50
+_REGEX = "re:"
 
 
 def _several(value: Any) -> Any:
@@ -50,7 +53,17 @@ def tensor_names(names: Iterable[str]) -> tuple[str, ...]:
     return long_names
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_several)]
+def _usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        if pattern.startswith(_REGEX):
+            try:
+                re.compile(pattern[len(_REGEX) :])
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(_usable)]
 Tensors = Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(tensor_names)]
 Recipes = Annotated[tuple[Annotated[Any, AfterValidator(_known_recipe)], ...], BeforeValidator(_several)]
 Sinks = Annotated[tuple[Any, ...], BeforeValidator(_several)]
@@ -67,10 +80,59 @@ class Triggers(Section):
     """The SQNR of the median row is lower: such a cast is mostly noise."""
     nonfinite: bool = True
     """A tensor has an infinity or NaN, or the loss is not finite."""
+    scale_error: float | None = 4.0
+    """A predicted scale is so many octaves above or below the current one."""
+    scale_drift: float | None = 8.0
+    """The scale that a tensor's amax asks for is so many octaves from the median of its last 16 looks."""
+    history: bool = True
+    """A history is saturated: it predicts a scale at the end of fp32's range."""
     burst: Count = 16
     """Length of a burst: steps after a trigger that all get a full look."""
     cooldown: Count = 500
     """Smallest distance of two bursts in steps."""
+
+
+class Period(Section):
+    """Some tensors in some steps."""
+
+    layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
+    tensors: Tensors = ("input", "weight", "grad_output")
+    every: Positive = 1
+    """Every so many steps, counted from `zero`."""
+    ranges: tuple[tuple[Count, Count], ...] = ()
+    """First and last step of each range; none: every step."""
+    zero: Literal[0, 1] = 0
+    """The step of ours that is step 0 here. 1: TransformerEngine's iteration 0 is our first step."""
+
+    def chooses(self, step: int) -> bool:
+        """Whether the period has this step.
+
+        Example:
+            >>> period = Period(every=10, ranges=((0, 20), (90, 100)))
+            >>> [step for step in range(1, 200) if period.chooses(step)]
+            [10, 20, 90, 100]
+        """
+        step -= self.zero
+        return step % self.every == 0 and (not self.ranges or any(a <= step <= b for a, b in self.ranges))
+
+    def has(self, layer: str, tensor: str) -> bool:
+        """Whether the period has this tensor of the layer with this full name."""
+        return tensor in self.tensors and matches(layer, self.layers)
+
+
+class Intervention(Section):
+    """Casts of some layers of ours that run in another way; the only part of a watch that changes the training."""
+
+    layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
+    gemms: tuple[Literal["fprop", "dgrad", "wgrad"], ...] = ("fprop", "dgrad", "wgrad")
+    tensors: Tensors = ("input", "weight", "grad_output")
+    """For "fake" and "current": the operands that are cast so; the other operands stay as they are for "current", and
+    in high precision for "fake"."""
+    action: Literal["high_precision", "fake", "current"]
+    """"high_precision": no cast. "fake": casts, and a GEMM in BF16 on the decoded codes. "current": one scale a tensor
+    from its present amax, in place of a predicted one."""
+    format: Literal["E4M3", "E5M2"] = "E4M3"
+    """Of "fake"."""
 
 
 class DumpConfig(Section):
@@ -78,6 +140,8 @@ class DumpConfig(Section):
 
     steps: tuple[Positive, ...] = ()
     """Steps in which to write the tensors of `layers` and `tensors`."""
+    periods: tuple[Period, ...] = ()
+    """Other tensors, in other steps."""
     layers: Patterns = ()
     """Shell patterns over full layer names."""
     tensors: Tensors = ("input", "weight", "grad_output")
@@ -103,7 +167,7 @@ class WatchConfig(Section):
     """
 
     layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
-    """Shell patterns over full layer names, as in `Recipe.override`. A pattern that matches no layer is an error."""
+    """Shell patterns over full layer names, as in `Recipe.override`, or "re:" and a regular expression. A pattern that matches no layer is an error."""
     tensors: Tensors = ("input", "weight", "grad_output", *ATTENTION_TENSORS)
     """Long names or symbols: X W dY, and Y dX dW; of FP8 attention QKV S O dO dP dQKV."""
     recipes: Recipes = ("tensorwise",)
@@ -111,6 +175,10 @@ class WatchConfig(Section):
     every: Positive | None = None
     """Steps from one full look to the next; steps 1, 2, 4, 8, ... before it get one too. None: 50, and larger (for
     amaxes too) if watching takes more than `max_overhead`."""
+    looks: tuple[Period, ...] = ()
+    """Full looks at some tensors in some steps, in place of those of `every`; a burst after a trigger looks at all."""
+    interventions: tuple[Intervention, ...] = ()
+    """Casts to change while the watch goes on."""
     sample: Positive = 16
     """A look measures one row in `sample`, but at least 32 rows of a tensor; the rows change from look to look. 1: all
     rows."""
@@ -131,6 +199,8 @@ class WatchConfig(Section):
     loss: Literal["mean", "sum"] = "mean"
     """How the losses of micro-batches make the loss of a step. "sum" is for loops that divide each loss by the number
     of micro-batches or by the tokens of the step, as Hugging Face's Trainer does."""
+    notes: tuple[str, ...] = ()
+    """Parts of another tool's configuration that this watch cannot do; it repeats them as warnings."""
     max_overhead: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Largest share of the run's time for watching; only if `every` is None."""
 
@@ -140,13 +210,16 @@ class WatchConfig(Section):
 
     @classmethod
     def load(cls, source: WatchConfig | Mapping[str, Any] | Path | str | None, **settings: Any) -> Self:
-        """Settings from a YAML file, a mapping or the defaults; `settings` override them.
+        """Settings from a YAML file, a mapping or the defaults; `settings` override them. A configuration of
+        TransformerEngine's debug tool (nvdlfw_inspect) is read as well, see `te_config`.
 
         Raises:
             ConfigError: the file is missing, is no mapping, or has a wrong setting.
         """
         path = Path(source) if isinstance(source, (str, Path)) else None
         tree = read_yaml(path) if path else {} if source is None else source
+        if isinstance(tree, Mapping) and is_te_config(tree):
+            tree = read_te_config(tree)
         if not isinstance(tree, (Mapping, WatchConfig)):
             raise ConfigError(f"watch: got {type(tree).__name__}; needs a mapping of settings, or a YAML file of it")
         return cls.checked({**dict(tree), **settings}, path)
@@ -161,5 +234,18 @@ class WatchConfig(Section):
 
 
 def matches(layer: str, patterns: Iterable[str]) -> bool:
-    """Whether a full layer name matches one of the shell patterns."""
-    return any(fnmatchcase(layer, pattern) for pattern in patterns)
+    """Whether a full layer name matches one of the patterns.
+
+    Args:
+        patterns: shell patterns for the whole name; or "re:" and a regular expression, found anywhere in the name.
+
+    Example:
+        >>> matches("layers.3.fc2", ["*.fc2"]), matches("layers.3.fc2", [r"re:layers\\.[0-2]\\."])
+        (True, False)
+    """
+    return any(
+        re.search(pattern[len(_REGEX) :], layer) is not None
+        if pattern.startswith(_REGEX)
+        else fnmatchcase(layer, pattern)
+        for pattern in patterns
+    )

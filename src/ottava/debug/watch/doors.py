@@ -33,12 +33,17 @@ class DoorTap:
         collector: gets the casts.
         model: the only model to watch; None: every model of the process.
         on_operands: called with every pair of operands in a step with a full look.
+        on_layer: called with the name of each layer that is found, and the layer.
     """
 
     def __init__(
-        self, collector: Collector, model: nn.Module | None = None, on_operands: OnOperands | None = None
+        self,
+        collector: Collector,
+        model: nn.Module | None = None,
+        on_operands: OnOperands | None = None,
+        on_layer: Callable[[str, nn.Module], object] | None = None,
     ) -> None:
-        self.collector, self.on_operands = collector, on_operands
+        self.collector, self.on_operands, self.on_layer = collector, on_operands, on_layer
         self.layers: dict[str, weakref.ref[nn.Module]] = {}
         """Full name -> layer with doors."""
         self.seen: set[str] = set()
@@ -80,6 +85,8 @@ class DoorTap:
         self.layers[layer] = weakref.ref(module)
         for tensor, door in doors.named_children():
             self._places[door] = (layer, tensor)
+        if self.on_layer is not None:
+            self.on_layer(layer, module)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # must come first, also in _after: Dynamo traces global hooks

@@ -10,7 +10,7 @@ from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally
-from ottava.debug.watch.config import DumpConfig, matches
+from ottava.debug.watch.config import DumpConfig, Period, matches
 from ottava.debug.watch.dumps import Dumper
 from ottava.quantized_tensor import QuantizedTensor
 
@@ -29,17 +29,19 @@ class DumpPlan:
         self.config = config
         self._dumper = Dumper(writer, int(config.quota_gb * 2**30), config.rows)
         self._step = 0
+        self._periods: list[Period] = []
         self._health: dict[SlotKey, float] = {}
         self._suspects: set[SlotKey] = set()
 
     def begin(self, step: int) -> bool:
         """Begins a step; True if a cast of it will be written, so that it needs a full look."""
         self._step = step
-        return step in self.config.steps or bool(self._suspects)
+        self._periods = [period for period in self.config.periods if period.chooses(step)]
+        return step in self.config.steps or bool(self._suspects or self._periods)
 
     def wants(self, key: SlotKey) -> bool:
         """Whether to write this cast of the running step."""
-        if key in self._suspects:
+        if key in self._suspects or any(period.has(key.layer, key.tensor) for period in self._periods):
             return True
         scheduled = self._step in self.config.steps and key.tensor in self.config.tensors
         return scheduled and matches(key.layer, self.config.layers or ("*",))

@@ -11,10 +11,9 @@ arrived, perhaps steps later, under the number of their own step (`_Ended`). On 
 from __future__ import annotations
 
 import atexit
-import importlib.metadata
+import logging
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -39,7 +38,9 @@ from ottava.debug.watch.collector import Collector
 from ottava.debug.watch.config import EVERY, WatchConfig, matches
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.dump_plan import DumpPlan
+from ottava.debug.watch.interventions import Interventions
 from ottava.debug.watch.loss import LossTap
+from ottava.debug.watch.manifest import coverage, start_of_run
 from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.readback import Read, Reading, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
@@ -47,6 +48,7 @@ from ottava.debug.watch.sinks import make_sinks, publish
 from ottava.errors import need
 from ottava.settings import ConfigError
 
+_LOG = logging.getLogger(__name__)
 _FLUSH_SECONDS = 5.0
 """Looks wait in memory for so long, because writing a file takes as long as a look at a small model."""
 
@@ -147,11 +149,14 @@ class Watch:
                 names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
-        self._describe_host(resumed=append and step > 0)
-        self.schedule = Schedule(config.every or EVERY, config.triggers)
+        self.writer.describe(**start_of_run(), settings=config.to_dict())
+        if append and step > 0:
+            self.writer.event(step, "resumed")
+        self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
         self.dumps = DumpPlan(config.dump, self.writer)
         self.collector = Collector(config, self.dumps)
-        self.doors = DoorTap(self.collector, model, Checks(self._disagrees))
+        self.changes = Interventions(config.interventions, self._warn)
+        self.doors = DoorTap(self.collector, model, Checks(self._disagrees), self.changes.apply)
         self.modules = ModuleTap(
             self.collector.simulate,
             tensors=config.tensors,
@@ -181,6 +186,8 @@ class Watch:
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
         self.losses.attach()
         atexit.register(self._at_exit)
+        for note in config.notes:
+            self._warn(note)
         self._arm(step + 1)
 
     def log(self, **numbers: float) -> None:
@@ -238,6 +245,7 @@ class Watch:
         self._hook.remove()
         self.losses.detach()
         self._disarm()
+        self.changes.undo()
         self._settle(wait=True)
         self._describe_run()
         self.writer.close()
@@ -267,6 +275,10 @@ class Watch:
         return self.collector.seconds / max(time.perf_counter() - self._started, 1e-9)
 
     # --- calls from the taps --------------------------------------------------------------------------------------
+
+    def _warn(self, text: str) -> None:
+        _LOG.warning("watch: %s", text)
+        self.writer.event(self.steps_done, "warning", text=text)
 
     def _disagrees(self, facts: Mapping[str, Any]) -> None:
         self.writer.event(self.steps_done + 1, "check", **facts)
@@ -389,7 +401,9 @@ class Watch:
 
     def _after_look(self, step: int, tallies: Tallies[SlotKey], numbers: Mapping[str, float]) -> None:
         if self._looks == 1:
-            self._check_patterns([*self.doors.layers, *(layer["name"] for layer in self.modules.coverage())])
+            others = [layer["name"] for layer in self.modules.coverage() if layer["name"] not in self.doors.layers]
+            self._check_patterns([*self.doors.layers, *others])
+            self.changes.missed(others)
         if tallies and (self.sinks or self._callbacks):
             table = Table.of(step, tallies)
             publish(self.sinks, step, table, numbers)
@@ -433,9 +447,10 @@ class Watch:
     def _arm(self, step: int) -> None:
         dumping = self.dumps.begin(step)
         self.collector.looking = self.schedule.looks(step) or dumping
+        self.collector.only = None if dumping else self.schedule.only(step)
         self.collector.look = self._looks
         self.collector.noting = self.config.light and step % self._light_every == 0
-        if self.collector.looking or self.collector.noting:
+        if self.collector.looking or self.collector.noting or self.changes.config:
             self.doors.attach()
             self.modules.attach()
         if self.collector.looking and self.config.compiled == "eager":
@@ -448,52 +463,9 @@ class Watch:
             self._stance = None
             torch.compiler.set_stance("default")
 
-    # --- the manifest ---------------------------------------------------------------------------------------------
-
-    def _describe_host(self, *, resumed: bool) -> None:
-        cuda = torch.cuda.is_available()
-        self.writer.describe(
-            versions={
-                "ottava": importlib.metadata.version("ottava"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            command=list(sys.argv),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            host={
-                "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
-                "platform": platform.platform(),
-                "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-            },
-            settings=self.config.to_dict(),
-        )
-        if resumed:
-            self.writer.event(self.steps_done, "resumed")
-
     def _describe_run(self) -> None:
-        total = time.perf_counter() - self._started
-        doors = self.doors.layers
-        layers = [
-            {"name": name, "source": "door", "seen": name in self.doors.seen, **_facts(ref())}
-            for name, ref in self.doors.expected().items()
-        ]
-        layers += [{**layer, "source": "hook"} for layer in self.modules.coverage() if layer["name"] not in doors]
-        skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
+        facts = {"looks": self._looks, "steps": self.steps_done}
+        overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
         self.writer.describe(
-            layers=layers,
-            coverage={"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
-            overhead={
-                "share": self.overhead,
-                "watching_s": self.collector.seconds,
-                "total_s": total,
-                "looks": self._looks,
-                "steps": self.steps_done,
-            },
+            **coverage(self.doors, self.modules), overhead={"share": self.overhead, **overhead, **facts}
         )
-
-
-def _facts(layer: Any) -> dict[str, Any]:
-    if layer is None:
-        return {"type": "gone", "shape": None, "recipe": ""}
-    shape = [layer.out_features, layer.in_features] if hasattr(layer, "weight") else None
-    return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}

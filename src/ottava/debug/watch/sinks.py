@@ -33,7 +33,7 @@ from ottava.errors import unknown_name
 from ottava.formats import E4M3, E5M2
 
 _LOG = logging.getLogger(__name__)
-MAX_TAGS = 200
+MAX_TAGS = 400
 TOP_K = 12
 """Number of worst tensors that a look shows."""
 AGGREGATED = (
@@ -46,7 +46,10 @@ AGGREGATED = (
     "scale_error_max",
 )
 """A sink shows the worst and the median of these statistics, separately for X, W, dY, ..."""
-PER_TENSOR = ("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax")
+PER_TENSOR = (
+    *("row_sqnr_p50_db", "underflow_pct", "overflow_pct", "amax", "amin"),
+    *("mse", "cosine", "scale_current", "scale_delayed"),
+)
 """Statistics of a single tensor that a sink shows."""
 WARN_DB = MappingProxyType({fmt.name: (limits.warn_db(fmt), limits.critical_db(fmt)) for fmt in (E4M3, E5M2)})
 """Format -> row SQNR below which a tensor gets the mark !, and below which it gets !!."""
@@ -195,6 +198,8 @@ class Limited:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         shown = {}
         for tag, value in values.items():
+            if math.isnan(value):
+                continue  # unknown, as the delayed scale of a cast that has none
             if tag in self.tags or len(self.tags) < self.limit:
                 self.tags[tag] = None
                 shown[tag] = value

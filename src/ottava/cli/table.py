@@ -1,0 +1,152 @@
+"""`ottava table` and `ottava plot`: the numbers of a watched run, one line per tensor and step, or as curves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_Layers = Annotated[
+    list[str] | None,
+    typer.Option("--layers", metavar="P", help="Only such layers: '*.fc2', or 're:fc[12]'; repeatable."),
+]
+_Tensors = Annotated[str | None, typer.Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
+_Steps = Annotated[str, typer.Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]
+
+
+def table(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a watched run.")],
+    layers: _Layers = None,
+    tensors: _Tensors = None,
+    steps: _Steps = "",
+    statistics: Annotated[
+        str | None, typer.Option("--statistics", metavar="A,B", help="Columns in place of the usual ones; 'all'.")
+    ] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="F", help="text, csv, json or parquet; default: by FILE's name, or text."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a file.")] = None,
+) -> int:
+    """Print one line per tensor and step: amin, amax, current and delayed scale, cosine, MSE, underflow, overflow.
+
+    Exit code 0; 2 for an unknown tensor, statistic or format; 4 if the run has no such numbers.
+    """
+    from ottava.debug.analysis.series import COLUMNS, select, tensor_table
+    from ottava.debug.run.reader import Run
+    from ottava.debug.statistics import STATISTICS
+    from ottava.errors import unknown_name
+
+    form = form or (out.suffix[1:] if out is not None and out.suffix[1:] in _FORMS else "text")
+    if form not in _FORMS:
+        raise ValueError(f"--format: {unknown_name('format', form, list(_FORMS))}")
+    if form == "parquet" and out is None:
+        raise ValueError("--format parquet: needs a file; add --out FILE.parquet")
+    names = tuple(STATISTICS) if statistics == "all" else _words(statistics) or COLUMNS
+    chosen = select(Run.open(run), layers=layers or ["*"], tensors=_words(tensors), steps=steps, merge_ranks=not ranks)
+    data = _FORMS[form](tensor_table(chosen, names, ranks=ranks))
+    if out is not None:
+        from ottava.files import replacing
+
+        with replacing(out) as scratch:
+            scratch.write_bytes(data)
+        typer.echo(f"{out}  {len(chosen):,} lines", err=True)
+    else:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    return 0
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Watched runs: a good one beside a bad one.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The picture: .svg or .png.")],
+    statistics: Annotated[
+        str | None,
+        typer.Option("--statistics", metavar="A,B", help="One picture each [mse,underflow_pct]."),
+    ] = None,
+    layers: _Layers = None,
+    tensors: _Tensors = None,
+    steps: _Steps = "",
+) -> int:
+    """Draw statistics of tensors by step, all runs in one picture: the first run solid, the others dashed.
+
+    The six worst tensors get a name and a colour; narrow the choice with --layers and --tensors. A .png needs the
+    package resvg-py (pip install 'ottava[png]').
+
+    Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
+    """
+    from ottava.debug.analysis.series import CURVES, curves, run_names, select
+    from ottava.debug.run.reader import Run
+    from ottava.files import replacing
+    from ottava.pages.charts import standalone, to_png
+
+    if out.suffix not in (".svg", ".png"):
+        raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
+    tables = {
+        name: select(Run.open(path), layers=layers or ["*"], tensors=_words(tensors), steps=steps)
+        for name, path in zip(run_names(runs), runs, strict=True)
+    }
+    charts = [curves(tables, statistic) for statistic in _words(statistics) or CURVES]
+    picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
+    data = to_png(picture) if out.suffix == ".png" else picture.encode()
+    with replacing(out) as scratch:
+        scratch.write_bytes(data)
+    typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
+    return 0
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if text else ()
+
+
+def _as_text(table: pa.Table) -> bytes:
+    from ottava.debug.statistics import STATISTICS
+    from ottava.text import columns, number
+
+    def cell(name: str, value: Any) -> str:
+        if name == "cosine" and value == value:  # three digits of 0.9997 say 1.00
+            return f"{value:.6f}"
+        return number(value) if name in STATISTICS else str(value)
+
+    head = [
+        f"{name} [{STATISTICS[name].unit}]" if name in STATISTICS and STATISTICS[name].unit else name
+        for name in table.column_names
+    ]
+    rows = ([cell(name, value) for name, value in row.items()] for row in table.to_pylist())
+    return "\n".join([*columns(head, *rows), ""]).encode()
+
+
+def _as_csv(table: pa.Table) -> bytes:
+    import io
+
+    from pyarrow import csv
+
+    buffer = io.BytesIO()
+    csv.write_csv(table, buffer)
+    return buffer.getvalue()
+
+
+def _as_json(table: pa.Table) -> bytes:
+    from ottava.text import to_json
+
+    return (to_json({"schema_version": 1, "rows": table.to_pylist()}, indent=None) + "\n").encode()
+
+
+def _as_parquet(table: pa.Table) -> bytes:
+    import io
+
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+_FORMS = MappingProxyType({"text": _as_text, "csv": _as_csv, "json": _as_json, "parquet": _as_parquet})

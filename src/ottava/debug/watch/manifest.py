@@ -1,0 +1,55 @@
+"""The parts of watch.json that tell what ran where, and which layers the watch saw."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from ottava.debug.watch.doors import DoorTap
+from ottava.debug.watch.modules import ModuleTap
+
+
+def start_of_run() -> dict[str, Any]:
+    """Versions, command, time and host."""
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": {
+            "ottava": importlib.metadata.version("ottava"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": list(sys.argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": {
+            "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+            "platform": platform.platform(),
+            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        },
+    }
+
+
+def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
+    """All layers, and how many of them the watch saw; with the reason for each that it did not see."""
+    layers = [
+        {"name": name, "source": "door", "seen": name in doors.seen, **_facts(ref())}
+        for name, ref in doors.expected().items()
+    ]
+    layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]
+    skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
+    return {
+        "layers": layers,
+        "coverage": {"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
+    }
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    if layer is None:
+        return {"type": "gone", "shape": None, "recipe": ""}
+    shape = [layer.out_features, layer.in_features] if hasattr(layer, "weight") else None
+    return {"type": type(layer).__name__, "shape": shape, "recipe": layer.resolved.name}
