@@ -34,6 +34,26 @@ def test_numbers_are_shown_the_same_before_and_after() -> None:
     assert unpack(pack(shown_alike(steps))).tolist() == steps.tolist()
 
 
+def test_a_good_run_is_packed_beside(small_run: Run) -> None:
+    """Its casts are found by layer and tensor, under another recipe too; a cast that it lacks is -1."""
+    bad, good = small_run.table(phase=None), small_run.table()
+    steps = np.unique(good["step"])
+    good = good.take(np.flatnonzero((good["step"] != steps[-1]) & (good["tensor"] != "weight")))
+    good = Table({**good.columns, "recipe": np.array(["bf16"] * len(good), dtype=object)}, good.tallies, good.reported)
+    made = payload(bad, good)
+    facts, numbers = made.facts["good"], unpack(made.packed)
+    assert facts["looks"] == len(steps) - 1
+    each = facts["rows"] * facts["looks"]
+    block = numbers[facts["start"] :][: each * (len(facts["names"]) + 1)]
+    values = dict(zip([*facts["names"], "step"], block.reshape(-1, facts["rows"], facts["looks"]), strict=True))
+    for slot, place in zip(made.grid.slots, facts["slots"], strict=True):
+        assert (place < 0) == (slot.tensor == "weight")
+        if place >= 0:
+            rows = good.where(layer=slot.layer, tensor=slot.tensor, direction=slot.direction)
+            assert values["step"][place].tolist() == rows["step"].tolist()
+            assert values["mse"][place] == pytest.approx(rows.metric("mse"), rel=2.0**-11)
+
+
 def test_facts_say_where_everything_is(small_run: Run) -> None:
     """What the script reads by position is what the grid and the table hold."""
     table = small_run.table()

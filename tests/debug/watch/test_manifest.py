@@ -13,11 +13,11 @@ from ottava.debug.watch.manifest import start_of_run
 
 
 def test_versions_and_host_are_those_of_this_process() -> None:
-    facts = start_of_run()
+    facts = start_of_run(3)
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["command"] == sys.argv
-    assert facts["host"]["world_size"] == 1
+    assert facts["host"]["world_size"] == 3
 
 
 def test_layers_of_both_kinds_are_listed_with_reasons(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
+import yaml
 
+from ottava.debug.analysis.rules import load_rules
 from ottava.debug.watch.config import Period, WatchConfig, matches
 from ottava.debug.watch.te_config import is_te_config, read_te_config
 from ottava.settings import ConfigError, read_yaml
@@ -111,6 +114,23 @@ def test_each_feature_becomes_settings(tmp_path: Path) -> None:
     for part in ("no l1_norm", "operands only, not dgrad", "mxfp8_underflows%_columnwise"):
         assert any(part in note for note in settings.notes), part
     assert WatchConfig.load(settings.to_dict()) == settings  # the manifest makes the same watch again
+
+
+def test_patches_of_the_diagnosis_are_read() -> None:
+    """Every remedy whose patch for TransformerEngine is such a file does here what it does there."""
+    regex = "^layers\\\\.0\\\\.fc1$"
+    values = {"id": "n1", "regex": regex, "gemms": "fprop, wgrad"}
+    read = 0
+    for name, remedy in load_rules().remedies.items():
+        if "layer_name_regex_pattern" not in (patch := remedy.patch.get("te", "")):
+            continue
+        tree = yaml.safe_load(Template(patch).substitute(values))
+        (change,) = WatchConfig.load(tree).interventions
+        assert change.action == "high_precision", name
+        assert matches("layers.0.fc1", change.layers)
+        assert not matches("layers.0.fc10", change.layers)
+        read += 1
+    assert read >= 3
 
 
 def test_mistakes_are_named() -> None:

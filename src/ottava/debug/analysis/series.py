@@ -42,7 +42,7 @@ def select(
 
     Args:
         run: the watched run.
-        layers: shell patterns or "re:" and a regular expression; a cast fits if one of them matches its full layer name.
+        layers: patterns over full layer names, see `matches`; one of them has to match.
         tensors: long names or symbols, "X" or "input"; none: all.
         steps: "100:200", ":200", "100:" or "150".
         merge_ranks: False gives a row for each rank.

@@ -113,7 +113,7 @@ def render_report(
         diagnosis, comparison: as dicts.
         asked: (casts used for the predictions, casts recorded); None: all.
     """
-    numbers = payload(run.table(phase=None))
+    numbers = payload(run.table(phase=None), None if baseline is None else baseline.table())
     grid = numbers.grid
     worst = grid.worst_of_looks()
     events = marks(run.events)

@@ -48,8 +48,12 @@ class Payload:
     grid: Grid
 
 
-def payload(table: Table) -> Payload:
-    """The payload of all rows of a run, with light rows (`Run.table(phase=None)`)."""
+def payload(table: Table, good: Table | None = None) -> Payload:
+    """The payload of all rows of a run, with light rows (`Run.table(phase=None)`).
+
+    Args:
+        good: the full rows of a run to compare with; the page draws its curves beside those of the run.
+    """
     full = table.where(phase="full")
     light = len(full) < len(table)
     main = full if len(full) else table
@@ -57,14 +61,15 @@ def payload(table: Table) -> Payload:
     while True:
         grid = Grid.of(main, most)
         series = Grid.of(table, 2 * most, _SERIES, by="amax") if light and len(full) else None
-        facts, packed = _pack(main, grid, series)
+        beside = Grid.of(good, most) if good is not None and len(good) else None
+        facts, packed = _pack(main, grid, series, beside)
         if len(packed) <= MAX_BYTES or most <= _LEAST_LOOKS:
             break
         most = max(_LEAST_LOOKS, int(0.97 * MAX_BYTES / len(packed) * len(grid.looks)))
     return Payload(facts, packed, grid)
 
 
-def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any], str]:
+def _pack(table: Table, grid: Grid, series: Grid | None, good: Grid | None) -> tuple[dict[str, Any], str]:
     names = [name for name in STATISTICS if name in grid.values]
     arrays = [grid.values[name].ravel() for name in names] + [grid.step.ravel().astype(np.float64)]
     histograms, counts = _histograms(table, grid)
@@ -78,13 +83,26 @@ def _pack(table: Table, grid: Grid, series: Grid | None) -> tuple[dict[str, Any]
         "histograms": histograms,
         "counts": len(counts),
     }
-    if series is not None:
-        present = [name for name in _SERIES if name in series.values]
-        slots = [grid.slots.index(slot) if slot in grid.slots else -1 for slot in series.slots]
-        facts["series"] = {"slots": slots, "looks": len(series.looks), "names": present}
-        arrays += [series.values[name].ravel() for name in present]
-        arrays.append(series.step.ravel().astype(np.float64))
+    for name, other, wanted in (("series", series, list(_SERIES)), ("good", good, names)):
+        if other is not None:
+            facts[name], more = _other(grid, other, wanted)
+            facts[name]["start"] = sum(len(array) for array in arrays)
+            arrays += more
     return facts, pack(np.concatenate([shown_alike(np.concatenate(arrays)), thinned(counts)]))
+
+
+def _other(grid: Grid, other: Grid, names: Sequence[str]) -> tuple[dict[str, Any], list[Values]]:
+    """Another grid with looks of its own: its facts, and its arrays, the last one of steps.
+
+    `slots` holds for each cast of the page its row there: the same cast, or else one of the same tensor by another
+    recipe; -1 for none.
+    """
+    places = {slot[:3]: i for i, slot in reversed(list(enumerate(other.slots)))}
+    exact = {slot: i for i, slot in enumerate(other.slots)}
+    slots = [exact.get(slot, places.get(slot[:3], -1)) for slot in grid.slots]
+    present = [name for name in names if name in other.values]
+    arrays = [other.values[name].ravel() for name in present] + [other.step.ravel().astype(np.float64)]
+    return {"slots": slots, "rows": len(other.slots), "looks": len(other.looks), "names": present}, arrays
 
 
 def thinned(values: Values) -> npt.NDArray[np.float32]:

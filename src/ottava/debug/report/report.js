@@ -215,6 +215,7 @@ function drawTensor() {
   const nearest = mine.length ? mine.reduce((best, h) => distance(h) < distance(best) ? h : best) : null;
   $("histograms").hidden = !nearest;
   $("no-histograms").hidden = Boolean(nearest);
+  drawCurve();
   drawScales();
   if (!nearest) return;
   $("histogram-step").textContent = `${nearest.look === state.look ? "This is step" : "The nearest histogram on this page is of step"} ${plain(stepAt(nearest.slot, nearest.look))}.`;
@@ -301,19 +302,39 @@ function drawOctaves(octaves, [gone, normal, clip]) {
   put(svg, "text", { x: width - right, y: base + 32, "text-anchor": "end" }, "magnitude of non-zero elements");
   put(svg, "text", { x: 0, y: 10 }, "share of elements, logarithmic");
 }
-// [step, amax, smallest scale, largest scale] of each look; with light rows, of each recorded step.
-function scaleRows() {
-  const fine = facts.series, place = fine ? fine.slots.indexOf(state.slot) : -1;
-  if (place < 0) {
-    return looks.map((_, i) => [stepAt(state.slot, i), ...["amax", "scale_min", "scale_max"].map((name) => named(name, state.slot, i))]);
-  }
-  const each = fine.slots.length * fine.looks, start = (metrics.length + 1) * size + place * fine.looks;
+// [step, ...statistics] of each look of the selected cast: of this run, or in another grid of the page (light rows, the
+// good run). No rows if that grid has no such cast.
+function rowsOf(other, names) {
+  const own = () => looks.map((_, i) => [stepAt(state.slot, i), ...names.map((name) => named(name, state.slot, i))]);
+  const place = other ? other.slots[state.slot] : 0;
+  const each = other && other.rows * other.looks, start = other && other.start + place * other.looks;
+  const columns = other && [other.names.length, ...names.map((name) => other.names.indexOf(name))];
   const read = (column, i) => column < 0 ? NaN : numbers[start + column * each + i];
-  const columns = [fine.names.length, ...["amax", "scale_min", "scale_max"].map((name) => fine.names.indexOf(name))];
-  return Array.from({ length: fine.looks }, (_, i) => columns.map((column) => read(column, i)));
+  const rows = other ? Array.from({ length: place < 0 ? 0 : other.looks }, (_, i) => columns.map((c) => read(c, i))) : own();
+  return rows.filter(([step]) => step >= 0);
+}
+// The selected statistic by step, and that of the good run.
+function drawCurve() {
+  const { name, unit } = metrics[state.metric], now = stepAt(state.slot, state.look);
+  const [rows, good] = [rowsOf(null, [name]), facts.good ? rowsOf(facts.good, [name]) : []];
+  const curve = (rows, name, css) => ({ name, xs: rows.map(([step]) => step), ys: rows.map((row) => row[1]), css });
+  const series = [curve(rows, "this run", "s1")];
+  if (good.length) series.unshift(curve(good, "the good run", "faint"));
+  const ys = series.flatMap((s) => s.ys).filter(Number.isFinite), positive = ys.filter((y) => y > 0);
+  $("curve-of-statistic").hidden = !ys.length;
+  if (!ys.length) return;
+  $("curve-title").textContent = `${name}${unit ? ` (${unit})` : ""}, by step`;
+  const log = unit !== "%" && positive.length === ys.length && Math.max(...ys) > 30 * Math.min(...ys);
+  const xs = series.flatMap((s) => s.xs), x = [Math.min(...xs), Math.max(...xs)];
+  const frame = lines($("curve"), { height: 200, label: `${name} of ${nameOf(state.slot)} by step`, series, x, log, top: 36 });
+  if (now >= 0) put(frame.svg, "line", { class: "now", x1: frame.X(now), x2: frame.X(now), y1: frame.top, y2: frame.base });
+  const of = Object.fromEntries(good);
+  const cells = rows.map(([step, value]) => [plain(step), human(value, unit), ...(good.length ? [human(of[step], unit)] : [])]);
+  fill($("curve-table"), ["step", "this run", ...(good.length ? ["the good run"] : [])], cells);
 }
 function drawScales() {
-  const rows = scaleRows().filter(([step]) => step >= 0), top = formats[slots[state.slot].format]?.max ?? NaN;
+  const scales = ["amax", "scale_min", "scale_max"], fine = facts.series?.slots[state.slot] >= 0 ? facts.series : null;
+  const rows = rowsOf(fine, scales), top = formats[slots[state.slot].format]?.max ?? NaN;
   const xs = rows.map(([step]) => step), amax = rows.map((row) => row[1]), fits = rows.map((row) => top / row[2]), least = rows.map((row) => top / row[3]);
   const series = [{ name: "largest number that fits, at the scale used", xs, ys: fits, css: "s2" }, { name: "amax", xs, ys: amax, css: "s1" }];
   if (least.some((v, i) => v < fits[i] * 0.999)) series.unshift({ name: "at the block with the largest scale", xs, ys: least, css: "faint" });

@@ -167,7 +167,8 @@ class WatchConfig(Section):
     """
 
     layers: Annotated[Patterns, Field(min_length=1)] = ("*",)
-    """Shell patterns over full layer names, as in `Recipe.override`, or "re:" and a regular expression. A pattern that matches no layer is an error."""
+    """Shell patterns over full layer names, as in `Recipe.override`; or "re:" and a regular expression, found
+    anywhere in the name. A pattern that matches no layer is an error."""
     tensors: Tensors = ("input", "weight", "grad_output", *ATTENTION_TENSORS)
     """Long names or symbols: X W dY, and Y dX dW; of FP8 attention QKV S O dO dP dQKV."""
     recipes: Recipes = ("tensorwise",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.modules import ModuleTap
 
 
-def start_of_run() -> dict[str, Any]:
+def start_of_run(world_size: int) -> dict[str, Any]:
     """Versions, command, time and host."""
     cuda = torch.cuda.is_available()
     return {
@@ -29,7 +28,7 @@ def start_of_run() -> dict[str, Any]:
         "host": {
             "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
             "platform": platform.platform(),
-            "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+            "world_size": world_size,
         },
     }
 

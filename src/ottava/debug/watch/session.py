@@ -149,7 +149,7 @@ class Watch:
                 names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
-        self.writer.describe(**start_of_run(), settings=config.to_dict())
+        self.writer.describe(**start_of_run(int(os.environ.get("WORLD_SIZE", "1"))), settings=config.to_dict())
         if append and step > 0:
             self.writer.event(step, "resumed")
         self.schedule = Schedule(config.every or EVERY, config.triggers, config.looks)
