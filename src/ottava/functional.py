@@ -26,7 +26,7 @@ from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.sums import column_sums
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.kernels.triton.rows import make_rows
+from ottava.kernels.triton.rows import UnmadeGradient, make_rows
 from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
@@ -42,7 +42,8 @@ class Producer(Protocol):
     torch.autocast, so its dtypes are explicit.
 
     A method `unmade(x, dtype, *parameters)`, where it has one, returns `UnmadeRows` in place of the rows, which a GPU's
-    kernel makes while it casts them, or the reason why it does not.
+    kernel makes while it casts them, or the reason why it does not. `unmade_gradient(d_rows, saved)` does the same for
+    the gradient of x, which the cast of the linear before makes.
     """
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -79,8 +80,8 @@ class Call:
     """
 
     __slots__ = (
-        *("after_backward", "cast_specs", "doors", "dtype", "exchange", "high_precision_bytes", "input_shape"),
-        *("plans", "produce", "recipe", "records", "remark", "saved_bytes", "trained", "training"),
+        *("after_backward", "cast_specs", "doors", "dtype", "exchange", "gradient_remark", "high_precision_bytes"),
+        *("input_shape", "plans", "produce", "recipe", "records", "remark", "saved_bytes", "trained", "training"),
     )
 
     def __init__(
@@ -105,6 +106,8 @@ class Call:
         """The specs of x and of x.T to which the forward has cast its input."""
         self.remark = ""
         """A remark of the receipt about these casts."""
+        self.gradient_remark = ""
+        """The same about the cast of dy."""
         self.after_backward: Callable[[], None] | None = None
         self.training, self.trained = training, None if training or before is None else before.last_training
 
@@ -227,8 +230,7 @@ class _Linear(torch.autograd.Function):
         dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db))
         d_parameters: Sequence[Tensor | None] = ()
         if dx is not None and call.produce is not None:
-            with no_autocast(dx.device):
-                dx, *d_parameters = call.produce.backward(dx, made)
+            dx, *d_parameters = _pulled_back(ctx, call.produce, dx, made)
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
@@ -270,7 +272,7 @@ def forward_gemm(
 
 def backward_gemms(
     call: Call,
-    dy: Tensor,
+    dy: Tensor | UnmadeGradient,
     x_col: Operand | None,
     w_col: Operand | None,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
@@ -289,7 +291,8 @@ def backward_gemms(
     dx = dw = None
     # db first: the operation that made dy has left a part of it in a cache
     db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
-    dy_row, dy_col = call.doors.grad_output(dy, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+    rows = dy.taken() if isinstance(dy, UnmadeGradient) else dy
+    dy_row, dy_col = call.doors.grad_output(rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
     if call.exchange is not None:
         dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None
         dy_col = call.exchange.gather("grad_output", dy_col, 1) if needs_dw else None
@@ -318,9 +321,54 @@ class _Produced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             refuse_second_derivative(type(ctx.produce).__name__, "use torch's own module there")
-        (d_rows,) = grads
-        with no_autocast(d_rows.device):
-            return None, *ctx.produce.backward(d_rows, ctx.saved_tensors)
+        dx, *d_parameters = _pulled_back(ctx, ctx.produce, grads[0], ctx.saved_tensors)
+        return None, dx, *(d_parameters or [None] * (len(ctx.needs_input_grad) - 2))
+
+
+def _pulled_back(
+    ctx: Any, produce: Producer, d_rows: Tensor, saved: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of what a Producer has read and of its parameters; without these where the first is not made yet."""
+    with no_autocast(d_rows.device):
+        rows = None if torch.compiler.is_compiling() else _left_unmade(ctx, produce, d_rows, saved)
+        if rows is None:
+            return produce.backward(d_rows, saved)
+        return (UnmadeGradient(rows, (*d_rows.shape[:-1], rows.shape[1])),)
+
+
+def _left_unmade(ctx: Any, produce: Producer, d_rows: Tensor, saved: Sequence[Tensor | None]) -> UnmadeRows | None:
+    """The gradient of what a Producer has read, if a linear made that and its cast makes the gradient."""
+    unmade = getattr(produce, "unmade_gradient", None)
+    node: Any = None if unmade is None else ctx.next_functions[0][0]
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
+        node = node.next_functions[0][0]
+    of_a_linear: Any = _Linear._backward_cls
+    if unmade is None or not isinstance(node, of_a_linear):
+        return None
+    answer: UnmadeRows | str = unmade(d_rows, saved)
+    reason = answer if isinstance(answer, str) else _refuse_gradient(node, answer)
+    if reason and d_rows.is_cuda:
+        node.call.gradient_remark = f"gradient made first: {reason}"
+    if reason or isinstance(answer, str):
+        return None
+    node.call.gradient_remark = "one kernel makes and casts the gradient"
+    return answer
+
+
+def _refuse_gradient(node: Any, rows: UnmadeRows) -> str | None:
+    """Why a linear, of which autograd has this node, wants a gradient that has been made; None if its cast makes it."""
+    call: Call = node.call
+    _, _, needs_x, needs_dw, needs_db, *more = node.needs_input_grad
+    try:
+        alone = all(torch._C._will_engine_execute_node(after) for after, _ in node.next_functions if after is not None)
+    except RuntimeError:  # torch's answer about a leaf in torch.autograd.grad
+        alone = False
+    if not alone:
+        return "torch.autograd.grad may hand it to its caller"
+    if needs_db:
+        return "the gradient of the bias is its sum"
+    cells = ((call.recipe.dgrad.lhs, needs_x or True in more), (call.recipe.wgrad.lhs, needs_dw))
+    return call.doors.grad_output.refuse_unmade(rows, *(spec for spec, needed in cells if needed))
 
 
 def _made(

@@ -74,3 +74,28 @@ def test_memory_is_taken_once_and_mistakes_are_named() -> None:
         KVCache(0, 1, 1, 1, 1)
     cache.reset()
     assert cache.lengths == [0, 0, 0]
+
+
+def test_sequences_come_and_go() -> None:
+    """What is kept has its keys and its length, in the new order; padding is not written; a new one is empty."""
+    cache = KVCache(2, 3, 6, 1, 2)
+    k = torch.arange(18.0).view(3, 3, 1, 2)
+    for layer in range(2):
+        read = cache.append(layer, k + layer, k - layer, [3, 1, 2])
+        assert read.keys.shape[1] == 3
+        assert read.lengths is not None
+        assert read.lengths.tolist() == [3, 1, 2]
+    assert not cache.keys[:, 1, 1:].any()
+    cache.advance([3, 1, 2])
+    cache.select([2, None, 0])
+    assert cache.lengths == [2, 0, 3]
+    assert torch.equal(cache.keys[1, 2, :3], k[0] + 1)
+    assert torch.equal(cache.values[1, 0, :2], k[2, :2] - 1)
+    cache.select([2])
+    assert torch.equal(cache.append(0, k[:1], k[:1]).keys[0, :3], k[0])
+    for rows in ([], [0, 0, 0, 0], [1]):
+        with pytest.raises(ValueError, match="needs 1 to 3 of its 1 sequences, or None"):
+            cache.select(rows)
+    with pytest.raises(ValueError, match="3 tokens behind 3 need 6 positions; the cache has 5"):
+        (short := KVCache(1, 2, 5, 1, 2)).advance([3, 0]), short.append(0, k[:2], k[:2], [3, 3])
+    assert short.append(0, k[:2], k[:2], [1, 3]).lengths.tolist() == [4, 3]  # padding may lie beyond the end

@@ -21,7 +21,7 @@ from ottava.casts import quantize
 from ottava.errors import unknown_name
 from ottava.formats import E4M3
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.kernels.triton.rows import supports_rows
+from ottava.kernels.triton.rows import supports_gradient, supports_rows
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import BLOCK_1X128
 
@@ -209,11 +209,27 @@ class ActivationFormula:
 
     def backward(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """(dx, nothing for the factors)."""
-        x, scale_inv, *parameters = saved
-        assert x is not None
-        if scale_inv is not None:
-            x = QuantizedTensor(x, scale_inv, KEPT, d_rows.dtype).dequantize().view(*d_rows.shape[:-1], x.shape[-1])
+        _, _, *parameters = saved
+        x = self._read(d_rows, saved)
         d = d_rows.to(x.dtype)
         for factors in parameters:
             d = d if factors is None else d * factors.to(d.dtype)
         return (self.activation.backward(d, x), *(None for _ in parameters))
+
+    def unmade_gradient(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> UnmadeRows | str:
+        """dx as `backward` has it, in two dimensions, for a kernel that casts what it makes; or why none does."""
+        if any(factors is not None for factors in saved[2:]) or d_rows.dim() < 2:
+            return "triton: makes gradients of matrices without factors of their channels"
+        name, gated = self.activation.kernel or self.activation.name, self.activation.gated
+        if reason := supports_rows(name, d_rows, d_rows.dtype):  # before x is decoded
+            return reason
+        x, d_rows = self._read(d_rows, saved).flatten(0, -2), d_rows.flatten(0, -2)
+        return supports_gradient(name, d_rows, x, gated=gated) or UnmadeRows(name, x, x.dtype, gated, d_rows)
+
+    def _read(self, d_rows: Tensor, saved: Sequence[Tensor | None]) -> Tensor:
+        """x, as it was kept."""
+        x, scale_inv, *_ = saved
+        assert x is not None
+        if scale_inv is None:
+            return x
+        return QuantizedTensor(x, scale_inv, KEPT, d_rows.dtype).dequantize().view(*d_rows.shape[:-1], x.shape[-1])

@@ -29,17 +29,18 @@ class LayerCache(NamedTuple):
 
     cache: KVCache
     layer: int
+    counts: Sequence[int] | None = None
 
     def append(self, k: Tensor, v: Tensor) -> Cached:
         """As `KVCache.append`."""
-        return self.cache.append(self.layer, k, v)
+        return self.cache.append(self.layer, k, v, self.counts)
 
 
 class KVCache:
     """Preallocated keys and values of every layer.
 
     Args:
-        layers: how many.  batch: sequences.  length: the most positions of a sequence.
+        layers: how many.  batch: the most sequences.  length: the most positions of a sequence.
         heads: of keys and values (G).  head_dim: of keys (D).  value_dim: of values, if another.
     Usage: in each forward of n new tokens turn by `positions(n)`, give each layer `of(i)`, and `advance(n)` at the end.
     Raises:
@@ -85,41 +86,64 @@ class KVCache:
         rows = torch.tensor(self.lengths, device=self.keys.device)[:, None] + torch.arange(new, device=self.keys.device)
         return rows[0] if self._even else rows
 
-    def of(self, layer: int) -> LayerCache:
-        """The cache of one layer, as its attention takes it."""
-        return LayerCache(self, layer)
+    def of(self, layer: int, counts: Sequence[int] | None = None) -> LayerCache:
+        """The cache of one layer, as its attention takes it; counts: of `append`."""
+        return LayerCache(self, layer, counts)
 
     @property
     def _even(self) -> bool:
         return len(set(self.lengths)) == 1
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Cached:
+    def append(self, layer: int, k: Tensor, v: Tensor, counts: Sequence[int] | None = None) -> Cached:
         """Writes the keys (B, n, G, D) and values of n new tokens behind those of a layer; returns all of them.
 
+        Args:
+            counts: how many of the n are real, of each sequence; the rest is padding and is not written. None: all.
         Raises:
             ValueError: another shape than the cache was made for, or more tokens than it has room for.
         """
-        batch, new = k.shape[:2]
-        own_k, own_v = self.keys[layer], self.values[layer]
+        batch, new = len(self.lengths), k.shape[1]
+        own_k, own_v = self.keys[layer, :batch], self.values[layer, :batch]
         for what, got, own in (("keys", k, own_k), ("values", v, own_v)):
-            if got.shape != (own.shape[0], new, *own.shape[2:]) or got.dtype != own.dtype:
+            if got.shape != (batch, new, *own.shape[2:]) or got.dtype != own.dtype:
                 raise ValueError(
                     f"KVCache.append: got {what} {tuple(got.shape)} {got.dtype}; needs "
-                    f"({own.shape[0]}, new, {own.shape[2]}, {own.shape[3]}) {own.dtype}, as the cache was made"
+                    f"({batch}, new, {own.shape[2]}, {own.shape[3]}) {own.dtype}, as the cache was made"
                 )
-        end = max(self.lengths) + new
-        if end > own_k.shape[1]:
+        counts = [new] * batch if counts is None else counts
+        ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if (end := max(ends)) > own_k.shape[1]:
             raise ValueError(
-                f"KVCache: {new} tokens behind {max(self.lengths)} need {end} positions; the cache has "
-                f"{own_k.shape[1]}. Make it with length={end} or more"
+                f"KVCache: {end - max(self.lengths)} tokens behind {max(self.lengths)} need {end} positions; the cache "
+                f"has {own_k.shape[1]}. Make it with length={end} or more"
             )
-        if self._even:
+        if self._even and set(counts) == {new}:
             own_k[:, self.lengths[0] : end], own_v[:, self.lengths[0] : end] = k, v
             return Cached(own_k[:, :end], own_v[:, :end], None)
-        rows, places = torch.arange(batch, device=k.device)[:, None], self.positions(new)
-        own_k[rows, places], own_v[rows, places] = k, v
-        lengths = torch.tensor([length + new for length in self.lengths], device=k.device)
-        return Cached(own_k[:, :end], own_v[:, :end], lengths)
+        real = [(b, i, self.lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
+        rows, news, places = torch.tensor(real, device=k.device).view(-1, 3).unbind(1)
+        own_k[rows, places], own_v[rows, places] = k[rows, news], v[rows, news]
+        return Cached(own_k[:, :end], own_v[:, :end], torch.tensor(ends, device=k.device))
+
+    def select(self, rows: Sequence[int | None]) -> None:
+        """Goes on with these of its sequences, in this order; None begins an empty one.
+
+        Raises:
+            ValueError: more than the cache was made for, or one that it does not have.
+
+        Example:
+            >>> cache = KVCache(layers=1, batch=3, length=4, heads=1, head_dim=1)
+            >>> cache.advance([1, 2, 3]), cache.select([2, None]), cache.lengths       # two are finished, one is new
+            (None, None, [3, 0])
+        """
+        most, has = self.keys.shape[1], len(self.lengths)
+        if not 0 < len(rows) <= most or any(row is not None and not 0 <= row < has for row in rows):
+            raise ValueError(f"KVCache.select: got {list(rows)}; needs 1 to {most} of its {has} sequences, or None")
+        if list(rows) != list(range(len(rows))):
+            kept = torch.tensor([row or 0 for row in rows], device=self.keys.device)
+            for own in (self.keys, self.values):
+                own[:, : len(rows)] = own[:, kept]
+        self.lengths = [0 if row is None else self.lengths[row] for row in rows]
 
     def advance(self, new: int | Sequence[int]) -> None:
         """After all layers: that many tokens were read, by each sequence as many or each its own (padded prompts: what

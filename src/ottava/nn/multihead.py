@@ -136,11 +136,12 @@ class MultiheadAttention(nn.Module):
                 key.
             others: as `DotProductAttention.forward`.
         """
-        if (memory is None) == self.cross or (cache is not None and (self.cross or self.attention.layout != "bshd")):
+        layout = self.attention.layout
+        if (memory is None) == self.cross or (cache is not None and (self.cross or layout == "thd")):
             raise ValueError(
-                f"MultiheadAttention(cross={self.cross}, layout={self.attention.layout!r}): got "
+                f"MultiheadAttention(cross={self.cross}, layout={layout!r}): got "
                 f"{'no memory' if memory is None else 'a memory'}{'' if cache is None else ' and a cache'}; cross "
-                "attention needs a memory, self attention none, and a cache needs self attention in 'bshd'"
+                "attention needs a memory, self attention none, and a cache needs self attention in 'bshd' or 'sbhd'"
             )
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         if memory is None:
@@ -156,7 +157,9 @@ class MultiheadAttention(nn.Module):
             q, k = self._normed(q, k)
         mask = None
         if cache is not None:
+            k, v = (k.transpose(0, 1), v.transpose(0, 1)) if layout == "sbhd" else (k, v)
             (k, v, lengths), mask = cache.append(k, v), "causal_bottom_right"
+            k, v = (k.transpose(0, 1), v.transpose(0, 1)) if layout == "sbhd" else (k, v)
             key_lengths = lengths if key_lengths is None else key_lengths
         y = self.attention(
             q,

@@ -134,8 +134,8 @@ def _unmade(
         return reason
     gamma, beta = (*parameters, None)[:2]
     rows = normed(name, x, dtype, gamma, beta, eps=formula.eps, zero_centered=formula.zero_centered)
-    assert rows.statistics is not None
-    mean, rstd = rows.statistics[:, :, None]
+    assert rows.beside is not None
+    mean, rstd = rows.beside[:, :, None]
     return rows, (x, *parameters, *((mean, rstd) if name == "layernorm" else (rstd,)))
 
 

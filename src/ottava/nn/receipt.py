@@ -210,7 +210,8 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
     weight = layer.weight.numel()
     record: GemmRecord | None = call.records.get(gemm)
     if record is not None:
-        note = "; ".join((*([call.remark] if call.remark and gemm == "fprop" else []), *record.refusals))
+        remark = call.remark if gemm == "fprop" else call.gradient_remark
+        note = "; ".join((*([remark] if remark else []), *record.refusals))
         if not record.quantized:
             note = note or _why_high_precision(layer, call.recipe.name, cells)
         if gemm == "fprop" and (stored := stored_as(layer.parameter)):

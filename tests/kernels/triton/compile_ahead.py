@@ -24,7 +24,7 @@ from ottava.debug.tally import EXPONENT_BINS
 from ottava.formats import E4M3, E5M2
 from ottava.kernels.triton import adamw_device_code, device_code, rows_device_code
 from ottava.kernels.triton.adamw import LAUNCH as adamw_launch
-from ottava.kernels.triton.quantize import amax_launch, cast_launch, predicted_launch
+from ottava.kernels.triton.quantize import GRADIENT_LAUNCH, amax_launch, cast_launch, predicted_launch
 from ottava.kernels.triton.roll import roll_launch
 from ottava.kernels.triton.statistics import statistics_launch
 from ottava.quantized_tensor import QuantizationSpec
@@ -68,12 +68,17 @@ def launches(converts: bool) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         {**statistics_launch(tensor, EXPONENT_BINS), **dict.fromkeys(SIZES, 1)},
     )
     made = {"MAKE": "silu", "FLAG": True}, {"MAKE": "rmsnorm", "DTYPE": "bf16", "gamma_ptr": "*bf16"}
-    made[1]["statistics_ptr"] = "*fp32"
+    made[1]["beside_ptr"] = "*fp32"
     found["swiglu, 1x128"] = (device_code.cast_kernel, {**cast_launch(block, block, converts), **made[0]})
     found["rmsnorm, tensor"] = (device_code.cast_kernel, {**cast_launch(tensor, tensor, converts), **made[1]})
-    guess = predicted_launch(guarded, True, True, False, converts)
+    guess = dict(predicted_launch(guarded, True, True, False, converts))
     found["gelu, predicted"] = (device_code.predicted_kernel, {**guess, "MAKE": "gelu_tanh"})
     found["amax of layernorm"] = (device_code.amax_kernel, {**amax_launch(("tensor",)), **made[1], "MAKE": "layernorm"})
+    back = {"MAKE": "silu", "FLAG": True, "beside_ptr": "*bf16", **GRADIENT_LAUNCH}
+    found["dswiglu, 1x128"] = (device_code.cast_kernel, {**cast_launch(block, block, converts), **back})
+    found["dswiglu, tensor E5M2"] = (device_code.cast_kernel, {**cast_launch(gradient, gradient, converts), **back})
+    guess |= {**back, "MAKE": "gelu_tanh", "FLAG": False}
+    found["dgelu, predicted"] = (device_code.predicted_kernel, guess)
     tile = {"TR": 64, "TC": 128, "num_warps": 8}
     found["rows"] = (rows_device_code.rows_kernel, {**made[1], "FLAG": False, **tile, "beta_ptr": None})
     statistics = {"MAKE": "layernorm", "TC": 1024, "num_warps": 4}

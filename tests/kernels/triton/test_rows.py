@@ -29,44 +29,98 @@ def samples(m: int, k: int) -> Tensor:
     return (torch.randn(m, k, generator=torch.Generator().manual_seed(m * k)) * 2).bfloat16().to(DEVICE)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "rowwise_with_gw_hp"])
-def test_an_mlp_that_makes_its_rows_in_the_cast_has_the_bits_of_one_that_does_not(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and every gradient: fused; made first because someone watches the door; and near torch's own rows."""
+def fuse(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets the interpreter stand for a GPU; what it is asked to cast."""
     asked: list[str] = []
     original = triton_quantize.quantize_both
 
     def counted(x: Any, *rest: Any) -> Any:
-        asked.append(x.make if isinstance(x, UnmadeRows) else "tensor")
+        made = isinstance(x, UnmadeRows)
+        asked.append(f"{'dx' if x.is_gradient else 'rows'} of {x.make}" if made else "tensor")
         return original(x, *rest)
 
+    for home in (ottava.nn.norms, ottava.nn.activations):
+        monkeypatch.setattr(home, "supports_rows", lambda *_: None)
+    monkeypatch.setattr(ottava.nn.activations, "supports_gradient", lambda *_, **__: None)
+    monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
+    monkeypatch.setattr(triton_quantize, "quantize_both", counted)
+    return asked
+
+
+def watch_doors(mlp: ottava.nn.NormMLP) -> None:
+    """Who watches a door wants the rows made."""
+    for layer in (mlp.fc1, mlp.fc2):
+        for door in layer.quantizers.doors:
+            door.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "save", "bias"),
+    [("tensorwise", "bf16", False), ("delayed", "fp8", False), ("mxfp8", "recompute", False)]
+    + [("rowwise_with_gw_hp", "bf16", False), ("tensorwise", "bf16", True)],
+)
+def test_an_mlp_that_makes_its_rows_in_the_cast_has_the_bits_of_one_that_does_not(
+    recipe: str, save: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and every gradient: fused; made first because someone watches the door; and near torch's own rows."""
+    asked: list[str] = []
     results: dict[str, list[Tensor]] = {}
     for way in ("torch", "fused", "watched"):
-        if way == "fused" and not ON_GPU:
-            for home in (ottava.nn.norms, ottava.nn.activations):
-                monkeypatch.setattr(home, "supports_rows", lambda *_: None)
-            monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *_: None)
-            monkeypatch.setattr(triton_quantize, "quantize_both", counted)
         if way == "torch" and ON_GPU:
             continue
+        if way == "fused" and not ON_GPU:
+            asked = fuse(monkeypatch)
         torch.manual_seed(0)
-        mlp = ottava.nn.NormMLP(48, 64, activation="swiglu", norm="rmsnorm", recipe=recipe, dtype=torch.bfloat16)
-        mlp = mlp.to(DEVICE)
+        sizes: dict[str, Any] = {"activation": "swiglu", "norm": "rmsnorm", "bias": bias, "save": save}
+        mlp = ottava.nn.NormMLP(48, 64, **sizes, recipe=recipe, dtype=torch.bfloat16).to(DEVICE)
         if way == "watched":
-            for layer in (mlp.fc1, mlp.fc2):
-                layer.quantizers.input.register_forward_hook(lambda *_: None)
-        x = samples(20, 48).requires_grad_()
+            watch_doors(mlp)
+        x = samples(20, 48).view(4, 5, 48).requires_grad_()
         y = mlp(x)
         y.float().square().sum().backward()
         results[way] = [y.detach(), x.grad, *(p.grad for p in mlp.parameters())]
         if way == "fused" and not ON_GPU:
-            made = {"rmsnorm", "silu"} & set(asked)
-            assert made == (set() if RECIPES[recipe].wgrad.rhs is None else {"rmsnorm", "silu"})
+            made = {"rows of rmsnorm", "rows of silu"} if save != "recompute" else {"rows of rmsnorm"}
+            made = made | ({"dx of silu"} if not bias else set())
+            assert set(asked) - {"tensor"} == (set() if RECIPES[recipe].wgrad.rhs is None else made)
+            notes = [row.note for row in ottava.receipt(mlp).rows if row.layer == "fc1" and row.gemm != "fprop"]
+            fused = "one kernel makes and casts the gradient"
+            assert all(fused in note for note in notes) == ("dx of silu" in asked)
     assert all(map(torch.equal, results["fused"], results["watched"]))
     for got, expected in zip(results["fused"], results.get("torch", results["fused"]), strict=True):
         # a row's rstd may differ by an ulp of fp32, a BF16 number then by one of its own, and a code by one of E4M3
         assert (got - expected).norm() <= 2**-4 * expected.norm()
+
+
+def test_whoever_looks_at_a_gradient_gets_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook between the layers, a second reader, a leaf, and autograd.grad get a gradient that was made first."""
+    sizes: dict[str, Any] = {"activation": "swiglu", "bias": False, "dtype": torch.bfloat16}
+
+    def results(fused: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        mlp = ottava.nn.NormMLP(32, 32, **sizes).to(DEVICE)
+        if not fused:
+            watch_doors(mlp)
+        x, seen = samples(4, 32).requires_grad_(), []
+        h = mlp.fc1(x)
+        h.register_hook(lambda grad: seen.append(grad + 0))
+        (mlp.fc2(h).sum() + h.float().square().sum()).backward()  # two gradients, which autograd adds
+        seen += [mlp.fc1.weight.grad]
+        h = mlp.fc1(x)
+        h.retain_grad()
+        handle = mlp.fc1.register_full_backward_hook(lambda _, __, out: seen.append(out[0] * 1))
+        mlp(x).sum().backward()
+        handle.remove()
+        leaf = samples(4, 64).requires_grad_()
+        mlp.fc2(leaf).sum().backward()
+        h = mlp.fc1(x)
+        seen += [leaf.grad, *torch.autograd.grad(mlp.fc2(h).sum(), (h,))]
+        assert all(type(one) is Tensor for one in seen)
+        return seen
+
+    if not ON_GPU:
+        fuse(monkeypatch)
+    assert all(map(torch.equal, results(True), results(False)))
 
 
 def test_refusals_say_why() -> None:

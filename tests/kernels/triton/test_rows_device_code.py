@@ -13,7 +13,7 @@ from ottava.formats import E4M3
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.kernels.triton.rows import make_rows, normed, supports_rows
+from ottava.kernels.triton.rows import make_rows, normed, supports_gradient, supports_rows
 from ottava.nn.activations import ACTIVATIONS
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW
@@ -46,8 +46,8 @@ def of_a_norm(make: str, x: Tensor, dtype: torch.dtype, *, beta: bool, centred: 
     gamma = torch.linspace(0.5, 1.5, k, device=DEVICE).to(x.dtype)
     shift = torch.linspace(-1, 1, k, device=DEVICE).to(x.dtype) if beta else None
     unmade = normed(make, x, dtype, gamma, shift, eps=1e-5, zero_centered=centred)
-    assert unmade.statistics is not None
-    mean, rstd = unmade.statistics[:, :, None]
+    assert unmade.beside is not None
+    mean, rstd = unmade.beside[:, :, None]
     y = (
         (x.float() - mean if make == "layernorm" else x.float())
         * rstd
@@ -101,6 +101,59 @@ def test_activated_rows_are_cast_as_torchs(name: str) -> None:
             same_casts(unmade, rows, spec)
 
 
+def d_gelu_tanh(dy: Tensor, x: Tensor) -> Tensor:
+    """As torch's kernel has it."""
+    beta, kappa = (2 / torch.pi) ** 0.5, 0.044715
+    t = torch.tanh(beta * (x + kappa * (x * x * x)))
+    return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (beta * (1 + 3 * kappa * (x * x))))
+
+
+# (dy, x) -> dx, as CUDA's kernels have them
+GRADIENTS = {
+    "silu": lambda dy, x: dy * (s := 1 / (1 + torch.exp(-x))) * (1 + x * (1 - s)),
+    "gelu": lambda dy, x: (
+        dy * (0.5 * (1 + torch.erf(x * 2**-0.5)) + x * (torch.exp(-0.5 * x * x) * 0.3989422804014327))
+    ),
+    "gelu_tanh": d_gelu_tanh,
+    "relu": lambda dy, x: torch.where(x <= 0, 0.0, dy),
+}
+
+
+@sweep(name=[name for name, one in ACTIVATIONS.items() if one.kernel])
+def test_gradients_of_activations_are_cast_as_torchs(name: str) -> None:
+    """Halves that end inside a tile; strides; dy of another dtype; NaN and infinity; one of them under every spec."""
+    activation = ACTIVATIONS[name]
+    for dtype, dy_dtype in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ):
+        wide = 144
+        x = samples(67, 2 * wide + 16, dtype)[:, : 2 * wide if activation.gated else wide]
+        dy = samples(67, wide, dy_dtype) * 8
+        if dtype == torch.float16:
+            dy[0, :2], x[1, :2] = torch.tensor([torch.inf, torch.nan]), torch.tensor([torch.nan, -torch.inf])
+        unmade = UnmadeRows(activation.kernel, x, dtype, activation.gated, dy)
+        assert supports_gradient(activation.kernel, dy, x, gated=activation.gated) == (
+            None if ON_GPU else "triton: runs on cuda; got cpu"
+        )
+        assert unmade.shape == x.shape
+        gate, *up = x.chunk(2, 1) if activation.gated else (x,)
+        d, forward = dy.to(dtype), FORMULAS[activation.kernel](gate.float()).to(dtype)
+        d_act = d * up[0] if up else d
+        if activation.kernel == "relu2":
+            d_gate = d_act * 2 * gate.relu()
+        else:
+            d_gate = GRADIENTS[activation.kernel](d_act.float(), gate.float()).to(dtype)
+        rows = torch.cat((d_gate, d * forward), 1) if up else d_gate
+        torchs, got = activation.backward(d, x), make_rows(unmade)
+        finite = torchs.isfinite() & rows.isfinite()
+        assert (rows - torchs)[finite].norm() <= (0 if ON_GPU else 2**-9) * torchs[finite].norm()
+        assert torch.equal(got.nan_to_num(7, 8, 9), rows.nan_to_num(7, 8, 9))
+        for spec in SPECS.values() if (name, dtype) == ("swiglu", torch.bfloat16) else ():
+            same_casts(unmade, rows, spec)
+
+
 @sweep(make=["rmsnorm", "layernorm"])
 def test_normed_rows_are_cast_as_torchs(make: str) -> None:
     """To the bit with the kernel's statistics, and those within 4 roundings of fp32 of their fp64 values."""
@@ -113,7 +166,7 @@ def test_normed_rows_are_cast_as_torchs(make: str) -> None:
         wide = x.double()
         mean = wide.mean(1) if make == "layernorm" else torch.zeros(70, device=DEVICE, dtype=torch.float64)
         rstd = ((wide - mean[:, None]).square().mean(1) + 1e-5).rsqrt()
-        assert unmade.statistics is not None
+        assert unmade.beside is not None
         if make == "layernorm":
-            torch.testing.assert_close(unmade.statistics[0].double(), mean, rtol=2**-20, atol=0)
-        torch.testing.assert_close(unmade.statistics[1].double(), rstd, rtol=2**-22, atol=0)
+            torch.testing.assert_close(unmade.beside[0].double(), mean, rtol=2**-20, atol=0)
+        torch.testing.assert_close(unmade.beside[1].double(), rstd, rtol=2**-22, atol=0)

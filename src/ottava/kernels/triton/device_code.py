@@ -185,7 +185,7 @@ def amax_kernel(
     COLS: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
-    statistics_ptr=None,
+    beside_ptr=None,
     gamma_ptr=None,
     beta_ptr=None,
     MAKE: tl.constexpr = "",
@@ -194,7 +194,7 @@ def amax_kernel(
 ):
     """Bits of the amax of all of x, of its rows and of its columns, as asked for; the buffers begin at 0."""
     r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
-    x = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if TENSOR:
         tl.atomic_max(tensor_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
@@ -236,7 +236,7 @@ def cast_kernel(
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
-    statistics_ptr=None,
+    beside_ptr=None,
     gamma_ptr=None,
     beta_ptr=None,
     MAKE: tl.constexpr = "",
@@ -249,7 +249,7 @@ def cast_kernel(
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the amax pass read last is still in L2
     r, c, row_tile, col_tile = tile_place(tile, rows, cols, TR, TC)
-    x = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
     if MODE != "":
         grid_cols = tl.cdiv(cols, BC)
@@ -302,7 +302,7 @@ def predicted_kernel(
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
-    statistics_ptr=None,
+    beside_ptr=None,
     gamma_ptr=None,
     beta_ptr=None,
     MAKE: tl.constexpr = "",
@@ -341,9 +341,7 @@ def predicted_kernel(
         wanted = taken == 0
     if wanted:
         r, c, _, _ = tile_place(tile, rows, cols, TR, TC)
-        x = load_rows(
-            x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE
-        )
+        x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
         if not REDO:
             tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
         codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)

@@ -39,6 +39,8 @@ NAME = "triton"
 _FORMATS = (E4M3, E5M2, E2M1, E2M3, E3M2)
 _TILE = 128
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+GRADIENT_LAUNCH = MappingProxyType({"num_warps": 8})
+"""A gradient reads three tensors: of more threads each would have too few registers for a tile of 128 x 128."""
 
 
 def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
@@ -122,7 +124,8 @@ def quantize_both(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnmadeRows:
-    """Rows (M, K) that a kernel makes of x (M, K), or (M, 2 K) with a gate, while it casts them; see `rows`."""
+    """Rows (M, K) that a kernel makes of x (M, K), or (M, 2 K) with a gate, while it casts them; see `rows`. Or the
+    gradient of an activation, in the shape of x."""
 
     make: str
     """A name of the device code."""
@@ -130,8 +133,8 @@ class UnmadeRows:
     dtype: torch.dtype
     """Of the rows."""
     gated: bool = False
-    statistics: Tensor | None = None
-    """Of a norm, fp32 (2, M): mean and rstd."""
+    beside: Tensor | None = None
+    """Read with x: mean and rstd of a norm, fp32 (2, M); dy of an activation, (M, features), for its gradient."""
     gamma: Tensor | None = None
     """(K,), any float dtype."""
     beta: Tensor | None = None
@@ -140,9 +143,14 @@ class UnmadeRows:
     """Whether gamma is added to 1."""
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether dy of an activation lies beside x."""
+        return self.beside is not None and not self.make.endswith("norm")
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(M, K)."""
-        return self.x.shape[0], self.x.shape[1] // (2 if self.gated else 1)
+        return self.x.shape[0], self.x.shape[1] // (2 if self.gated and not self.is_gradient else 1)
 
     @property
     def nbytes(self) -> int:
@@ -157,8 +165,9 @@ class UnmadeRows:
     @property
     def arguments(self) -> dict[str, Any]:
         """What a kernel takes beside x, by name."""
-        given = {"statistics_ptr": self.statistics, "gamma_ptr": self.gamma, "beta_ptr": self.beta}
-        return {**given, "MAKE": self.make, "FLAG": self.gated or self.zero_centered, "DTYPE": self._rounded}
+        given = {"beside_ptr": self.beside, "gamma_ptr": self.gamma, "beta_ptr": self.beta}
+        made = {**given, "MAKE": self.make, "FLAG": self.gated or self.zero_centered, "DTYPE": self._rounded}
+        return {**made, **GRADIENT_LAUNCH} if self.is_gradient else made
 
     @property
     def _rounded(self) -> str:
@@ -190,7 +199,7 @@ def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: Quan
     if whole:
         launch = amax_launch(tuple(whole))
         buffers = [whole.get(mode, row.amax) for mode in ("tensor", "rows", "cols")]
-        device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **launch, **made)
+        device.amax_kernel[_grid(x, launch)](read, *buffers, *shape, **{**launch, **made})
     known = spec or spec_t
     assert known is not None
     launch = cast_launch(spec, spec_t, _converts(x.device))
@@ -200,8 +209,7 @@ def _current(x: Tensor | UnmadeRows, spec: QuantizationSpec | None, spec_t: Quan
         *(col.data, col.scale_inv, col.amax),
         *shape,
         _top(known),
-        **launch,
-        **made,
+        **{**launch, **made},
     )
     return _casts(row, col, spec, spec_t, one_scale)
 
@@ -228,8 +236,7 @@ def _predicted(
             *(row.data, col.data, one.scale_inv, one.amax, scale if staged is None else staged),
             *shape,
             *(_top(known), known.format.max * 2.0**-known.guard_bits),
-            **launch,
-            **made,
+            **{**launch, **made},
         )
     return _casts(row, col, spec, spec_t, spec is not None and spec_t is not None)
 

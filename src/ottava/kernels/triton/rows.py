@@ -1,4 +1,4 @@
-"""Rows that a norm or an activation makes on an NVIDIA GPU, inside the kernel that casts them.
+"""Rows that a norm or an activation makes on an NVIDIA GPU, inside the kernel that casts them; and an activation's dx.
 
 A norm's statistics are one launch that reads x. A cast makes a tile of the rows whenever it reads one (`quantize`), so
 the rows never lie in memory. Who asks for them all the same (a watch, a cell in high precision) gets the same numbers.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ottava.kernels.gate import launched, refusal
 from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
@@ -19,18 +20,18 @@ from ottava.kernels.triton.quantize import NAME, UnmadeRows, refuse_device
 MADE = ("rmsnorm", "layernorm", "silu", "gelu", "gelu_tanh", "relu", "relu2")
 """What the device code knows."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE = MappingProxyType({"TR": 64, "TC": 128})
+_TILE = MappingProxyType({"TR": 64, "TC": 128, "num_warps": 8})
 
 
 def make_rows(unmade: UnmadeRows) -> Tensor:
     """The rows themselves (M, K), the numbers that a cast of `unmade` casts."""
     x, (m, k) = unmade.x, unmade.shape
     y = x.new_empty(m, k, dtype=unmade.dtype)
-    launched(x, unmade.statistics, unmade.gamma, unmade.beta)
+    launched(x, unmade.beside, unmade.gamma, unmade.beta)
     sizes = {"rows": m, "cols": k, "stride_r": x.stride(0), "stride_c": x.stride(1)}
     grid = (-(-m // _TILE["TR"]) * -(-k // _TILE["TC"]),)
     with torch.cuda.device_of(x):
-        _device_code().rows_kernel[grid](x, y, **sizes, **unmade.arguments, **_TILE, num_warps=8)
+        _device_code().rows_kernel[grid](x, y, **sizes, **{**_TILE, **unmade.arguments})
     return y
 
 
@@ -54,6 +55,61 @@ def supports_rows(make: str, x: Tensor, dtype: torch.dtype, *parameters: Tensor 
     if torch.version.hip is not None:
         return f"{NAME}: makes rows on NVIDIA GPUs, whose library has its exp, erf and tanh"
     return refuse_device(x.device)
+
+
+def supports_gradient(make: str, dy: Tensor, x: Tensor, *, gated: bool) -> str | None:
+    """Why no kernel here makes dx (M, features of x) of an activation's dy (M, features) and x; None if one does.
+
+    Example:
+        >>> supports_gradient("silu", torch.ones(2, 2), torch.ones(2, 4), gated=True)
+        'triton: runs on cuda; got cpu'
+    """
+    if reason := supports_rows(make, x, x.dtype):
+        return reason
+    if dy.dtype not in _DTYPES or not dy.is_contiguous() or (reason := refusal(dy)):
+        return f"{NAME}: reads gradients that lie row by row; got {tuple(dy.shape)} {dy.dtype}, strides {dy.stride()}"
+    if gated and dy.shape[1] % 16:
+        return f"{NAME}: makes gradients of gates of a multiple of 16 features; got {dy.shape[1]}"
+    return None
+
+
+class UnmadeGradient(Tensor):
+    """A gradient that autograd hands from one layer to the other before its numbers are made.
+
+    The layer that gets it casts it as a kernel makes it. Any other operation on it, a hook's for one, makes it first.
+    """
+
+    rows: UnmadeRows
+
+    @staticmethod
+    def __new__(cls: type[UnmadeGradient], rows: UnmadeRows, shape: tuple[int, ...]) -> UnmadeGradient:
+        """shape: that of the rows, or with their first dimension as several."""
+        gradient: UnmadeGradient = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
+        gradient.rows = rows
+        return gradient
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls a classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.view.default and args[1] and args[1][-1] == args[0].shape[-1]:
+            shape = tuple(args[1])
+            if -1 not in shape:
+                return cls(args[0].rows, shape)
+        return func(*tree_map_only(cls, cls.made, args), **tree_map_only(cls, cls.made, kwargs or {}))
+
+    def made(self) -> Tensor:
+        """Its numbers, in its shape."""
+        return make_rows(self.rows).view(self.shape)
+
+    def taken(self) -> UnmadeRows:
+        """What a cast makes it of; for use on the current stream."""
+        for read in (self.rows.x, self.rows.beside):
+            if read is not None and read.is_cuda:
+                read.record_stream(torch.cuda.current_stream(read.device))
+        return self.rows
 
 
 def normed(

@@ -1,4 +1,5 @@
-"""Device code that makes the rows that are cast: what a norm or an activation gives, computed where a tile is loaded.
+"""Device code that makes the rows that are cast, where a tile is loaded: of a norm or an activation, or the gradient of
+an activation.
 
 The formulas are those of `nn.norms` and `nn.activations`, operation by operation in fp32, rounded where torch rounds.
 exp, erf and tanh are CUDA's own (libdevice), as torch's kernels have them: Triton's are approximations.
@@ -26,6 +27,49 @@ def _activated(x, MAKE: tl.constexpr):
 
 
 @triton.jit
+def _gradient(dy, x, DTYPE: tl.constexpr, MAKE: tl.constexpr):
+    """dx of an activation without a gate; DTYPE: that of x, in which torch writes."""
+    if MAKE == "silu":
+        s = tl.math.div_rn(1.0, 1.0 + libdevice.exp(-x))
+        return dy * s * (1.0 + x * (1.0 - s))
+    if MAKE == "gelu":
+        cdf = 0.5 * (1.0 + libdevice.erf(x * 0.7071067811865476))
+        return dy * (cdf + x * (libdevice.exp(-0.5 * x * x) * 0.3989422804014327))
+    if MAKE == "gelu_tanh":
+        t = libdevice.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x)))
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * (x * x))
+        return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
+    if MAKE == "relu2":
+        return (dy * 2.0).to(DTYPE).to(tl.float32) * _activated(x, "relu")
+    return tl.where(x <= 0, 0.0, dy)
+
+
+@triton.jit
+def _pulled(x_ptr, dy_ptr, r, c, rows, cols, stride_r, stride_c, MAKE: tl.constexpr, GATED: tl.constexpr):
+    """A tile of dx (rows, cols) of an activation's input x; dy lies row by row.
+
+    GATED: dy has half of the columns, a multiple of 16 of them, so that 16 neighbours of dx read neighbours.
+    """
+    wide = cols // 2 if GATED else cols
+    first = tl.max_contiguous(tl.multiple_of(tl.where(c >= wide, c - wide, c), 16), 16) if GATED else c
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    where = x_ptr + r.to(tl.int64)[:, None] * stride_r + first.to(tl.int64)[None, :] * stride_c
+    x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    dtype = x_ptr.dtype.element_ty
+    dy = tl.load(dy_ptr + r.to(tl.int64)[:, None] * wide + first[None, :], mask=mask, other=0.0)
+    dy = dy.to(dtype).to(tl.float32)
+    if not GATED:
+        return _gradient(dy, x, dtype, MAKE)
+    is_gate = (c < wide)[None, :]
+    up = tl.load(where + wide.to(tl.int64) * stride_c, mask=mask & is_gate, other=1.0).to(tl.float32)
+    dy = (dy * up).to(dtype).to(tl.float32)
+    if MAKE == "silu":  # the same with one division for both: less registers
+        q = tl.math.div_rn(tl.where(is_gate, 1.0, x), 1.0 + libdevice.exp(-x))
+        return dy * tl.where(is_gate, q, q.to(dtype).to(tl.float32)) * tl.where(is_gate, 1.0 + x * (1.0 - q), 1.0)
+    return tl.where(is_gate, _gradient(dy, x, dtype, MAKE), dy * _activated(x, MAKE).to(dtype).to(tl.float32))
+
+
+@triton.jit
 def tile_place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
     """(row and column numbers, row tile, column tile) of a tile; tiles go along rows."""
     across = tl.cdiv(cols, TC)
@@ -36,7 +80,7 @@ def tile_place(tile, rows, cols, TR: tl.constexpr, TC: tl.constexpr):
 @triton.jit
 def load_rows(
     x_ptr,
-    statistics_ptr,
+    beside_ptr,
     gamma_ptr,
     beta_ptr,
     r,
@@ -52,9 +96,9 @@ def load_rows(
     """A tile in fp32, 0 beyond the edges: x itself (MAKE ""), or what is made of it, rounded to the dtype of x and then
     to DTYPE, "bf16" or "fp16", where that is another.
 
-    "rmsnorm" and "layernorm" read (mean, rstd) of each row at statistics (2, rows), and gamma and beta (cols) where
-    they are not None; FLAG: gamma is added to 1. The others are activations; FLAG: x has twice the columns, the gate
-    first.
+    "rmsnorm" and "layernorm" read (mean, rstd) of each row beside x, (2, rows), and gamma and beta (cols) where they
+    are not None; FLAG: gamma is added to 1. The others are activations; FLAG: with a gate, in the first half of the
+    columns of x. With dy beside x they make dx, which has the columns of x.
     """
     mask = (r[:, None] < rows) & (c[None, :] < cols)
     where = x_ptr + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
@@ -64,14 +108,16 @@ def load_rows(
         return x
     if MAKE == "rmsnorm" or MAKE == "layernorm":
         if MAKE == "layernorm":
-            x -= tl.load(statistics_ptr + r, mask=r < rows, other=0.0)[:, None]
-        y = x * tl.load(statistics_ptr + rows + r, mask=r < rows, other=0.0)[:, None]
+            x -= tl.load(beside_ptr + r, mask=r < rows, other=0.0)[:, None]
+        y = x * tl.load(beside_ptr + rows + r, mask=r < rows, other=0.0)[:, None]
         if gamma_ptr is not None:
             gamma = tl.load(gamma_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
             y *= (gamma + 1.0 if FLAG else gamma)[None, :]
         if beta_ptr is not None:
             y += tl.load(beta_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
         y = tl.where(mask, y, 0.0)
+    elif beside_ptr is not None:
+        y = _pulled(x_ptr, beside_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG)
     else:
         y = _activated(x, MAKE)
         if FLAG:
@@ -89,7 +135,7 @@ def load_rows(
 def rows_kernel(
     x_ptr,
     y_ptr,
-    statistics_ptr,
+    beside_ptr,
     gamma_ptr,
     beta_ptr,
     rows,
@@ -104,7 +150,7 @@ def rows_kernel(
 ):
     """The rows themselves, y (rows, cols), for casts that these kernels do not make: the numbers that they cast."""
     r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
-    y = load_rows(x_ptr, statistics_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
+    y = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     where = y_ptr + r.to(tl.int64)[:, None] * cols + c[None, :]
     tl.store(where, y.to(y_ptr.dtype.element_ty), mask=(r[:, None] < rows) & (c[None, :] < cols))
 

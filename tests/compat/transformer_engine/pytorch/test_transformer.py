@@ -115,5 +115,3 @@ def test_what_is_not_here_is_refused() -> None:
     both: dict[str, Any] = {"output_layernorm": True, "apply_residual_connection_post_layernorm": True}
     with pytest.raises(ValueError, match="goes with norms in front"):
         te.TransformerLayer(32, 64, 4, parallel_attention_mlp=True, **both)
-    with pytest.raises(NotImplementedError, match="inference_params"):
-        te.TransformerLayer(32, 64, 4)(torch.ones(2, 1, 32), inference_params=object())

@@ -11,6 +11,7 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from ottava.compat.transformer_engine.pytorch.distributed import checkpoint
+from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import (
     GroupedLinear,
     LayerNorm,
@@ -39,6 +40,7 @@ from ottava.compat.transformer_engine.pytorch.transformer import TransformerLaye
 __all__ = [
     "DotProductAttention",
     "GroupedLinear",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

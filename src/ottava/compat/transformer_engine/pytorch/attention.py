@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ottava import nn as ours
+from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_name, start
 from ottava.compat.transformer_engine.pytorch.refused import refuse
+from ottava.compat.transformer_engine.pytorch.rope import RotaryPositionEmbedding, rotary_table
 from ottava.compat.transformer_engine.pytorch.state import Parts, TEState
 from ottava.errors import unknown_name
 from ottava.nn.attention import Sink
-from ottava.nn.rope import RotaryTable, packed_positions
 from ottava.quantized_layer import quantized_layers
 
 Window = tuple[int | None, int | None] | None
+
+__all__ = ["DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"]
 
 MASKS: Mapping[str, tuple[str, bool]] = MappingProxyType(
     {
@@ -115,6 +118,7 @@ class DotProductAttention(nn.Module):
         num_attention_heads, kv_channels, num_gqa_groups: heads, entries of a head, heads of keys and values.
         qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type: a key of MASKS.  window_size: (left, right).  softmax_type: a key of SINKS.
+        layer_number: names this layer's part of `InferenceParams`.
         others: TransformerEngine's other arguments, taken where they change nothing.
     Shapes: q, k, v in the format -> the heads' results, flat: (S, B, H * D), (B, S, H * D) or (T, H * D).
     Raises:
@@ -138,11 +142,12 @@ class DotProductAttention(nn.Module):
         *,
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        layer_number: int | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
         refuse("DotProductAttention", others, ("softmax_scale", "softmax_type"))
-        self.attn_mask_type = attn_mask_type
+        self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
             mask=mask_for("DotProductAttention", attn_mask_type)[0],
             window=window_size,
@@ -169,82 +174,27 @@ class DotProductAttention(nn.Module):
         core_attention_bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
         **others: Any,
     ) -> Tensor:
         """q, k and v -> the heads' results; a mask type of the call goes before that of the layer."""
-        refuse("DotProductAttention", others)
-        given = core_arguments(
-            self.core,
-            mask_for("DotProductAttention", attn_mask_type or self.attn_mask_type),
-            attention_mask,
-            (core_attention_bias_type, core_attention_bias, alibi_slopes),
-            (cu_seqlens_q, cu_seqlens_kv),
-            (query_layer, key_layer, query_layer.shape[-2]),
-        )
+        where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
+        refuse(where, others)
+        if inference_params is not None:
+            refuse_cached(where, kind, attention_mask, core_attention_bias_type, inference_params)
+            layers = query_layer, key_layer, value_layer
+            key_layer, value_layer, given = inference_params.append(where, self.layer_number, *layers, self.core.layout)
+        else:
+            given = core_arguments(
+                self.core,
+                mask_for(where, kind),
+                attention_mask,
+                (core_attention_bias_type, core_attention_bias, alibi_slopes),
+                (cu_seqlens_q, cu_seqlens_kv),
+                (query_layer, key_layer, query_layer.shape[-2]),
+            )
         y = self.core(query_layer, key_layer, value_layer, **given)
         return y.flatten(-2)  # type: ignore[no-any-return]
-
-
-class RotaryPositionEmbedding(nn.Module):
-    """Angles of positions, fp32 (positions, 1, 1, dim), as TransformerEngine's modules take them.
-
-    Example:
-        >>> RotaryPositionEmbedding(64)(128).shape
-        torch.Size([128, 1, 1, 64])
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: int | None = None,
-        pretrained_max_position_embeddings: int | None = None,
-        rotary_base: float = 10_000.0,
-        interleaved: bool = False,
-    ) -> None:
-        super().__init__()
-        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        self.interleaved, self.rotary_base = interleaved, rotary_base
-        self.factor, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of the positions offset ... offset + max_seq_len - 1."""
-        positions = torch.arange(max_seq_len, device=device_for(None), dtype=torch.float32) + offset
-        if self.factor is not None and self.pretrained is not None:
-            # beyond that length the positions are squeezed into it
-            longer = max_seq_len > self.pretrained * self.factor
-            positions = positions * (self.pretrained / max_seq_len if longer else 1 / self.factor)
-        powers = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float32) / self.dim
-        angles = positions[:, None] * (1.0 / self.rotary_base**powers)
-        pairs = torch.stack((angles, angles), -1).flatten(-2) if self.interleaved else torch.cat((angles, angles), -1)
-        return pairs[:, None, None, :]
-
-
-def rotary_table(
-    angles: Any, interleaved: bool, layout: str, x: Tensor, cu_seqlens: Tensor | None = None
-) -> RotaryTable | None:
-    """TransformerEngine's angles, of as many positions as x has or more, as ottava's table.
-
-    Args:
-        x: in the layout; packed sequences ("thd") each begin at position 0, where cu_seqlens says.
-    Raises:
-        NotImplementedError: a pair of angles, one for queries and one for keys.
-        ValueError: angles of too few positions.
-    """
-    if angles is None:
-        return None
-    if isinstance(angles, tuple | list):
-        raise NotImplementedError("rotary_pos_emb: different angles for queries and keys are not in ottava")
-    sign = torch.ones(angles.shape[-1], device=angles.device)
-    sign[:: 2 if interleaved else 1][: angles.shape[-1] // 2] = -1.0
-    length = x.shape[1 if layout == "bshd" else 0]
-    if layout == "thd" and cu_seqlens is not None:
-        angles = angles[packed_positions(cu_seqlens)].squeeze(1)
-    elif len(angles) < length:
-        raise ValueError(f"rotary_pos_emb: got angles of {len(angles)} positions; needs {length}, as x has")
-    else:
-        angles = angles[:length].transpose(0, 1) if layout == "bshd" else angles[:length]
-    return RotaryTable(angles.cos(), angles.sin() * sign, interleaved)
 
 
 def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
@@ -325,6 +275,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        layer_number: int | None = None,
         **others: Any,
     ) -> None:
         refuse("MultiheadAttention", others, ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype"))
@@ -350,6 +301,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
             dtype=params_dtype,
         )
         self.attn_mask_type, self.rotary_pos_interleaved = attn_mask_type, rotary_pos_interleaved
+        self.layer_number = layer_number
         for layer in quantized_layers(self):
             start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
@@ -367,7 +319,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
         given = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
-            rotary_interleaved=self.rotary_pos_interleaved, **call,
+            rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,
         )  # fmt: skip
         return super().forward(hidden_states, encoder_output, **given)
 
@@ -381,6 +333,8 @@ def attention_arguments(
     memory: Tensor | None = None,
     *,
     rotary_interleaved: bool = False,
+    layer_number: int | None = None,
+    inference_params: InferenceParams | None = None,
     rotary_pos_emb: Any = None,
     core_attention_bias_type: str = "no_bias",
     core_attention_bias: Tensor | None = None,
@@ -401,7 +355,14 @@ def attention_arguments(
         NotImplementedError: an argument that ottava cannot honour; another kind of mask than the layer was made with.
     """
     refuse(where, others)
-    core, mask = module.attention, mask_for(where, kind)
+    core, mask, past = module.attention, mask_for(where, kind), inference_params
+    if past is not None:
+        refuse_cached(where, kind, attention_mask, core_attention_bias_type, past)
+    table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q, past)
+    turned = {} if table is None else {"rotary": table}
+    if past is not None:
+        cache = past.layer(where, layer_number, x, core.layout)
+        return {"cache": cache, "query_lengths": past.query_lengths(x.device), **turned}
     if mask[0] != core.mask:
         raise NotImplementedError(
             f"{where}: the layer was made with {core.mask!r}, and attn_mask_type={kind!r} of this call asks for "
@@ -411,8 +372,25 @@ def attention_arguments(
     sizes = x, x if memory is None else memory, module.heads
     given = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
     del given["mask"]
-    table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q)
-    return given if table is None else {**given, "rotary": table}
+    return {**given, **turned}
+
+
+def refuse_cached(where: str, kind: str, attention_mask: Any, bias_type: str, past: InferenceParams) -> None:
+    """Refuses what attention to a cache does not take: it is causal, and `pre_step` says which rows are real.
+
+    Raises:
+        NotImplementedError: a mask or a bias of the caller's, or a mask type that lets new tokens see later ones.
+        TypeError: inference_params of another kind.
+    """
+    if not isinstance(past, InferenceParams):
+        raise TypeError(f"{where}: inference_params is a {type(past).__name__}; needs an InferenceParams")
+    several = mask_for(where, kind)[0] == "no_mask" and max(past.new_tokens, default=0) > 1
+    if several or attention_mask is not None or bias_type != "no_bias":
+        raise NotImplementedError(
+            f"{where}: with inference_params got attn_mask_type={kind!r}, core_attention_bias_type={bias_type!r} and "
+            f"{'no' if attention_mask is None else 'an'} attention_mask; attention to a cache is causal "
+            "('padding_causal', or 'padding' for one new token), and pre_step says which rows are real"
+        )
 
 
 def core_arguments(

@@ -5,9 +5,7 @@ from ottava.compat.transformer_engine.pytorch.quantization import (
     autocast,
     fp8_autocast,
     fp8_model_init,
-    get_default_recipe,
+    get_default_fp8_recipe,
 )
-
-get_default_fp8_recipe = get_default_recipe
 
 __all__ = ["FP8GlobalStateManager", "autocast", "fp8_autocast", "fp8_model_init", "get_default_fp8_recipe"]

@@ -118,6 +118,9 @@ def get_device_compute_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
+get_default_fp8_recipe = get_default_recipe
+
+
 def get_cudnn_version() -> tuple[int, int, int]:
     """(major, minor, patch) of torch's cuDNN; (0, 0, 0) where it has none."""
     number = torch.backends.cudnn.version() or 0

@@ -42,7 +42,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         parallel_attention_mlp: attention and MLP both read the stream, each through its own norm.
         output_layernorm and apply_residual_connection_post_layernorm, both: norms behind the sums (BERT).
         activation, activation_params: as `LayerNormMLP`.  attn_input_format: "sbhd", "bshd" or "thd".
-        others: as `MultiheadAttention`.
+        layer_number, others: as `MultiheadAttention`.
     Raises:
         NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
 
@@ -90,6 +90,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         softmax_type: str = "vanilla",
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        layer_number: int | None = None,
         **others: Any,
     ) -> None:
         where = "TransformerLayer"
@@ -124,7 +125,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
             dtype=params_dtype,
         )
         self.mask_types = self_attn_mask_type, enc_dec_attn_mask_type
-        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.rotary_pos_interleaved, self.layer_number = rotary_pos_interleaved, layer_number
         for name, layer in self.named_modules():
             if layer in quantized_layers(self):
                 method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
@@ -162,7 +163,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         where, own = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         given = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
-            rotary_interleaved=self.rotary_pos_interleaved, cu_seqlens_kv=own, **call,
+            rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, cu_seqlens_kv=own, **call,
         )  # fmt: skip
         if self.cross is not None:
             kind = enc_dec_attn_mask_type or self.mask_types[1]
