@@ -18,7 +18,7 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "GroupedLinear": ("ottava.nn.GroupedLinear", "pytorch/test_module.py"),
         "DotProductAttention": ("ottava.nn.DotProductAttention", "pytorch/test_attention.py"),
         "MultiheadAttention": ("ottava.nn.MultiheadAttention", "pytorch/test_attention.py"),
-        "RotaryPositionEmbedding": ("ottava.nn.RotaryEmbedding", "pytorch/test_attention.py"),
+        "RotaryPositionEmbedding": ("ottava.nn.RotaryEmbedding", "pytorch/test_rope.py"),
         "InferenceParams": ("ottava.nn.KVCache, a cache for each layer_number", "pytorch/test_inference.py"),
         "TransformerLayer": ("ottava.nn.TransformerLayer", "pytorch/test_transformer.py"),
         "autocast": ("ottava.autocast", "pytorch/test_quantization.py"),
