@@ -57,6 +57,8 @@ def refusal(wrapper: nn.Module) -> str:
 def mesh_group(model: nn.Module | None) -> dist.ProcessGroup | None:
     """The group of the largest mesh over which parameters of a model are sharded; a part of it may hold others."""
     meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")] if model else []
+    shardings: list[Any] = [vars(module).get("sharding") for module in model.modules()] if model else []
+    meshes += [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
     if not meshes:
         return None
     mesh = max(meshes, key=lambda mesh: mesh.size())

@@ -39,6 +39,8 @@ class Layer(QuantizedLayer):
     """Gathers operands between cast and GEMM; None: this rank's are all."""
     sharding: Any = None
     """A `nn.sharding.Sharding` where the weight is split over ranks."""
+    returns_bias: bool = False
+    """Whether the caller adds the bias to what `forward` returns."""
     formula: Callable[..., Tensor] = staticmethod(linear)
     """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: what `forward` was given beside
     the input, or the parameters of `produce`."""
@@ -81,7 +83,7 @@ class Layer(QuantizedLayer):
         """(..., in_features) -> (..., out_features)."""
         if self.sharding is not None:
             return self.sharding.forward(self, input, *more)  # type: ignore[no-any-return]
-        return self.run(input, self.weight, self.bias, *more)
+        return self.run(input, self.weight, None if self.returns_bias else self.bias, *more)
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
         """`forward` with the weight (N, K) and the bias (N,) or None as the caller has them: a module that keeps its

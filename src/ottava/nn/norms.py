@@ -117,7 +117,7 @@ class RMSNormFormula:
         rows, dy = x.to(dtype, copy=True).mul_(rstd), d_rows.to(dtype, copy=True)
         d_weight = None
         if weight is not None:
-            d_weight = (dy * rows).view(-1, x.shape[-1]).sum(0).to(weight.dtype)
+            d_weight = (dy * rows).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
             dy = dy.mul_(weight.to(dtype) + 1 if self.zero_centered else weight.to(dtype))
         aligned = (dy * rows).mean(-1, keepdim=True)
         return dy.sub_(rows.mul_(aligned)).mul_(rstd).to(x.dtype), d_weight

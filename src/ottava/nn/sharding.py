@@ -176,10 +176,12 @@ class Sharding:
         if self._settled != (layer.quantizers, place):
             self._settle(layer, place)
             self._settled = layer.quantizers, place
-        bias = layer.bias
-        own_bias = None if bias is None else bias.to_local(grad_placements=None if not self.split else self._bias_grad)
+        weight, own_bias = layer.weight, None if layer.returns_bias else layer.bias
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        if isinstance(own_bias, DTensor):
+            own_bias = own_bias.to_local(grad_placements=None if not self.split else self._bias_grad)
         layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place)
-        rows = layer.run(x.reshape(-1, x.shape[-1]), layer.weight.to_local(), None if self.split else own_bias, *more)
+        rows = layer.run(x.reshape(-1, x.shape[-1]), weight, None if self.split else own_bias, *more)
         if layer.last_call is not None:
             layer.last_call.remark = str(layer.exchange)
         y = rows.view(*tokens, rows.shape[-1])

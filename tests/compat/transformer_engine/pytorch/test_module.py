@@ -101,7 +101,7 @@ def test_wrong_arguments_say_what_is_needed() -> None:
         (lambda: te.LayerNormLinear(8, 8, normalization="Layernorm"), ValueError, "did you mean 'LayerNorm'"),
         (lambda: te.LayerNormMLP(8, 8, activation="gelo"), ValueError, "did you mean 'gelu'"),
         (lambda: te.LayerNormMLP(8, 8, activation_params={"x": 1}), NotImplementedError, "limit and alpha"),
-        (lambda: te.RMSNorm(8, sequence_parallel=True), NotImplementedError, "sequence_parallel=True"),
+        (lambda: te.RMSNorm(8, parallel_mode="row"), NotImplementedError, "parallel_mode='row'"),
     ):
         with pytest.raises(error, match=words):
             make()

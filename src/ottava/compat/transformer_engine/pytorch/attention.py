@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava import nn as ours
@@ -17,7 +18,8 @@ from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
 from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_name, start
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import RotaryPositionEmbedding, rotary_table
-from ottava.compat.transformer_engine.pytorch.state import Parts, TEState
+from ottava.compat.transformer_engine.pytorch.state import Parts
+from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, Shards, shards_for
 from ottava.errors import unknown_name
 from ottava.nn.attention import Sink
 from ottava.quantized_layer import quantized_layers
@@ -119,6 +121,7 @@ class DotProductAttention(nn.Module):
         qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type: a key of MASKS.  window_size: (left, right).  softmax_type: a key of SINKS.
         layer_number: names this layer's part of `InferenceParams`.
+        tp_group, tp_size: ranks that share the heads; each gives its own to the forward.
         others: TransformerEngine's other arguments, taken where they change nothing.
     Shapes: q, k, v in the format -> the heads' results, flat: (S, B, H * D), (B, S, H * D) or (T, H * D).
     Raises:
@@ -143,10 +146,14 @@ class DotProductAttention(nn.Module):
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         layer_number: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
         refuse("DotProductAttention", others, ("softmax_scale", "softmax_type"))
+        shards = shards_for("DotProductAttention", tp_group, tp_size, sequence_parallel, split=True)
         self.attn_mask_type, self.layer_number = attn_mask_type, layer_number
         self.core = ours.DotProductAttention(
             mask=mask_for("DotProductAttention", attn_mask_type)[0],
@@ -154,7 +161,7 @@ class DotProductAttention(nn.Module):
             softmax_scale=softmax_scale,
             dropout=attention_dropout,
             sink=sink_for("DotProductAttention", softmax_type),
-            heads=num_attention_heads,
+            heads=shards.of("num_attention_heads", num_attention_heads),
             layout=qkv_format,
         )
 
@@ -228,7 +235,7 @@ def qkv_keys(own: str, theirs: str, sizes: tuple[int, int], fused: bool, has_nor
     return keys
 
 
-class MultiheadAttention(TEState, ours.MultiheadAttention):
+class MultiheadAttention(Sharded, ours.MultiheadAttention):
     """`ottava.nn.MultiheadAttention` with TransformerEngine's arguments and names of parameters.
 
     Args:
@@ -239,6 +246,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         qk_norm_type: "LayerNorm" or "RMSNorm" over each head, behind the rotation unless qk_norm_before_rope.
         fuse_qkv_params: one parameter "weight" for q, k and v.
         qkv_weight_interleaved: a state dict has its rows group by group of heads; here they lie one after the other.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel: this rank holds its share of the heads, see `Linear`.
     Raises:
         NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
 
@@ -276,14 +284,17 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         layer_number: int | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         refuse("MultiheadAttention", others, ("num_gqa_groups", "attn_mask_type", "qkv_format", "params_dtype"))
+        shards = shards_for("MultiheadAttention", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
-            num_attention_heads,
-            kv_heads=num_gqa_groups,
-            head_dim=kv_channels,
+            **heads_of(shards, hidden_size, num_attention_heads, num_gqa_groups, kv_channels),
             norm=norm_name("MultiheadAttention", normalization) if input_layernorm else None,
             eps=layernorm_epsilon,
             zero_centered_gamma=zero_centered_gamma,
@@ -305,6 +316,7 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
         for layer in quantized_layers(self):
             start(layer.weight, layer.bias, output_layer_init_method if layer is self.out else init_method)
         self.uses_their_keys(*attention_keys(self, "", "", fuse_qkv_params, qkv_weight_interleaved))
+        self.share(shards)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self,
@@ -322,6 +334,17 @@ class MultiheadAttention(TEState, ours.MultiheadAttention):
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,
         )  # fmt: skip
         return super().forward(hidden_states, encoder_output, **given)
+
+
+def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:
+    """This rank's share of the heads, as ottava's modules take them."""
+    if shards.size == 1:
+        return {"heads": heads, "kv_heads": groups, "head_dim": head_dim}
+    return {
+        "heads": shards.of("num_attention_heads", heads),
+        "kv_heads": None if groups is None else shards.of("num_gqa_groups", groups),
+        "head_dim": hidden // heads if head_dim is None else head_dim,
+    }
 
 
 def attention_arguments(
@@ -356,6 +379,8 @@ def attention_arguments(
     """
     refuse(where, others)
     core, mask, past = module.attention, mask_for(where, kind), inference_params
+    if core_attention_bias_type == "alibi" and module.out.sharding is not None:
+        raise NotImplementedError(f"{where}: ALiBi of heads that ranks share is not in ottava; give 'post_scale_bias'")
     if past is not None:
         refuse_cached(where, kind, attention_mask, core_attention_bias_type, past)
     table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q, past)

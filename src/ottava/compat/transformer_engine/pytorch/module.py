@@ -10,11 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.state import TEState
+from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
 from ottava.errors import unknown_name
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
 from ottava.nn.norms import NormName
@@ -95,7 +97,7 @@ def mlp_keys(own: str = "", theirs: str = "") -> dict[str, str]:
     return {own + key: theirs + value for key, value in keys.items()}
 
 
-class Linear(TEState, ours.Linear):
+class Linear(Sharded, ours.Linear):
     """`ottava.nn.Linear` with TransformerEngine's arguments.
 
     Args:
@@ -104,6 +106,9 @@ class Linear(TEState, ours.Linear):
         init_method: fills the weight; None: normal numbers with a standard deviation of 0.023.
         params_dtype: of the parameters; None takes torch's default.
         device: None takes the GPU, or the CPU where there is none.
+        parallel_mode: "column" or "row": this rank holds out_features or in_features / tp_size of the weight.
+        tp_group, tp_size: the ranks, or how many (`set_tensor_parallel_group` then names them).
+        sequence_parallel: each rank holds a part of the first dimension of the input ("column") or output ("row").
         others: TransformerEngine's other arguments, taken where they change nothing.
     Raises:
         NotImplementedError: an argument that ottava cannot honour.  TypeError: one that nobody knows.
@@ -127,23 +132,35 @@ class Linear(TEState, ours.Linear):
         init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         refuse("Linear", others, _COMMON)
+        split = one_of_modes("Linear", parallel_mode) is not None
+        shards = shards_for("Linear", tp_group, tp_size, sequence_parallel, split=split)
+        if parallel_mode == "row":
+            in_features = shards.of("in_features", in_features)
+        elif parallel_mode == "column":
+            out_features = shards.of("out_features", out_features)
         super().__init__(in_features, out_features, bias, device_for(device), params_dtype, recipe="bf16")
-        self.return_bias = return_bias
+        self.returns_bias = return_bias
         start(self.weight, self.bias, init_method)
         self.uses_their_keys({}, {"": ("",)})
+        self.share(shards, parallel_mode)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> (..., out_features); with return_bias the bias too."""
         refuse("Linear", others)
-        return (self.run(inp, self.weight, None), self.bias) if self.return_bias else super().forward(inp)
+        y = super().forward(inp)
+        return (y, self.bias) if self.returns_bias else y
 
 
-class LayerNormLinear(TEState, ours.NormLinear):
+class LayerNormLinear(Sharded, ours.NormLinear):
     """`ottava.nn.NormLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
@@ -171,12 +188,22 @@ class LayerNormLinear(TEState, ours.NormLinear):
         init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         refuse("LayerNormLinear", others, (*_COMMON, "normalization", "zero_centered_gamma", "return_layernorm_output"))
+        if one_of_modes("LayerNormLinear", parallel_mode) == "row":
+            raise NotImplementedError(
+                "LayerNormLinear: parallel_mode='row' is not in ottava: ranks cannot norm a part of the features each"
+            )
+        split = parallel_mode is not None
+        shards = shards_for("LayerNormLinear", tp_group, tp_size, sequence_parallel, split=split)
         super().__init__(
             in_features,
-            out_features,
+            shards.of("out_features", out_features),
             norm=norm_name("LayerNormLinear", normalization),
             eps=eps,
             zero_centered_gamma=zero_centered_gamma,
@@ -186,29 +213,29 @@ class LayerNormLinear(TEState, ours.NormLinear):
             dtype=params_dtype,
             return_norm_output=return_layernorm_output,
         )
-        self.return_bias = return_bias
+        self.returns_bias = return_bias
         start(self.weight, self.bias, init_method)
         self.uses_their_keys({"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}, {"": ("",)})
+        self.share(shards)
 
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
         """(..., in_features) -> y, or a tuple (y, bias if asked for, normed rows if asked for)."""
         refuse("LayerNormLinear", others)
-        if not self.return_bias:
-            return super().forward(inp)
-        if not self.return_norm_output:
-            return self.run(inp, self.weight, None), self.bias
-        rows = self.norm(inp)
-        return self.run(rows, self.weight, None), self.bias, rows
+        y = super().forward(inp)
+        if not self.returns_bias:
+            return y
+        return (y[0], self.bias, y[1]) if self.return_norm_output else (y, self.bias)
 
 
-class LayerNormMLP(TEState, ours.NormMLP):
+class LayerNormMLP(Sharded, ours.NormMLP):
     """`ottava.nn.NormMLP` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
         activation: gelu (the tanh formula), geglu, relu, reglu, srelu, silu, swiglu, qgelu, qgeglu, clamped_swiglu.
         checkpoint: keeps nothing for the activation's backward and computes it again.
+        set_parallel_mode: this rank holds ffn_hidden_size / tp_size features between the linears.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -232,13 +259,18 @@ class LayerNormMLP(TEState, ours.NormMLP):
         output_layer_init_method: Init | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         known = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
         refuse("LayerNormMLP", others, (*_COMMON, *known, "output_layer_init_method"))
+        shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
-            ffn_hidden_size,
+            shards.of("ffn_hidden_size", ffn_hidden_size),
             activation=activation_for("LayerNormMLP", activation, activation_params),
             norm=norm_name("LayerNormMLP", normalization),
             eps=eps,
@@ -252,6 +284,7 @@ class LayerNormMLP(TEState, ours.NormMLP):
         for layer, method in zip(quantized_layers(self), (init_method, output_layer_init_method), strict=True):
             start(layer.weight, layer.bias, method)
         self.uses_their_keys(mlp_keys(), {"": ("fc1", "fc2")})
+        self.share(shards)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """(..., hidden_size) -> (..., hidden_size)."""
@@ -308,7 +341,10 @@ class LayerNorm(ours.LayerNorm):
     """
 
     def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
+        sequence_parallel = bool(others.pop("sequence_parallel", False))
         super().__init__(**_norm_arguments("LayerNorm", normalized_shape, eps, others))
+        for parameter in self.parameters():
+            mark(parameter, sequence_parallel=sequence_parallel)
 
 
 class RMSNorm(ours.RMSNorm):
@@ -321,7 +357,9 @@ class RMSNorm(ours.RMSNorm):
     """
 
     def __init__(self, normalized_shape: int | None = None, eps: float = 1e-5, **others: Any) -> None:
+        sequence_parallel = bool(others.pop("sequence_parallel", False))
         super().__init__(**_norm_arguments("RMSNorm", normalized_shape, eps, others))
+        mark(self.weight, sequence_parallel=sequence_parallel)
 
 
 def _norm_arguments(where: str, size: int | None, eps: float, others: dict[str, Any]) -> dict[str, Any]:

@@ -80,20 +80,22 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
-_PARALLEL = "split layers by the styles of ottava.distributed"
+_PARALLEL = "context parallelism is not here"
+_SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer have shards"
+_SEEDS = "seed the ranks yourself: torch.manual_seed(seed + rank)"
 _UB = "overlapping by user buffers is not here"
 _ACCUMULATION = "gradients are accumulated by autograd, in .grad"
 
 ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
-        "sequence_parallel": ((False, None), _PARALLEL),
-        "tp_group": ((None,), _PARALLEL),
-        "tp_size": ((1,), _PARALLEL),
-        "parallel_mode": ((None,), _PARALLEL),
-        "set_parallel_mode": ((False,), _PARALLEL),
-        "get_rng_state_tracker": ((None,), _PARALLEL),
-        "rng_tracker_name": ((None,), _PARALLEL),
-        "symmetric_ar_type": ((None,), _PARALLEL),
+        "sequence_parallel": ((False, None), _SHARES),
+        "tp_group": ((None,), _SHARES),
+        "tp_size": ((1,), _SHARES),
+        "parallel_mode": ((None,), _SHARES),
+        "set_parallel_mode": ((False,), _SHARES),
+        "get_rng_state_tracker": ((None,), _SEEDS),
+        "rng_tracker_name": ((None,), _SEEDS),
+        "symmetric_ar_type": ((None,), _USERBUFFERS),
         "fuse_wgrad_accumulation": ((False,), _ACCUMULATION),
         "delay_wgrad_compute": ((False,), "a backward makes both of its GEMMs at once"),
         "save_original_input": ((False,), "backward keeps the codes of the input, a half of its bytes"),
@@ -107,13 +109,13 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "ub_name": ((None,), _UB),
         "seq_length": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
         "micro_batch_size": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
-        "distribute_saved_activations": ((False,), _PARALLEL),
+        "distribute_saved_activations": ((False,), "each rank keeps what its backward needs"),
         "layer_number": (("any",), "it names a layer's part of InferenceParams, which has attention only"),
         "name": (("any",), "names come from the model: model.named_modules()"),
         "is_first_microbatch": (("any",), "kept casts of weights are found and dropped by ottava itself"),
         "fp8_output": ((False,), "outputs are in high precision"),
         "fp8_grad": ((False,), "gradients of inputs are in high precision"),
-        "return_layernorm_output_gathered": ((False,), _PARALLEL),
+        "return_layernorm_output_gathered": ((False,), "each rank gets the rows of its tokens"),
         "amsgrad": ((False,), "the largest second moment is not kept"),
         "bias_correction": ((True,), "set betas or a warm-up instead"),
         "adam_w_mode": ((True,), "weight decay is AdamW's; torch.optim.Adam adds it to the gradient"),
@@ -211,10 +213,10 @@ def refuse(where: str, given: Mapping[str, Any], takes: tuple[str, ...] = ()) ->
         TypeError: nobody has it.
 
     Example:
-        >>> refuse("Linear", {"tp_size": 1, "name": "fc1"})
-        >>> refuse("Linear", {"tp_size": 2})
+        >>> refuse("Linear", {"fp8_output": False, "name": "fc1"})
+        >>> refuse("Linear", {"fp8_output": True})
         Traceback (most recent call last):
-        NotImplementedError: Linear: tp_size=2 is not in ottava: split layers by the styles of ottava.distributed
+        NotImplementedError: Linear: fp8_output=True is not in ottava: outputs are in high precision
     """
     for name, value in given.items():
         if name not in ARGUMENTS:

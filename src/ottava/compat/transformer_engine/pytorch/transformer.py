@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ottava import nn as ours
@@ -13,6 +14,7 @@ from ottava.compat.transformer_engine.pytorch.attention import (
     Window,
     attention_arguments,
     attention_keys,
+    heads_of,
     mask_for,
     sink_for,
 )
@@ -25,12 +27,13 @@ from ottava.compat.transformer_engine.pytorch.module import (
     start,
 )
 from ottava.compat.transformer_engine.pytorch.refused import refuse
-from ottava.compat.transformer_engine.pytorch.state import Parts, TEState
+from ottava.compat.transformer_engine.pytorch.state import Parts
+from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, shards_for
 from ottava.nn.transformer import Arrangement
 from ottava.quantized_layer import quantized_layers
 
 
-class TransformerLayer(TEState, ours.TransformerLayer):
+class TransformerLayer(Sharded, ours.TransformerLayer):
     """`ottava.nn.TransformerLayer` with TransformerEngine's arguments and names of parameters.
 
     Args:
@@ -42,7 +45,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         parallel_attention_mlp: attention and MLP both read the stream, each through its own norm.
         output_layernorm and apply_residual_connection_post_layernorm, both: norms behind the sums (BERT).
         activation, activation_params: as `LayerNormMLP`.  attn_input_format: "sbhd", "bshd" or "thd".
-        layer_number, others: as `MultiheadAttention`.
+        layer_number, tp_group, tp_size, sequence_parallel, set_parallel_mode, others: as `MultiheadAttention`.
     Raises:
         NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
 
@@ -91,6 +94,10 @@ class TransformerLayer(TEState, ours.TransformerLayer):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         layer_number: int | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
         where = "TransformerLayer"
@@ -98,17 +105,16 @@ class TransformerLayer(TEState, ours.TransformerLayer):
             where, others, ("num_gqa_groups", "hidden_dropout", "attn_input_format", "normalization", "params_dtype")
         )
         norms = (output_layernorm, apply_residual_connection_post_layernorm)
+        shards = shards_for(where, tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
-            ffn_hidden_size,
-            num_attention_heads,
+            shards.of("ffn_hidden_size", ffn_hidden_size),
+            **heads_of(shards, hidden_size, num_attention_heads, num_gqa_groups, kv_channels),
             arrangement=_arrangement(parallel_attention_mlp, *norms),
             activation=activation_for(where, activation, activation_params),
             norm=norm_name(where, normalization),
             eps=layernorm_epsilon,
             zero_centered_gamma=zero_centered_gamma,
-            kv_heads=num_gqa_groups,
-            head_dim=kv_channels,
             qk_norm=None if qk_norm_type is None else norm_name(where, qk_norm_type),
             qk_norm_after_rotary=not qk_norm_before_rope,
             mask=mask_for(where, self_attn_mask_type)[0],
@@ -131,6 +137,7 @@ class TransformerLayer(TEState, ours.TransformerLayer):
                 method = output_layer_init_method if name.rpartition(".")[2] in ("out", "fc2") else init_method
                 start(layer.weight, layer.bias, method)
         self.uses_their_keys(*self._their_names(fuse_qkv_params, qkv_weight_interleaved))
+        self.share(shards)
 
     def _their_names(
         self, fused: bool, interleaved: bool
