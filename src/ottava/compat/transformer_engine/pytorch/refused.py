@@ -82,7 +82,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 _PARALLEL = "context parallelism is not here"
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer have shards"
-_SEEDS = "seed the ranks yourself: torch.manual_seed(seed + rank)"
+_SEEDS = "seed each rank yourself, with torch.manual_seed"
 _UB = "overlapping by user buffers is not here"
 _ACCUMULATION = "gradients are accumulated by autograd, in .grad"
 
