@@ -11,16 +11,25 @@ Convert before or after. Layers that are not converted run in high precision. On
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
+from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
 from ottava.nn.layer import Layer
-from ottava.nn.sharding import Sharding
+from ottava.nn.mlp import NormMLP
+from ottava.nn.multihead import MultiheadAttention
+from ottava.nn.norms import LayerNorm, RMSNorm
+from ottava.nn.pieces import Piece
+from ottava.nn.sharding import Sharding, TokenSharding
+from ottava.nn.transformer import TransformerLayer
 
 
 class ColwiseParallel(TorchColwise):
@@ -30,8 +39,12 @@ class ColwiseParallel(TorchColwise):
         input_layouts: Replicate() (the default), or Shard(1) where the tokens of (batch, tokens, features) are split.
         output_layouts: Shard(-1) by default.
         use_local_output: hand on this rank's tensor; False: a DTensor.
+        pieces: the weights that lie below each other in a fused one, name -> rows. Each becomes a parameter
+            NAME_weight, of which every rank holds a share. None: those that the layer knows: q, k and v of a MultiheadAttention,
+            gate and up of a NormMLP.
     Raises:
         TypeError: the module is neither a linear layer nor an embedding.
+        ValueError: pieces that do not add up, or heads that the ranks cannot share.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -40,11 +53,23 @@ class ColwiseParallel(TorchColwise):
         True
     """
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        pieces: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.pieces = tuple(Piece(name, rows) for name, rows in (pieces or {}).items())
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Embedding):
             return super()._apply(module, device_mesh)
         (input,), (output,) = self.input_layouts, self.output_layouts
-        return _split(self, module, Sharding(device_mesh, 0, input, output, local_output=self.use_local_output))
+        sharding = Sharding(device_mesh, 0, input, output, local_output=self.use_local_output)
+        return _split(self, module, sharding, self.pieces)
 
 
 class RowwiseParallel(TorchRowwise):
@@ -99,7 +124,84 @@ class PrepareInput(ParallelStyle):
         return module
 
 
-def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding) -> nn.Module:
+class SequenceParallel(TorchSequence):
+    """A norm or a dropout on rows that the ranks share: torch's; ottava's norms run on this rank's plain tensor.
+
+    Args:
+        sequence_dim: which dimension is split; -2 of (batch, tokens, heads, entries) for a norm over each head.
+        use_local_output: hand on this rank's tensor; False: a DTensor, as torch's.
+
+    Example:
+        >>> SequenceParallel(use_local_output=True).use_local_output
+        True
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, LayerNorm | RMSNorm):
+            return super()._apply(module, device_mesh)
+        TokenSharding(device_mesh, self.sequence_sharding[0], local_output=self.use_local_output).apply(module)
+        return module
+
+
+class SplitHeads(ParallelStyle):
+    """Attention of which each rank runs some heads: their learned sinks are split."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sink = module._parameters.get("sink")
+        if sink is not None:
+            split = distribute_tensor(sink, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module._parameters["sink"] = nn.Parameter(split, sink.requires_grad)
+        return module
+
+
+def tensor_parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """The plan for `parallelize_module` of everything in a model that is built of ottava's attention and MLP blocks.
+
+    Heads and the features between the two linears of an MLP are split: one sum over ranks behind each block.
+
+    Args:
+        module: a TransformerLayer, MultiheadAttention or NormMLP, or any module with some of them inside.
+        sequence_parallel: between the blocks each rank holds a part of the tokens: (batch, tokens / ranks, features)
+            goes in and comes out, norms run on those, and codes are gathered in front of the GEMMs.
+    Returns:
+        Names of modules -> styles; add those of the other layers, such as embedding and head.
+    Raises:
+        ValueError: there is nothing to split.
+    Edge cases: the ranks must share the heads of keys and values evenly. Where tokens are split, give ranks different
+        seeds for dropout once the weights are made; where they are not, the same.
+
+    Example:
+        >>> import ottava
+        >>> layer = ottava.nn.TransformerLayer(64, 96, 8, activation="swiglu")
+        >>> list(tensor_parallel_plan(layer))
+        ['attention.qkv', 'attention.out', 'attention.attention', 'mlp.fc1', 'mlp.fc2']
+    """
+    layouts = [inner.layout for inner in module.modules() if isinstance(inner, DotProductAttention)]
+    dim = 0 if layouts and layouts[0] != "bshd" else 1  # of the tokens: "sbhd", or packed ones
+    place: Placement = Shard(dim) if sequence_parallel else Replicate()
+    colwise, rowwise = ColwiseParallel(input_layouts=place), RowwiseParallel(output_layouts=place)
+    norm = SequenceParallel(sequence_dim=dim, use_local_output=True)
+    heads = SequenceParallel(sequence_dim=-2, use_local_output=True)
+    plan: dict[str, ParallelStyle] = {}
+    for name, block in module.named_modules():
+        own: dict[str, ParallelStyle] = {}
+        if isinstance(block, MultiheadAttention):
+            own = dict.fromkeys(("q", "kv") if block.cross else ("qkv",), colwise) | {"out": rowwise}
+            own |= {"attention": SplitHeads()} | ({} if block.q_norm is None else {"q_norm": heads, "k_norm": heads})
+        elif isinstance(block, NormMLP):
+            own = {"fc1": colwise, "fc2": rowwise}
+        elif isinstance(block, TransformerLayer) and sequence_parallel:
+            own = {f"norms.{i}": norm for i in range(len(block.norms))}
+        plan |= {f"{name}.{part}" if name else part: style for part, style in own.items()}
+    if not plan:
+        raise ValueError(
+            f"tensor_parallel_plan: {type(module).__name__} holds no MultiheadAttention or NormMLP of ottava; write a "
+            "plan with ColwiseParallel and RowwiseParallel for its layers"
+        )
+    return plan
+
+
+def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding, pieces: Sequence[Piece] = ()) -> nn.Module:
     if not isinstance(module, Layer):
         if type(module) is not nn.Linear:
             raise TypeError(
@@ -107,5 +209,7 @@ def _split(style: ParallelStyle, module: nn.Module, sharding: Sharding) -> nn.Mo
                 "the layers inside it in the plan"
             )
         convert(module, "bf16", filter=lambda name, layer: True)
+        assert isinstance(module, Layer)
+    module.pieces = tuple(pieces) or module.pieces
     sharding.apply(module, style.src_data_rank)
     return module

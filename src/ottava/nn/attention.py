@@ -26,6 +26,7 @@ from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.nn.fp8_attention import fp8_attention
 from ottava.nn.masks import MaskRule, build_mask, mask_rule
+from ottava.nn.pieces import local
 from ottava.quantizer import AttentionQuantizers
 from ottava.recipe import Recipe, get_recipe
 
@@ -221,7 +222,7 @@ class DotProductAttention(nn.Module):
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
         if self.sink is not None:
-            k, v, mask = _with_sink(q, k, v, mask, self.sink)
+            k, v, mask = _with_sink(q, k, v, mask, local(self.sink))
         p, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         with _order(self.backend, q):
             if torch.compiler.is_compiling():
@@ -247,7 +248,8 @@ class DotProductAttention(nn.Module):
         if not torch.compiler.is_compiling():
             self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
             self.last_backend, self.last_note = FP8_EMULATION, str(fp8)
-        sink = self.sink if self.sink is None or isinstance(self.sink, Tensor) else q.new_full((q.shape[1],), self.sink)
+        sink = local(self.sink)
+        sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
         return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
 
     def _choice(

@@ -21,6 +21,7 @@ from ottava.functional import Call, Exchange, Producer, build_ahead, linear, obs
 from ottava.groups import ddp_around
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import is_plain
+from ottava.nn.pieces import Piece, joined_form
 from ottava.nn.weight_state import decode_codes
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_weight import QuantizedWeight
@@ -41,6 +42,8 @@ class Layer(QuantizedLayer):
     """A `nn.sharding.Sharding` where the weight is split over ranks."""
     returns_bias: bool = False
     """Whether the caller adds the bias to what `forward` returns."""
+    pieces: tuple[Piece, ...] = ()
+    """The weights that lie below each other in this one: q, k and v, or gate and up."""
     formula: Callable[..., Tensor] = staticmethod(linear)
     """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: what `forward` was given beside
     the input, or the parameters of `produce`."""
@@ -211,6 +214,7 @@ class Layer(QuantizedLayer):
         return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        joined_form(self, state_dict, prefix)
         decode_codes(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -13,6 +13,7 @@ from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.layer import Layer
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import NormName
+from ottava.nn.pieces import Piece
 from ottava.recipe import Recipe, get_recipe
 
 Save = Literal["bf16", "fp8", "recompute"]
@@ -123,6 +124,8 @@ class NormMLP(nn.Module):
             self.fc1 = Linear(hidden, wide, **factory)
         else:
             self.fc1 = NormLinear(hidden, wide, norm=norm, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory)
+        if activation.gated:
+            self.fc1.pieces = Piece("gate", ffn_hidden), Piece("up", ffn_hidden)
         kept: Literal["bf16", "fp8"] = "fp8" if save == "fp8" else "bf16"
         self.fc2 = ActivatedLinear(ffn_hidden, hidden, activation=activation, save=kept, **factory)
         self.save = save
@@ -140,4 +143,4 @@ class NormMLP(nn.Module):
 
     def activated(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., F): the rows in front of fc2."""
-        return produced(self.activation, self.fc1(input), *self.fc2.produced_with())
+        return produced(self.activation, self.fc1(input), *self.fc2._produced_with())

@@ -13,6 +13,7 @@ from ottava.nn.layer import Layer
 from ottava.nn.linear import Linear
 from ottava.nn.norm_linear import NormLinear
 from ottava.nn.norms import NormName, make_norm
+from ottava.nn.pieces import Piece
 from ottava.nn.rope import RotaryTable, rotate
 from ottava.recipe import Recipe
 
@@ -97,6 +98,11 @@ class MultiheadAttention(nn.Module):
             self.kv = linear(hidden if memory_size is None else memory_size, None, 2 * kv_heads * dim)
         else:
             self.qkv = linear(hidden, norm, (heads + 2 * kv_heads) * dim)
+        shared = Piece("k", kv_heads * dim, dim), Piece("v", kv_heads * dim, dim)
+        if cross:
+            self.kv.pieces = shared
+        else:
+            self.qkv.pieces = Piece("q", heads * dim, dim), *shared
         self.qk_norm_after_rotary = qk_norm_after_rotary
         self.q_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)
         self.k_norm = None if qk_norm is None else make_norm(qk_norm, dim, **norms)
@@ -143,12 +149,13 @@ class MultiheadAttention(nn.Module):
                 f"{'no memory' if memory is None else 'a memory'}{'' if cache is None else ' and a cache'}; cross "
                 "attention needs a memory, self attention none, and a cache needs self attention in 'bshd' or 'sbhd'"
             )
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
         if memory is None:
-            q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(sizes, -2)
+            qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+            shared = qkv.shape[-2] * self.kv_heads // (self.heads + 2 * self.kv_heads)  # ranks may hold some heads each
+            q, k, v = qkv.split([qkv.shape[-2] - 2 * shared, shared, shared], -2)
         else:
             q = self.q(x).unflatten(-1, (-1, self.head_dim))
-            k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).split(sizes[1:], -2)
+            k, v = self.kv(memory).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
         if not self.qk_norm_after_rotary:
             q, k = self._normed(q, k)
         if rotary is not None:

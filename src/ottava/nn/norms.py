@@ -148,6 +148,8 @@ class _Norm(nn.Module):
     eps: Any
     normalized_shape: tuple[int, ...]
     weight: Any
+    sharding: Any = None
+    """A `nn.sharding.TokenSharding` where ranks norm a part of the rows each."""
 
     def _settle(self, formula: type[LayerNormFormula] | type[RMSNormFormula], zero_centered_gamma: bool) -> None:
         if len(self.normalized_shape) != 1:
@@ -170,7 +172,10 @@ class _Norm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., K), in the input's dtype."""
-        return produced(self.formula, input, *self.producer_parameters())
+        own = self.producer_parameters()
+        if self.sharding is not None:
+            return self.sharding.forward(self.formula, input, own)  # type: ignore[no-any-return]
+        return produced(self.formula, input, *own)
 
     def extra_repr(self) -> str:
         """torch's, and where the weight is centred."""

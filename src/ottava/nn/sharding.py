@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ottava.agreement import AgreedCast
 from ottava.casts import cast_both
+from ottava.functional import produced
+from ottava.nn.norms import LayerNorm, RMSNorm
+from ottava.nn.pieces import local, split_pieces
 from ottava.quantized_tensor import Operand, QuantizedTensor
 
 
@@ -151,16 +154,41 @@ class Sharding:
         self._settled: Any = None
 
     def apply(self, layer: Any, src_data_rank: int | None = 0) -> None:
-        """Splits the parameters of a layer, and makes its doors cast shards as the whole would be cast."""
+        """Splits the parameters of a layer, and makes its doors cast shards as the whole would be cast.
+
+        Raises:
+            ValueError: heads that the ranks cannot share.
+        """
+        if self.split == 0 and layer.pieces:
+            self._check_units(layer)
+            split_pieces(layer)
         layer.sharding = self
-        places = {"weight": Shard(self.split), "bias": Replicate() if self.split else Shard(0)}
         for module in layer.modules():
+            if isinstance(module, LayerNorm | RMSNorm):
+                module.sharding = TokenSharding(self.mesh, self.input)
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and not isinstance(parameter, DTensor):
-                    place = places.get(name, Replicate()) if module is layer else Replicate()
+                    place = self._place(name) if module is layer else Replicate()
                     whole = distribute_tensor(parameter, self.mesh, [place], src_data_rank=src_data_rank)
                     split = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                     module._parameters[name] = split
+        if self.split and getattr(layer, "smooth", None) is not None:
+            layer.smooth = distribute_tensor(layer.smooth, self.mesh, [Shard(0)], src_data_rank=src_data_rank)
+
+    def _place(self, name: str) -> Placement:
+        """Where a parameter of the layer itself is: NAME_weight is a piece of the weight."""
+        if name.endswith("weight"):
+            return Shard(self.split)
+        return Replicate() if self.split else Shard(0)
+
+    def _check_units(self, layer: Any) -> None:
+        for name, rows, unit in layer.pieces:
+            if unit > 1 and rows % (unit * self.mesh.size()):
+                raise ValueError(
+                    f"{layer.name or type(layer).__name__}: {name} has {rows // unit} heads, which "
+                    f"{self.mesh.size()} ranks cannot share; needs a multiple. Take fewer ranks, or a model whose keys "
+                    "and values have more heads"
+                )
 
     def _settle(self, layer: Any, tokens_place: Placement) -> None:
         """Lets the doors of a layer cast shards as the whole matrix would be cast."""
@@ -176,10 +204,10 @@ class Sharding:
         if self._settled != (layer.quantizers, place):
             self._settle(layer, place)
             self._settled = layer.quantizers, place
-        weight, own_bias = layer.weight, None if layer.returns_bias else layer.bias
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
-        if isinstance(own_bias, DTensor):
-            own_bias = own_bias.to_local(grad_placements=None if not self.split else self._bias_grad)
+        weight, own_bias = local(layer.weight), None if layer.returns_bias else layer.bias
+        if self.split and isinstance(own_bias, DTensor):
+            own_bias = own_bias.to_local(grad_placements=self._bias_grad)
+        own_bias = local(own_bias)
         layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place)
         rows = layer.run(x.reshape(-1, x.shape[-1]), weight, None if self.split else own_bias, *more)
         if layer.last_call is not None:
@@ -200,8 +228,7 @@ class Sharding:
 
     def parameters_of(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Those of what stands in front of the cast; each rank has seen only its tokens of them."""
-        places: tuple[Placement, ...] = (Partial(),) if isinstance(self._settled[1], Shard) else (Replicate(),)
-        return tuple(t.to_local(grad_placements=places) if isinstance(t, DTensor) else t for t in given)
+        return _on_rank(given, self._settled[1] if self._settled else self.input)
 
     def _enter(self, input: Tensor) -> tuple[Tensor, Placement]:
         """What this rank's GEMM reads, and where the tokens are on the side that the weight does not split."""
@@ -238,6 +265,46 @@ class Sharding:
             )
         own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
         return Exchange(Tokens(self.group, own, dim), 1), own
+
+
+class TokenSharding:
+    """Where each rank runs a norm on rows of its own; the gradients of the norm's parameters are summed over ranks.
+
+    Args:
+        mesh: of one dimension.
+        place: of the rows: Shard(dim), or Replicate(): then nothing is summed.
+        local_output: hand on this rank's tensor and not a DTensor.
+    """
+
+    def __init__(self, mesh: DeviceMesh, place: Placement, *, local_output: bool = True) -> None:
+        self.mesh, self.place, self.local_output = mesh, place, local_output
+
+    def apply(self, norm: nn.Module) -> None:
+        """Every rank keeps whole parameters, as rank 0 has them."""
+        norm.sharding = self  # type: ignore[assignment]  # it is no module
+        for name, parameter in norm._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                whole = distribute_tensor(parameter, self.mesh, [Replicate()])
+                norm._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+    def forward(self, formula: Any, input: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
+        """The rows of this rank; a DTensor comes back as one unless local tensors were asked for."""
+        split = isinstance(input, DTensor)
+        rows = input.redistribute(self.mesh, (self.place,)).to_local() if isinstance(input, DTensor) else input
+        y = produced(formula, rows, *_on_rank(parameters, self.place))
+        if self.local_output and not split:
+            return y
+        whole = DTensor.from_local(y, self.mesh, (self.place,), run_check=False)
+        return whole.to_local() if self.local_output else whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenSharding:
+        return self
+
+
+def _on_rank(parameters: Sequence[Tensor | None], place: Placement) -> tuple[Tensor | None, ...]:
+    """Replicated parameters, of which each rank sees only its tokens where these are split."""
+    places: tuple[Placement, ...] = (Partial(),) if isinstance(place, Shard) else (Replicate(),)
+    return tuple(t.to_local(grad_placements=places) if isinstance(t, DTensor) else t for t in parameters)
 
 
 def refuse_split(weight: Tensor) -> str | None:

@@ -1,0 +1,251 @@
+"""What several processes do with ottava's own blocks under tensor and sequence parallelism; run by test_styles.
+
+Fused weights (q, k and v; gate and up) are split piece by piece. The witness is one process, as in parallel_scenarios.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parallel_scenarios import close, mesh_of, nearest
+from state_scenarios import World, same_everywhere
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import ottava
+from ottava.distributed import ColwiseParallel, tensor_parallel_plan, verify
+
+WIDTH = 128
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients, pieces of a fused weight joined, by the names that one process has."""
+    joined: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = {
+            n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for n, p in module._parameters.items()
+            if p is not None and p.grad is not None
+        }
+        split = [] if "weight" in module._parameters else [piece.name for piece in getattr(module, "pieces", ())]
+        for kind in ("weight", "bias") if split else ():
+            parts = [own.pop(f"{name}_{kind}") for name in split if f"{name}_{kind}" in own]
+            if parts:
+                own[kind] = torch.cat(parts)
+        joined |= {f"{path}.{name}": grad for name, grad in own.items()}
+    return joined
+
+
+def step(model: nn.Module, x: Tensor, dy: Tensor, **more: Any) -> dict[str, Tensor]:
+    """y, dx and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x, **more)
+    y.backward(dy)
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad, **grads(model)}
+
+
+def compare(
+    world: World,
+    model: nn.Module,
+    whole: nn.Module,
+    *,
+    dim: int | None,
+    exact: Any,
+    said: Any,
+    terms: int = 4,
+    **more: Any,
+) -> None:
+    """One step of both; dim: of the tokens, where these are split."""
+    shape = (2, 128 * world.size, WIDTH) if dim != 0 else (128 * world.size, 2, WIDTH)
+    x, dy = noise(*shape), noise(*shape, seed=2)
+    own = (x, dy) if dim is None else tuple(t.chunk(world.size, dim)[world.rank] for t in (x, dy))
+    wanted, got = step(whole, x, dy, **more), step(model, *own, **more)
+    assert got.keys() == wanted.keys(), (said, got.keys() ^ wanted.keys())
+    for name, one in got.items():
+        other = wanted[name]
+        if dim is not None and name in ("y", "dx"):
+            other = other.chunk(world.size, dim)[world.rank]
+        same = torch.equal(one, other) if exact(name) else close(one, other, terms * world.size)
+        assert same, (said, name, (one - other).abs().max(), other.abs().max())
+
+
+def fused_weights_have_the_gradients_of_one_process(world: World) -> None:
+    """NormMLP with a gate, MultiheadAttention with grouped heads: bits of one process, also with split tokens."""
+    heads = {"heads": 2 * world.size, "kv_heads": world.size, "head_dim": 128}
+    makers: dict[str, Any] = {
+        "mlp": lambda r: ottava.nn.NormMLP(
+            WIDTH, 128 * world.size, activation="swiglu", recipe=r, dtype=torch.bfloat16
+        ),
+        "attention": lambda r: ottava.nn.MultiheadAttention(
+            WIDTH, **heads, norm="rmsnorm", recipe=r, dtype=torch.bfloat16
+        ),
+    }
+    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8", "bf16"):
+        for kind, maker in makers.items():
+            for sequence in (False, True):
+                torch.manual_seed(0)
+                whole = maker(nearest(recipe))
+                model = copy.deepcopy(whole)
+                parallelize_module(model, mesh_of(world), tensor_parallel_plan(model, sequence_parallel=sequence))
+                behind = {"out.bias", "fc2.bias"} if sequence else set()
+
+                def exact(
+                    name: str, behind: set[str] = behind
+                ) -> bool:  # y, dx and what the norm gets are sums over ranks
+                    return name not in ("y", "dx") and ".norm." not in name and name not in behind
+
+                compare(world, model, whole, dim=1 if sequence else None, exact=exact, said=(recipe, kind, sequence))
+
+
+def whole_layers(world: World) -> None:
+    """Every arrangement of a TransformerLayer, with norms over heads, sinks, cross attention and other layouts."""
+    heads: dict[str, Any] = {"heads": 2 * world.size, "kv_heads": world.size, "head_dim": 32, "dtype": torch.bfloat16}
+    llama: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "bias": False}
+    memory = noise(2, 48, WIDTH, seed=3)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({**llama, "qk_norm": "rmsnorm", "sink": "learned"}, {}),
+        ({**llama, "save": "recompute", "layout": "sbhd"}, {}),
+        ({"arrangement": "post", "cross": True, "mask": "no_mask"}, {"memory": memory}),
+        ({"arrangement": "parallel"}, {}),
+        ({"arrangement": "parallel_one_norm", "save": "fp8"}, {}),
+    ]
+    for settings, given in cases:
+        for sequence in (False, True):
+            torch.manual_seed(0)
+            whole = ottava.nn.TransformerLayer(WIDTH, 64 * world.size, **heads, **settings, recipe="bf16")
+            with torch.no_grad():
+                for name, parameter in whole.named_parameters():
+                    if name.endswith("sink"):
+                        parameter.copy_(noise(*parameter.shape))
+            model = copy.deepcopy(whole)
+            parallelize_module(model, mesh_of(world), tensor_parallel_plan(model, sequence_parallel=sequence))
+            dim = (0 if settings.get("layout") == "sbhd" else 1) if sequence else None
+            # the memory of a cross attention is whole on each rank
+            if sequence and "memory" in given:
+                given = {"memory": memory.chunk(world.size, 1)[world.rank]}
+                x, dy = noise(2, 128 * world.size, WIDTH), noise(2, 128 * world.size, WIDTH, seed=2)
+                own = [t.chunk(world.size, 1)[world.rank] for t in (x, dy)]
+                wanted, got = step(whole, x, dy, memory=memory), step(model, *own, **given)
+                for name in wanted.keys() - {"y", "dx"}:
+                    assert close(got[name], wanted[name], 8 * world.size), name
+                continue
+            compare(world, model, whole, dim=dim, exact=lambda name: False, said=(settings, sequence), terms=8, **given)
+
+
+def training_goes_on_at_another_size(world: World) -> None:
+    """Two steps of AdamW in FP8; checkpoint of model and optimizer; a mesh of one rank goes on with the same bits."""
+    heads: dict[str, Any] = {"heads": 2 * world.size, "kv_heads": world.size, "head_dim": 32, "dtype": torch.bfloat16}
+
+    def layer(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = ottava.nn.TransformerLayer(
+            WIDTH, 64 * world.size, **heads, norm="rmsnorm", activation="swiglu", bias=False, recipe="delayed"
+        )
+        ottava.convert(model, "delayed")
+        parallelize_module(model, mesh, tensor_parallel_plan(model))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    x, dy = noise(2, 32, WIDTH), noise(2, 32, WIDTH, seed=2)
+    model, optimizer = layer(mesh_of(world))
+    for _ in range(2):
+        step(model, x, dy)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    same_everywhere(world, model)
+    assert verify(model)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{world.folder}/layer")
+    alone, other = layer(DeviceMesh("cpu", [world.rank]))
+    step(alone, x, dy)  # an optimizer has no moments before its first step
+    other.step()
+    read = {"model": get_model_state_dict(alone), "optim": get_optimizer_state_dict(alone, other)}
+    dcp.load(read, checkpoint_id=f"{world.folder}/layer", no_dist=True)
+    for one, two in zip(_leaves(state), _leaves(read), strict=True):
+        assert torch.equal(one, two)
+    # a layer in one piece takes either form
+    plain = ottava.nn.TransformerLayer(
+        WIDTH, 64 * world.size, **heads, norm="rmsnorm", activation="swiglu", bias=False, recipe="delayed"
+    )
+    ottava.convert(plain, "delayed")
+    plain.load_state_dict({name: _whole(t) for name, t in state["model"].items()})
+    q = state["model"]["attention.qkv.q_weight"].full_tensor()
+    assert torch.equal(plain.attention.qkv.weight[: len(q)], q)
+    fresh, _ = layer(mesh_of(world))
+    fused = {name: t for name, t in plain.state_dict().items() if name.endswith(("qkv.weight", "fc1.weight"))}
+    fresh.load_state_dict(fused, strict=False)
+    for name in ("attention.qkv.q_weight", "attention.qkv.v_weight", "mlp.fc1.gate_weight", "mlp.fc1.up_weight"):
+        assert torch.equal(_whole(fresh.state_dict()[name]), _whole(state["model"][name])), name
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
+    return [_whole(tree)] if isinstance(tree, Tensor) else []
+
+
+def fused_layers_of_others(world: World) -> None:
+    """A fused linear of another package, by `pieces`; heads that the ranks cannot share are refused."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(WIDTH, 3 * 64)).bfloat16()
+    model = copy.deepcopy(whole)
+    for one in (whole, model):
+        ottava.convert(one, "tensorwise")
+    pieces = {"gate": 96, "up": 96}
+    parallelize_module(model, mesh_of(world), {"0": ColwiseParallel(pieces=pieces, output_layouts=Shard(-1))})
+    x, dy = noise(2, 64, WIDTH), noise(2, 64, 192, seed=2)
+
+    def own(t: Tensor) -> Tensor:
+        return torch.cat([part.chunk(world.size, -1)[world.rank] for part in t.split(96, -1)], -1)
+
+    got, wanted = step(model, x, own(dy)), step(whole, x, dy)
+    assert torch.equal(got["y"], own(wanted["y"]))
+    assert torch.equal(got["0.weight"], wanted["0.weight"])
+    assert torch.equal(got["0.bias"], wanted["0.bias"])
+    for settings, said in (({"pieces": {"a": 7}}, "in all"), ({}, "cannot share")):
+        odd = ottava.nn.MultiheadAttention(WIDTH, 2 * world.size, kv_heads=1, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=said):
+            parallelize_module(odd, mesh_of(world), {"qkv": ColwiseParallel(**settings)})
+
+
+class Model(nn.Module):
+    """Vocabulary, norm, layer, norm, head."""
+
+    def __init__(self, recipe: str, vocabulary: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocabulary, WIDTH, dtype=torch.bfloat16)
+        self.layer = ottava.nn.TransformerLayer(
+            WIDTH, 256, 4, norm="rmsnorm", activation="swiglu", bias=False, recipe=recipe, dtype=torch.bfloat16
+        )
+        self.norm = ottava.nn.LayerNorm(WIDTH, dtype=torch.bfloat16)
+        self.head = ottava.nn.LinearCrossEntropy(
+            WIDTH,
+            vocabulary,
+            recipe=recipe,
+            label_smoothing=0.1,
+            z_loss=1e-3,
+            softcap=20.0,
+            chunk=128,
+            bias=True,
+            dtype=torch.bfloat16,
+        )
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(self.embedding(ids))), target)  # type: ignore[no-any-return]
