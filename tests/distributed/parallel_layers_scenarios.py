@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parallel_scenarios import close, mesh_of, nearest
+from parallel_scenarios import EPS, close, mesh_of, nearest
 from state_scenarios import World, same_everywhere
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import ottava
-from ottava.distributed import ColwiseParallel, tensor_parallel_plan, verify
+from ottava.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, tensor_parallel_plan, verify
 
 WIDTH = 128
 
@@ -249,3 +249,96 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         return self.head(self.norm(self.layer(self.embedding(ids))), target)  # type: ignore[no-any-return]
+
+
+def a_model_with_its_vocabulary_split(world: World) -> None:
+    """Embedding, norms, blocks and the loss in chunks; no rank has logits of all classes."""
+    sizes = 600, 2, 128 * world.size
+    ids = torch.randint(600, sizes[1:], generator=torch.Generator().manual_seed(5))
+    target = ids.roll(1, 1).masked_fill(ids % 7 == 0, -100)
+    own = [t.chunk(world.size, 1)[world.rank] for t in (ids, target)]
+    for recipe in ("bf16", "rowwise", "tensorwise", "delayed"):
+        bound = (8 * world.size * EPS) if recipe == "bf16" else 0.11  # of E5M2, as in with_sharded_data_parallelism
+        for sequence in (False, True):
+            whole, model = Model(recipe, 600), Model(recipe, 600)
+            place: Any = Shard(1) if sequence else Replicate()
+            plan = tensor_parallel_plan(model, sequence_parallel=sequence) | {
+                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=place),
+                "head": ColwiseParallel(input_layouts=place),
+            }
+            if sequence:
+                plan["norm"] = SequenceParallel(use_local_output=True)
+            parallelize_module(model, mesh_of(world), plan)
+            losses = []
+            for one, batch in ((whole, (ids, target)), (model, (ids, own[1] if sequence else target))):
+                loss = one(*batch)
+                loss.backward()
+                losses.append(loss.detach())
+            assert (losses[0] - losses[1]).abs() <= bound * losses[0], (recipe, sequence, losses)
+            wanted, got = grads(whole), grads(model)
+            assert wanted.keys() == got.keys(), wanted.keys() ^ got.keys()
+            for name, one in got.items():
+                off = (one.float() - wanted[name].float()).norm() / wanted[name].float().norm()
+                assert off <= bound, (recipe, sequence, name, off)
+            if recipe == "delayed":
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                same_everywhere(world, model)
+
+
+def losses_of_split_classes(world: World) -> None:
+    """Every setting of the loss, with the numbers of one process; a class out of range is refused on each rank."""
+    x, target = (
+        noise(2, 64 * world.size, WIDTH),
+        torch.randint(99, (2, 64 * world.size), generator=torch.Generator().manual_seed(1)),
+    )
+    target[0, :5] = -100
+    cases: list[dict[str, Any]] = [
+        {},
+        {"reduction": "sum", "bias": True, "label_smoothing": 0.1},
+        {"reduction": "none", "z_loss": 1e-2, "softcap": 5.0},
+        {"chunk": 64},
+    ]
+    for settings in cases:
+        for split in (False, True):
+            torch.manual_seed(0)
+            whole = ottava.nn.LinearCrossEntropy(WIDTH, 99, dtype=torch.bfloat16, **settings)
+            model = copy.deepcopy(whole)
+            place: Any = Shard(1) if split else Replicate()
+            parallelize_module(model, mesh_of(world), ColwiseParallel(input_layouts=place))
+            shares = noise(*target.shape, seed=4).float()
+            own = [t.chunk(world.size, 1)[world.rank] if split else t for t in (x, target, shares)]
+            results = []
+            for one, (rows, classes, share) in ((whole, (x, target, shares)), (model, own)):
+                rows = rows.clone().requires_grad_()
+                loss = one(rows, classes)
+                (loss * share if settings.get("reduction") == "none" else loss).sum().backward()
+                results.append((loss.detach(), rows.grad, grads(one)))
+            (wanted, dx, gradients), (got, own_dx, own_gradients) = results
+            if split:
+                dx = dx.chunk(world.size, 1)[world.rank]
+                wanted = wanted.chunk(world.size, 1)[world.rank] if wanted.dim() else wanted
+            assert torch.allclose(got, wanted, rtol=1e-5), (settings, split, got, wanted)
+            assert close(own_dx, dx, 2 * world.size), (settings, split)
+            assert gradients.keys() == own_gradients.keys()
+            assert all(close(own_gradients[name], gradients[name], 4) for name in gradients), (settings, split)
+            with torch.no_grad(), ottava.autocast("delayed", calibrating=True):
+                assert torch.allclose(model(own[0], own[1]), got, rtol=1e-4), settings
+            with pytest.raises(ValueError, match="needs 0 to 98"):
+                model(own[0], own[1].clamp(max=0) + 99)
+    with pytest.raises(ValueError, match="without one"):
+        parallelize_module(ottava.nn.LinearCrossEntropy(8, 1), mesh_of(world), ColwiseParallel())
+
+
+def logits_of_split_classes(world: World) -> None:
+    """torch's loss_parallel behind a head that keeps its logits split."""
+    torch.manual_seed(0)
+    whole = ottava.nn.Linear(WIDTH, 99, recipe="bf16", dtype=torch.bfloat16)
+    model = copy.deepcopy(whole)
+    parallelize_module(model, mesh_of(world), ColwiseParallel(use_local_output=False))
+    x, target = noise(2, 64, WIDTH), torch.randint(99, (128,), generator=torch.Generator().manual_seed(1))
+    nn.functional.cross_entropy(whole(x).flatten(0, 1).float(), target).backward()
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), target)
+        loss.backward()
+    for name, grad in grads(model).items():
+        assert close(grad, grads(whole)[name], 8), name

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
+from ottava.nn.cross_entropy import LinearCrossEntropy
 from ottava.nn.layer import Layer
 from ottava.nn.mlp import NormMLP
 from ottava.nn.multihead import MultiheadAttention
@@ -30,6 +31,7 @@ from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import Piece
 from ottava.nn.sharding import Sharding, TokenSharding
 from ottava.nn.transformer import TransformerLayer
+from ottava.nn.vocabulary import VocabularySharding
 
 
 class ColwiseParallel(TorchColwise):
@@ -40,8 +42,8 @@ class ColwiseParallel(TorchColwise):
         output_layouts: Shard(-1) by default.
         use_local_output: hand on this rank's tensor; False: a DTensor.
         pieces: the weights that lie below each other in a fused one, name -> rows. Each becomes a parameter
-            NAME_weight, of which every rank holds a share. None: those that the layer knows: q, k and v of a MultiheadAttention,
-            gate and up of a NormMLP.
+            NAME_weight, of which every rank holds a share. None: those that the layer knows: q, k and v of a
+            MultiheadAttention, gate and up of a NormMLP.
     Raises:
         TypeError: the module is neither a linear layer nor an embedding.
         ValueError: pieces that do not add up, or heads that the ranks cannot share.
@@ -68,7 +70,8 @@ class ColwiseParallel(TorchColwise):
         if isinstance(module, nn.Embedding):
             return super()._apply(module, device_mesh)
         (input,), (output,) = self.input_layouts, self.output_layouts
-        sharding = Sharding(device_mesh, 0, input, output, local_output=self.use_local_output)
+        kind = VocabularySharding if isinstance(module, LinearCrossEntropy) else Sharding
+        sharding = kind(device_mesh, 0, input, output, local_output=self.use_local_output)
         return _split(self, module, sharding, self.pieces)
 
 
@@ -90,6 +93,8 @@ class RowwiseParallel(TorchRowwise):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Embedding):
             return super()._apply(module, device_mesh)
+        if isinstance(module, LinearCrossEntropy):
+            raise TypeError("RowwiseParallel: a LinearCrossEntropy is split by its classes; needs ColwiseParallel")
         (input,), (output,) = self.input_layouts, self.output_layouts
         return _split(self, module, Sharding(device_mesh, 1, input, output, local_output=self.use_local_output))
 

@@ -23,12 +23,53 @@ from ottava.dispatch import no_autocast
 from ottava.functional import Call, refuse_second_derivative
 from ottava.nn.layer import Layer, autocast_dtype
 from ottava.ops import multiply
+from ottava.quantized_tensor import Operand
 from ottava.quantizer import LinearQuantizers
 from ottava.recipe import Recipe, get_recipe
 
 Reduction = Literal["mean", "sum", "none"]
 _BLOCK = 128
 """Chunks hold whole blocks of every granularity, so that blocks are cast as without chunks."""
+
+
+class Vocabulary:
+    """The classes and tokens that this process has: all of them. Ranks split them by `vocabulary.SharedVocabulary`."""
+
+    def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
+        """Of all tokens that are computed together."""
+        return operand
+
+    def sum(self, tensor: str, partial: Tensor) -> Tensor:
+        """Of dx over all classes, for the tokens of this process."""
+        return partial
+
+    def everybody(self, of_tokens: Tensor) -> Tensor:
+        """(m,) of this process -> of all tokens that are computed together."""
+        return of_tokens
+
+    def own(self, of_tokens: Tensor) -> Tensor:
+        """The inverse of `everybody`."""
+        return of_tokens
+
+    def total(self, count: Tensor) -> Tensor:
+        """Of the tokens of all ranks."""
+        return count
+
+    def classes(self, here: int) -> int:
+        """Of all ranks."""
+        return here
+
+    def at_once(self, tokens: int) -> int:
+        """Those of this process among so many that are computed together."""
+        return tokens
+
+    def places(self, target: Tensor, counts: Tensor, here: int) -> tuple[Tensor, Tensor]:
+        """(where the targets stand in the logits; which of them stand there)."""
+        return torch.where(counts, target, 0), counts
+
+    def reduced(self, logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(lse, the target's logit, the mean logit), each (m,), over all classes."""
+        return logits.logsumexp(-1), own, logits.mean(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +111,24 @@ class CrossEntropy:
         fair = -(-tokens * features // max(classes, 1))
         return max(_BLOCK, -(-fair // _BLOCK) * _BLOCK)
 
-    def of(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def of(self, logits: Tensor, target: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
         """Logits, fp32 (m, V), which are capped in place; target (m,) -> (loss (m,), lse (m,))."""
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        lse = logits.logsumexp(-1)
         counts = target != self.ignore_index
-        own = logits.gather(-1, torch.where(counts, target, 0)[:, None]).squeeze(-1)
+        at, here = vocabulary.places(target, counts, logits.shape[-1])
+        own = torch.where(here, logits.gather(-1, at[:, None]).squeeze(-1), 0.0)
+        lse, own, mean = vocabulary.reduced(logits, own)
         loss = lse - own
         if self.label_smoothing:
-            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (lse - logits.mean(-1))
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * (lse - mean)
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
         return torch.where(counts, loss, 0.0), lse
 
-    def gradient(self, logits: Tensor, lse: Tensor, target: Tensor, share: Tensor | None) -> Tensor:
+    def gradient(
+        self, logits: Tensor, lse: Tensor, target: Tensor, share: Tensor | None, vocabulary: Vocabulary
+    ) -> Tensor:
         """Of the sum of the losses, each times its share; takes the memory of the capped logits."""
         slope = None if self.softcap is None else 1 - (logits / self.softcap).square_()
         counts = target != self.ignore_index
@@ -92,9 +136,10 @@ class CrossEntropy:
         if self.z_loss:
             d = d.mul_((1 + 2 * self.z_loss * lse)[:, None])
         if self.label_smoothing:
-            d = d.sub_(self.label_smoothing / d.shape[-1])
-        hit = torch.full_like(lse, self.label_smoothing - 1)[:, None]
-        d = d.scatter_add_(-1, torch.where(counts, target, 0)[:, None], hit)
+            d = d.sub_(self.label_smoothing / vocabulary.classes(d.shape[-1]))
+        at, here = vocabulary.places(target, counts, d.shape[-1])
+        hit = torch.where(here, self.label_smoothing - 1, 0.0).to(d.dtype)[:, None]
+        d = d.scatter_add_(-1, at[:, None], hit)
         if slope is not None:
             d = d.mul_(slope)
         # masked, not multiplied: a token that does not count may have logits that are not finite
@@ -158,10 +203,12 @@ class LinearCrossEntropy(Layer, nn.Linear):
     def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
         """All logits at once, so that the door of their gradient sees it."""
         (target,) = more
-        logits = super()._calibrate(input, weight, bias, said).flatten(0, -2)
-        _check(input, self.weight, target, self.settings.ignore_index)
-        losses, _ = self.settings.of(logits.float().clone(), target.flatten())
-        return _reduced(losses, target, self.settings)
+        logits, vocabulary = super()._calibrate(input, weight, bias, said).flatten(0, -2), self.exchange or Vocabulary()
+        assert isinstance(vocabulary, Vocabulary)
+        _check(input, weight, target, self.settings.ignore_index, vocabulary)
+        losses, _ = self.settings.of(logits.float().clone(), vocabulary.everybody(target.flatten()), vocabulary)
+        losses = vocabulary.own(losses) if self.settings.reduction == "none" else losses
+        return _reduced(losses, target, self.settings, vocabulary)
 
     def extra_repr(self) -> str:
         """torch's, the settings and the recipe."""
@@ -209,13 +256,18 @@ def linear_cross_entropy(
 def _apply(
     settings: CrossEntropy, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> Tensor:
-    _check(input, weight, target, settings.ignore_index)
+    _check(input, weight, target, settings.ignore_index, _vocabulary(call))
     rows = input.reshape(-1, input.shape[-1])
     losses = _LinearCrossEntropy.apply(settings, call, torch.is_grad_enabled(), rows, weight, bias, target.flatten())
     return losses.view(target.shape) if settings.reduction == "none" else losses  # type: ignore[no-any-return]
 
 
-def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int) -> None:
+def _vocabulary(call: Call) -> Vocabulary:
+    assert call.exchange is None or isinstance(call.exchange, Vocabulary)
+    return call.exchange or Vocabulary()
+
+
+def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int, vocabulary: Vocabulary) -> None:
     if input.dim() == 0 or input.shape[-1] != weight.shape[1] or target.shape != input.shape[:-1]:
         raise ValueError(
             f"cross-entropy: got input {tuple(input.shape)} and target {tuple(target.shape)}; needs "
@@ -224,19 +276,24 @@ def _check(input: Tensor, weight: Tensor, target: Tensor, ignored: int) -> None:
     if target.dtype != torch.int64:
         raise ValueError(f"cross-entropy: got a target of {target.dtype}; needs torch.int64, the number of a class")
     if target.is_cpu and target.numel() and not torch.compiler.is_compiling():  # elsewhere the kernel says so, later
-        wrong = target[(target != ignored) & ((target < 0) | (target >= weight.shape[0]))]
+        classes = vocabulary.classes(weight.shape[0])
+        wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
         if wrong.numel():
             raise ValueError(
-                f"cross-entropy: got class {int(wrong[0])} as a target; needs 0 to {weight.shape[0] - 1}, or "
+                f"cross-entropy: got class {int(wrong[0])} as a target; needs 0 to {classes - 1}, or "
                 f"ignore_index {ignored} for tokens that do not count"
             )
 
 
-def _reduced(losses: Tensor, target: Tensor, settings: CrossEntropy) -> Tensor:
+def _reduced(losses: Tensor, target: Tensor, settings: CrossEntropy, vocabulary: Vocabulary) -> Tensor:
     if settings.reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
-    return total if settings.reduction == "sum" else total / (target != settings.ignore_index).sum()
+    return total if settings.reduction == "sum" else total / _count(target, settings, vocabulary)
+
+
+def _count(target: Tensor, settings: CrossEntropy, vocabulary: Vocabulary) -> Tensor:
+    return vocabulary.total((target != settings.ignore_index).sum())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -261,12 +318,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(x, weight, bias, target)
         else:
             if settings.reduction == "mean":
-                ctx.count = (target != settings.ignore_index).sum()
+                ctx.count = _count(target, settings, _vocabulary(call))
             ctx.save_for_backward(*grads)
         if not torch.compiler.is_compiling():
             call.saved_bytes = x.nbytes if later else sum(g.nbytes for g in grads if g is not None)
             call.high_precision_bytes = x.nbytes + 4 * x.shape[0] * weight.shape[0] if any(needs) else 0
-        return _reduced(losses, target, settings)
+        return _reduced(losses, target, settings, _vocabulary(call))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -302,7 +359,8 @@ def _in_chunks(
     fprop, dgrad, wgrad = cells.fprop, cells.dgrad, cells.wgrad
     needs_dx, needs_dw, needs_db = needs
     record = any(needs)
-    size = settings.tokens_at_once(x.shape[0], x.shape[1], weight.shape[0])
+    vocabulary = _vocabulary(call)
+    size = vocabulary.at_once(settings.tokens_at_once(x.shape[0], x.shape[1], weight.shape[0]))
     alone = x.shape[0] <= size
     w_row, w_col = doors.weight(weight, fprop.rhs, dgrad.rhs, columnwise=needs_dx, record=record)
     added = None if bias is None else bias.to(x.dtype)
@@ -319,19 +377,24 @@ def _in_chunks(
     for start in range(0, max(x.shape[0], 1), size):
         rows, own = x[start : start + size], target[start : start + size]
         x_row, x_col = doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
+        assert x_row is not None
+        x_row, own = vocabulary.gather("input", x_row, 0), vocabulary.everybody(own)
         logits = run(x_row, w_row, "fprop", x.dtype, added).to(torch.float32, copy=x.dtype == torch.float32)
-        found, lse = settings.of(logits, own)
-        losses.append(found)
+        found, lse = settings.of(logits, own, vocabulary)
+        losses.append(vocabulary.own(found) if settings.reduction == "none" else found)
         if not record:
             continue
-        d = settings.gradient(logits, lse, own, None if share is None else share[start : start + size])
+        shares = None if share is None else vocabulary.everybody(share[start : start + size])
+        d = settings.gradient(logits, lse, own, shares, vocabulary)
         if db is not None:
             db += d.sum(0)
         d = d.to(x.dtype)
         d_row, d_col = doors.grad_output(d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
         if needs_dx:
-            dxs.append(run(d_row, w_col, "dgrad", x.dtype))
+            dxs.append(vocabulary.sum("dx", run(d_row, w_col, "dgrad", x.dtype)))
         if dw is not None:
+            assert x_col is not None
+            x_col = vocabulary.gather("input", x_col, 1)
             dw += run(d_col, x_col, "wgrad", dw.dtype)
     dx = torch.cat(dxs) if needs_dx else None
     grads = (dx, None if dw is None else dw.to(weight.dtype), None if db is None or bias is None else db.to(bias.dtype))

@@ -217,7 +217,7 @@ class Sharding:
             if isinstance(self.output, Partial) and self.mesh.get_local_rank():
                 own_bias = own_bias * 0  # it is added once
             y = y + own_bias
-        return self._leave(y)
+        return self._leave(y, layer.out_features)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         return Sharding(self.mesh, self.split, self.input, self.output, local_output=self.local_output)
@@ -240,11 +240,15 @@ class Sharding:
             input = input.redistribute(self.mesh, (place,)).to_local()
         return input, self.output if self.split else place
 
-    def _leave(self, y: Tensor) -> Tensor:
+    def _leave(self, y: Tensor, features: int) -> Tensor:
         made: Placement = self.output if self.split else Shard(y.dim() - 1)
         if self.local_output and _same(made, self.output, y.dim()):
             return y
-        whole = DTensor.from_local(y, self.mesh, (made,), run_check=False)
+        shape = list(y.shape)
+        if isinstance(made, Shard):
+            shape[made.dim] = features if made.dim == y.dim() - 1 else shape[made.dim] * self.mesh.size()
+        size = torch.empty(shape, device="meta")  # ranks may have unlike shares of the features
+        whole = DTensor.from_local(y, self.mesh, (made,), run_check=False, shape=size.shape, stride=size.stride())
         whole = whole.redistribute(self.mesh, (self.output,))
         return whole.to_local() if self.local_output else whole
 
