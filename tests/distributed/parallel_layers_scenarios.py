@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import ottava
-from ottava.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, tensor_parallel_plan, verify
+from ottava.distributed import (
+    ColwiseParallel,
+    PrepareInput,
+    RowwiseParallel,
+    SequenceParallel,
+    tensor_parallel_plan,
+    verify,
+)
+from ottava.nn import sharding
 
 WIDTH = 128
 
@@ -342,3 +350,55 @@ def logits_of_split_classes(world: World) -> None:
         loss.backward()
     for name, grad in grads(model).items():
         assert close(grad, grads(whole)[name], 8), name
+
+
+def layers_of_one_input_share_its_gather(world: World) -> None:
+    """Behind PrepareInput q, k and v gather codes once in the forward and once in the backward, with the same bits."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(WIDTH, 64 * world.size, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.k(x).relu() + self.v(x).sigmoid()
+
+    counted: list[int] = []
+    real = sharding.all_gather
+
+    def gather(out: Tensor, own: Tensor, group: Any) -> Any:
+        counted.append(own.nbytes)
+        return real(out, own, group=group)
+
+    x, dy = noise(2, 128 * world.size, WIDTH), noise(2, 128 * world.size, 64, seed=2)
+    own = x.chunk(world.size, 1)[world.rank]
+    gathers = {"bf16": 1, "tensorwise": 1, "rowwise": 2, "blockwise": 2, "delayed": 3}  # codes, and scales of rows
+    for recipe, count in gathers.items():
+        results = []
+        for style in (nn.Identity(), PrepareInput(input_layouts=Shard(1))):
+            torch.manual_seed(0)
+            model = Three().bfloat16()
+            ottava.convert(model, nearest(recipe), filter=lambda name, layer: True)
+            alone = isinstance(style, nn.Identity)
+            plan: dict[str, Any] = {} if alone else {"": style}
+            for name in "qkv":
+                plan[name] = ColwiseParallel(input_layouts=Shard(1) if alone else None)
+            parallelize_module(model, mesh_of(world), plan)
+            counted.clear()
+            sharding.all_gather = gather
+            try:
+                results.append(step(model, own, dy))
+            finally:
+                sharding.all_gather = real
+            sent = len(counted)
+            if alone:
+                before = sent
+        wgrads = 1 if recipe != "blockwise" else 2  # a row of x.T has the tokens of all ranks, and one agreed scale
+        assert sent == (before if recipe == "delayed" else count + wgrads), (recipe, sent, before)
+        for name, one in results[0].items():
+            assert torch.equal(one, results[1][name]), (recipe, name)
+        # a branch without a backward, and the next step after it
+        model.zero_grad()
+        model.q(own)
+        again = step(model, own, dy)
+        assert all(torch.equal(one, results[1][name]) for name, one in again.items()) or recipe == "delayed"

@@ -29,7 +29,7 @@ from ottava.nn.mlp import NormMLP
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import Piece
-from ottava.nn.sharding import Sharding, TokenSharding
+from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.vocabulary import VocabularySharding
 
@@ -103,7 +103,8 @@ class PrepareInput(ParallelStyle):
     """Says how the first input of a module is split, and leaves it so: the layers inside gather its codes.
 
     In place of torch's PrepareModuleInput in front of an attention or an MLP with ColwiseParallel layers, which would
-    gather it in BF16.
+    gather it in BF16. Layers that cast it alike share one gather: q, k and v; gate and up. Predicted scales are each
+    layer's own, so under delayed scaling each gathers for itself.
 
     Args:
         input_layouts: of the first positional argument.
@@ -123,9 +124,18 @@ class PrepareInput(ParallelStyle):
             first, *others = inputs
             if not isinstance(first, Tensor) or isinstance(first, DTensor):
                 return inputs
-            return DTensor.from_local(first, device_mesh, (self.input_layouts,), run_check=False), *others
+            whole = DTensor.from_local(first, device_mesh, (self.input_layouts,), run_check=False)
+            once = whole.once = GatheredOnce()  # type: ignore[attr-defined]  # rides on the tensor to the layers
+            shared.append(once)
+            return whole, *others
 
+        def end(module: nn.Module, inputs: object, output: object) -> None:
+            while shared:
+                shared.pop().forward_ends()
+
+        shared: list[GatheredOnce] = []
         module.register_forward_pre_hook(hand_in)
+        module.register_forward_hook(end, always_call=True)
         return module
 
 

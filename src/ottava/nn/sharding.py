@@ -11,7 +11,7 @@ ranks travel in the dtype of the activations.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,34 @@ def reduce_scatter(own: Tensor, everything: Tensor, group: dist.ProcessGroup) ->
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, everything, group=group)
 
 
+class GatheredOnce:
+    """What several layers gather of one input, so that it travels once: the codes of x in the forward, and those of x.T
+    in the backward until every layer has had them."""
+
+    def __init__(self) -> None:
+        self.held: dict[Any, Operand] = {}
+        self.waiting = 0
+        """Layers whose backward has not come."""
+
+    def take(self, operand: Operand, dim: int, gather: Callable[[], Operand]) -> Operand:
+        """The tokens of all ranks; gathered by the first layer that asks."""
+        spec = operand.spec if isinstance(operand, QuantizedTensor) else None
+        if spec is not None and (spec.predicted or spec.rounding == "stochastic"):
+            return gather()  # the codes of another layer may be others
+        key = spec, operand.dtype, dim
+        if key not in self.held:
+            self.held[key] = gather()
+        gathered = self.held[key]
+        self.waiting += 1 if dim == 0 else -1
+        if not self.waiting:
+            self.held.clear()
+        return gathered
+
+    def forward_ends(self) -> None:
+        """Nobody asks for x any more."""
+        self.held = {key: operand for key, operand in self.held.items() if key[-1]}
+
+
 class Tokens:
     """Which tokens a rank holds: of activations (..., features) split along a leading dimension.
 
@@ -45,14 +73,22 @@ class Tokens:
         group: the ranks, in the order of their tokens.
         shape: leading dimensions on this rank.
         dim: which of them is split.
+        once: what other layers have gathered of the same tensor.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shape: Sequence[int], dim: int) -> None:
-        self.group, self.ranks = group, dist.get_world_size(group)
+    def __init__(
+        self, group: dist.ProcessGroup, shape: Sequence[int], dim: int, once: GatheredOnce | None = None
+    ) -> None:
+        self.group, self.ranks, self.once = group, dist.get_world_size(group), once
         self.outer, self.inner = math.prod(shape[:dim]), math.prod(shape[dim:])
 
     def gather(self, operand: Operand, dim: int) -> Operand:
         """The tokens of all ranks in their order, as codes; dim: where the operand has them."""
+        if self.once is not None:
+            return self.once.take(operand, dim, lambda: self._gather(operand, dim))
+        return self._gather(operand, dim)
+
+    def _gather(self, operand: Operand, dim: int) -> Operand:
         if isinstance(operand, Tensor):
             return self._joined(operand, dim, 1)
         granularity = operand.spec.granularity
@@ -208,7 +244,7 @@ class Sharding:
         if self.split and isinstance(own_bias, DTensor):
             own_bias = own_bias.to_local(grad_placements=self._bias_grad)
         own_bias = local(own_bias)
-        layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place)
+        layer.exchange, tokens = self._exchange(list(x.shape[:-1]), place, vars(input).get("once"))
         rows = layer.run(x.reshape(-1, x.shape[-1]), weight, None if self.split else own_bias, *more)
         if layer.last_call is not None:
             layer.last_call.remark = str(layer.exchange)
@@ -252,7 +288,7 @@ class Sharding:
         whole = whole.redistribute(self.mesh, (self.output,))
         return whole.to_local() if self.local_output else whole
 
-    def _exchange(self, shape: list[int], place: Placement) -> tuple[Exchange, list[int]]:
+    def _exchange(self, shape: list[int], place: Placement, once: GatheredOnce | None) -> tuple[Exchange, list[int]]:
         """What a layer does between cast and GEMM for tokens of that shape, and the shape of those that leave it."""
         ranks = self.mesh.size()
         if not isinstance(place, Shard):
@@ -261,7 +297,8 @@ class Sharding:
         if dim == len(shape):
             raise ValueError(f"tensor parallelism: {place} splits features here; needs a dimension of tokens")
         if not self.split:
-            return Exchange(Tokens(self.group, shape, dim), 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
+            held = Tokens(self.group, shape, dim, once)
+            return Exchange(held, 0), [*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :]]
         if shape[dim] % ranks:
             raise ValueError(
                 f"sequence parallelism: got {shape[dim]} tokens along dimension {dim} for {ranks} ranks; pad them to "
