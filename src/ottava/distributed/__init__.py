@@ -3,6 +3,7 @@
 from ottava.distributed.sharded_weight import fully_shard
 from ottava.distributed.styles import (
     ColwiseParallel,
+    ExpertParallel,
     PrepareInput,
     RowwiseParallel,
     SequenceParallel,
@@ -12,6 +13,7 @@ from ottava.distributed.verify import verify
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "PrepareInput",
     "RowwiseParallel",
     "SequenceParallel",

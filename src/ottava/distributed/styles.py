@@ -24,8 +24,10 @@ from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
+from ottava.nn.expert_parallel import ExpertRanks
 from ottava.nn.layer import Layer
 from ottava.nn.mlp import NormMLP
+from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import Piece
@@ -155,6 +157,30 @@ class SequenceParallel(TorchSequence):
         if not isinstance(module, LayerNorm | RMSNorm):
             return super()._apply(module, device_mesh)
         TokenSharding(device_mesh, self.sequence_sharding[0], local_output=self.use_local_output).apply(module)
+        return module
+
+
+class ExpertParallel(ParallelStyle):
+    """Divides the experts of an `ottava.nn.MoE` among ranks that each have tokens of their own.
+
+    Each rank keeps the router, and experts / ranks of the experts. Codes and scales of the tokens travel to their
+    experts where the recipe lets their layer cast rows first (`blockwise`, `mxfp8`; the receipt says so), else BF16.
+
+    Raises:
+        TypeError: the module is no MoE, or its weights are stored as codes.
+        ValueError: experts that the ranks cannot share evenly.
+    Edge cases: a rank without a token takes part. Gradients of experts are sums over the tokens of all ranks; those of
+        the router are of this rank's tokens and want a sum over ranks. A `capacity_factor` counts the tokens of each
+        rank by itself. A watch sees no casts of rows that came as codes.
+
+    Example:
+        >>> plan = {"moe": ExpertParallel()}                           # parallelize_module(model, mesh["ep"], plan)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MoE):
+            raise TypeError(f"ExpertParallel: got a {type(module).__name__}; needs an ottava.nn.MoE")
+        ExpertRanks(device_mesh).apply(module, self.src_data_rank)
         return module
 
 

@@ -10,7 +10,7 @@ cast for all groups at once, before they are sent to their groups. Else the grou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from ottava.functional import (
 from ottava.nn.layer import ready_input
 from ottava.nn.part import Part, bind, unstacked
 from ottava.nn.permutation import Permutation, permute
+from ottava.nn.pieces import local
 from ottava.nn.weight_state import decode_codes
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
@@ -70,6 +71,8 @@ class GroupedLinear(nn.Module):
     """
 
     bias: Tensor | None
+    first: int | None = None
+    """The first group that this rank holds, where ranks hold some each; None: this process holds all."""
 
     def __init__(
         self,
@@ -118,8 +121,12 @@ class GroupedLinear(nn.Module):
         plan: sends rows of the input to their groups first, as codes where they can be cast before; None: the input is
             sorted by group.
         """
+        weight, bias = local(self.weight), local(self.bias)
+        groups: Sequence[Part] = self.groups  # type: ignore[assignment]  # a ModuleList is no Sequence to mypy
+        if self.first is not None:
+            groups = [*self.groups][self.first : self.first + weight.shape[0]]
         return grouped_linear(
-            self, self.groups, input, splits, self.weight, self.bias, plan=plan, cast_once=self.cast_once
+            self, groups, input, splits, weight, bias, plan=plan, cast_once=self.cast_once, every=self.groups
         )
 
     def extra_repr(self) -> str:
@@ -158,7 +165,7 @@ def stack(
 
 def grouped_linear(
     owner: nn.Module,
-    groups: Stack,
+    groups: Sequence[Part],
     input: Tensor,
     splits: Splits,
     weight: Tensor,
@@ -166,12 +173,14 @@ def grouped_linear(
     *,
     plan: Permutation | None = None,
     cast_once: bool = False,
+    every: Iterable[Part] = (),
 ) -> Tensor:
     """Runs the layers of a stack, see `GroupedLinear`.
 
     Args:
         owner: the module that has the stack.
         weight: (G, N, K), any strides.  bias: (G, N) or None.
+        every: the layers of all ranks where the plan sends rows to other ranks, which must all send codes or none.
     """
     sizes = _sizes(input, splits, len(groups), weight.shape[-1], plan)
     bind(owner, groups)
@@ -180,9 +189,13 @@ def grouped_linear(
         if size:
             busy.append(_Group(number, groups[number], start, start + size))
         start += size
-    shared, remark = _together(busy, cast_once, torch.is_grad_enabled() and weight.requires_grad)
+    travels = plan is not None and plan.travels
+    deciding = every if travels else [group.part for group in busy]
+    shared, remark = _together(deciding, cast_once, torch.is_grad_enabled() and weight.requires_grad)
+    if travels:
+        remark = "; ".join(filter(None, (remark, f"rows came from other ranks {'as codes' if shared else 'uncast'}")))
     if shared is not None:
-        return _run_together(busy, shared, input, weight, bias, plan, remark)
+        return _run_together(groups[0], busy, shared, input, weight, bias, plan, remark)
     if plan is not None:
         input = permute(input, plan)
     weights, biases = torch.unbind(weight), unstacked(bias, len(groups))
@@ -220,11 +233,13 @@ def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permu
     return sizes
 
 
-def _together(busy: list[_Group], cast_once: bool, needs_dw: bool) -> tuple[Recipe | None, str]:
+def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool) -> tuple[Recipe | None, str]:
     """The recipe under which rows of all groups are cast at once, or None: each group casts its own; and a remark."""
-    if torch.compiler.is_compiling() or not busy or (said := AMBIENT.get()).calibrating:
+    if torch.compiler.is_compiling() or (said := AMBIENT.get()).calibrating:
         return None, ""
-    recipes = {said.recipe_for(group.part.name, group.part.resolved) for group in busy}
+    recipes = {said.recipe_for(part.name, part.resolved) for part in parts}
+    if not recipes:
+        return None, ""
     recipe = recipes.pop()
     row, col = recipe.cells("input")
     if recipes or row is None:
@@ -243,6 +258,7 @@ def _together(busy: list[_Group], cast_once: bool, needs_dw: bool) -> tuple[Reci
 
 
 def _run_together(
+    first: Part,
     busy: list[_Group],
     recipe: Recipe,
     input: Tensor,
@@ -256,8 +272,9 @@ def _run_together(
         call = group.part.begin_call(input.new_empty(0).expand(group.end - group.start, 0), AMBIENT.get())
         call.remark, call.cast_specs = remark, (recipe.fprop.lhs,)
         calls.append(call)
-    input = ready_input(busy[0].part.name, input, weight, bias, calls[0])
-    return _Together.apply(busy, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
+    lead = calls[0] if calls else Call(first.quantizers, recipe)  # the rows of this rank may all go to others
+    input = ready_input(first.name, input, weight, bias, lead)
+    return _Together.apply(busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
 
 
 class _Together(torch.autograd.Function):
@@ -267,6 +284,7 @@ class _Together(torch.autograd.Function):
     def forward(
         ctx: Any,
         busy: list[_Group],
+        lead: Call,
         calls: list[Call],
         grad_enabled: bool,
         plan: Permutation | None,
@@ -274,8 +292,8 @@ class _Together(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        needs_dx, needs_dw, _ = (grad_enabled and needed for needed in ctx.needs_input_grad[4:])
-        codes = _rows_cast(busy, calls, x, plan, grad_enabled)
+        needs_dx, needs_dw, _ = (grad_enabled and needed for needed in ctx.needs_input_grad[5:])
+        codes = _rows_cast(busy, lead, calls, x, plan, grad_enabled)
         y = x.new_empty(codes.shape[0], weight.shape[1])
         kept: list[Operand | None] = [codes if needs_dw else None]
         for (number, _, start, end), call in zip(busy, calls, strict=True):
@@ -299,7 +317,7 @@ class _Together(torch.autograd.Function):
             refuse_second_derivative("a grouped linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
         codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
-        needs: tuple[bool, bool, bool] = ctx.needs_input_grad[4:]
+        needs: tuple[bool, bool, bool] = ctx.needs_input_grad[5:]
         dx = dy.new_empty(dy.shape[0], x_shape[1], dtype=x_dtype) if needs[0] else None
         dw = dy.new_zeros(weight_shape, dtype=weight_dtype) if needs[1] else None
         db = dy.new_zeros(weight_shape[:2], dtype=bias_dtype) if needs[2] else None
@@ -317,16 +335,16 @@ class _Together(torch.autograd.Function):
                 call.after_backward()
         if dx is not None and ctx.plan is not None:
             dx = ctx.plan.combine(dx)
-        return None, None, None, None, dx, dw, db
+        return None, None, None, None, None, dx, dw, db
 
 
 def _rows_cast(
-    busy: list[_Group], calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
+    busy: list[_Group], lead: Call, calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
 ) -> QuantizedTensor:
     """The rows of all groups, cast: by the door of each group where somebody watches it, else before they are sent."""
-    spec = calls[0].recipe.fprop.lhs
+    spec = lead.recipe.fprop.lhs
     assert spec is not None
-    if any(_watched(call.doors.input) for call in calls):
+    if not (plan is not None and plan.travels) and any(_watched(call.doors.input) for call in calls):
         own = x if plan is None else plan.gather(x)
         cast = [
             call.doors.input(own[group.start : group.end], spec, None, columnwise=False, record=record)[0]
@@ -334,7 +352,7 @@ def _rows_cast(
         ]
         data = torch.cat([one.data.view(torch.uint8) for one in cast]).view(spec.format.storage_dtype)
         return QuantizedTensor(data, torch.cat([one.scale_inv for one in cast]), spec, x.dtype)
-    codes = cast_both(x, spec, None, plans=calls[0].doors.input.plans).row
+    codes = cast_both(x, spec, None, plans=lead.doors.input.plans).row
     assert codes is not None
     if plan is None:
         return codes

@@ -80,6 +80,8 @@ class MoE(nn.Module):
         self.shared: NormMLP | None = None
         if shared_experts:
             self.shared = NormMLP(hidden, ffn_hidden * shared_experts, activation=activation, norm=None, **factory)
+        self.ranks: Any = None
+        """An `expert_parallel.ExpertRanks` where ranks hold some experts each."""
         self.adopt(recipe, "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:
@@ -96,9 +98,10 @@ class MoE(nn.Module):
         if self.capacity_factor is not None:
             capacity = math.ceil(self.capacity_factor * routing.experts.numel() / experts) or 1
         plan = sort_by_expert(routing.experts, experts, capacity=capacity, probs=routing.probs)
-        splits = plan.counts.tolist()
-        rows = produced(self.activation, self.up(tokens, splits, plan))
-        output = unpermute(self.down(rows, splits), plan, routing.probs)
+        sent = plan if self.ranks is None else self.ranks.plan(plan)
+        splits = sent.counts.tolist()
+        rows = self.down(produced(self.activation, self.up(tokens, splits, sent)), splits)
+        output = unpermute(rows if self.ranks is None else self.ranks.collect(rows, sent), plan, routing.probs)
         if self.shared is not None:
             output = output + self.shared(tokens)
-        return output.view(*input.shape[:-1], -1)
+        return output.view(*input.shape[:-1], output.shape[-1])

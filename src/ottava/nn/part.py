@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ottava.groups import ddp_around
 from ottava.nn.layer import Layer
+from ottava.nn.pieces import local
 from ottava.state import ScalingState
 
 
@@ -51,6 +52,8 @@ class Part(Layer):
         # the owner's own dict: a copy, a pickle or a new parameter in its place keeps the two together
         self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
         self.of_bias = of_bias
+        self.first: int | None = None
+        """The first piece of a stack that this rank holds; None: this process holds all."""
         self.share = 1.0
         """Of the rows of the model, as many as this layer can be expected to get."""
 
@@ -64,14 +67,18 @@ class Part(Layer):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # a layer's own is an attribute
         """(N, K)."""
-        whole = self.parameter
-        matrix = whole if self.piece is None else whole[self.piece]
+        whole, piece = self.parameter, self.piece
+        if isinstance(piece, int) and self.first is not None:  # each rank holds some of the stack
+            whole, piece = local(whole), piece - self.first
+            if not 0 <= piece < len(whole):  # another rank's: its shape, without memory
+                whole, piece = whole.new_zeros(()).expand(1, *whole.shape[1:]), 0
+        matrix = whole if piece is None else whole[piece]
         return matrix.t() if self.turned else matrix
 
     @property
     def bias(self) -> Tensor | None:
         """(N,) or None."""
-        whole = None if self.names[1] is None else self.held[self.names[1]]
+        whole = None if self.names[1] is None or self.first is not None else self.held[self.names[1]]
         if whole is None or (self.piece is None and self.of_bias is None):
             return whole
         return whole[self.piece] if self.of_bias is None else whole.chunk(3)[self.of_bias]

@@ -7,7 +7,7 @@ device and in every run, which scattered additions do not give.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class Permutation:
     """int64 (M,): tokens * k entries of the routing, as they lie in memory: the one of each row."""
     counts: Tensor
     """int64 (experts,): rows of each expert."""
+    travels: ClassVar[bool] = False
+    """Whether rows go to other ranks."""
 
     def gather(self, x: Tensor) -> Tensor:
         """(tokens, N) -> (M, N), without a gradient."""
