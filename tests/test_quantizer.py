@@ -248,13 +248,13 @@ def test_without_a_kernel_for_both_a_scale_is_looked_up_once(
 ) -> None:
     """And the cast is the same, and so is what the door has seen of it."""
     looked_up: list[object] = []
-    real = Quantizer._scale_for
+    real = Quantizer.scale_for
 
     def counted(door: Quantizer, *args: Any) -> Tensor:
         looked_up.append(door)
         return real(door, *args)
 
-    monkeypatch.setattr(Quantizer, "_scale_for", counted)
+    monkeypatch.setattr(Quantizer, "scale_for", counted)
     doors, x = (door_after(2.0), door_after(2.0)), amax_of(3.0)
     operands = [doors[0](x, DELAYED, DELAYED, rowwise=wanted[0], columnwise=wanted[1])]
     monkeypatch.setattr(native_quantize, "supports_quantize", lambda x, spec, scale: "switched off")

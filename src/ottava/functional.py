@@ -32,7 +32,7 @@ from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
 from ottava.quantizer import LinearQuantizers, Quantizer
 from ottava.recipe import Recipe
-from ottava.weight_operands import shared_bytes
+from ottava.weight_operands import shared_bytes, weight_operands
 
 
 class Producer(Protocol):
@@ -289,6 +289,8 @@ def backward_gemms(
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     x_dtype, weight_dtype, bias_dtype = dtypes
     dx = dw = None
+    if isinstance(w_col, QuantizedWeight):  # its codes were lent to the forward, and again to this backward
+        w_col = weight_operands(w_col, None, dgrad.rhs, rowwise=False)[1]
     # db first: the operation that made dy has left a part of it in a cache
     db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
     rows = dy.taken() if isinstance(dy, UnmadeGradient) else dy
@@ -412,22 +414,26 @@ def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> N
     result.register_hook(lambda dy: door.calibrate(dy, spec))
 
 
-Described = tuple[tuple[QuantizationSpec, torch.dtype] | None, ...]
+Described = tuple[tuple[QuantizationSpec, torch.dtype] | QuantizedWeight | None, ...]
 
 
 def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described, int]:
     """Two tensors of each operand, for autograd to save; their descriptions; bytes of the quantized operands.
 
-    `unflattened` is the inverse.
+    `unflattened` is the inverse. A lent weight goes through as it is: FSDP2 frees and fills its memory, so that nobody
+    may keep a copy of it, as an offload of saved tensors would.
     """
     tensors: list[Tensor | None] = []
-    described: list[tuple[QuantizationSpec, torch.dtype] | None] = []
+    described: list[tuple[QuantizationSpec, torch.dtype] | QuantizedWeight | None] = []
     nbytes, counted = 0, not torch.compiler.is_compiling()
     for operand in operands:
         if isinstance(operand, QuantizedTensor):
             tensors += (operand.data, operand.scale_inv)
             described.append((operand.spec, operand.dtype))
             nbytes += operand.data.nbytes + operand.scale_inv.nbytes if counted else 0
+        elif isinstance(operand, QuantizedWeight):
+            tensors += (None, None)
+            described.append(operand)
         else:
             tensors += (operand, None)
             described.append(None)
@@ -437,4 +443,7 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
 def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
     """The inverse of `flattened`."""
     pairs = zip(tensors[::2], tensors[1::2], described, strict=True)
-    return [data if cast is None else QuantizedTensor(data, scale_inv, *cast) for data, scale_inv, cast in pairs]  # type: ignore[arg-type]
+    return [
+        QuantizedTensor(data, scale_inv, *said) if isinstance(said, tuple) else data if said is None else said  # type: ignore[arg-type]
+        for data, scale_inv, said in pairs
+    ]

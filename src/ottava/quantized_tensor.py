@@ -266,6 +266,26 @@ class QuantizedTensor:
         return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.spec, self.dtype, self.amax)
 
 
+@dataclass
+class Lent:
+    """What FSDP2's last gather has brought of a weight. All aliases of the gathered weight share it.
+
+    FSDP2 frees the codes after a forward and gathers again for the backward, so a layer keeps no operand of such a
+    weight: its backward asks the weight once more. Nor is W.T turned in memory between them.
+    """
+
+    holds_w: bool = True
+    """Whether codes and scales are those of W."""
+    of_w_t: Callable[[], QuantizedTensor] | None = None
+    """Makes the operand of W.T where this was gathered with scales of its own."""
+    w_t: QuantizationSpec | None = None
+    """How W.T is cast where it has scales of its own; None: it has the codes of W, or is turned from them."""
+    amax: Tensor | None = None
+    """fp32 (1, 1): of the whole weight, where the ranks know it."""
+    again: bool = False
+    """Whether a backward may run the forward again (activation checkpointing), by what the last forward has seen."""
+
+
 Operand = Tensor | QuantizedTensor
 """One side of a GEMM: quantized, or passed through in high precision."""
 RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ottava.casts import dequantize, quantize
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Lent, QuantizationSpec, QuantizedTensor
 from ottava.scaling import PER_TENSOR
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +59,8 @@ class QuantizedWeight(Tensor):
     """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
     sent: bool
     """Whether all ranks of a DistributedDataParallel have been given its codes."""
+    lent: Lent | None
+    """What FSDP2's last gather has brought; None: the weight owns its memory."""
 
     @staticmethod
     def __new__(
@@ -73,6 +75,7 @@ class QuantizedWeight(Tensor):
         matrix: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         sent: bool = False,
+        lent: Lent | None = None,
     ) -> QuantizedWeight:
         _check(codes, scale_inv, spec, dtype, tuple(matrix or codes.shape))
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
@@ -80,7 +83,7 @@ class QuantizedWeight(Tensor):
         )
         weight.codes, weight.scale_inv, weight.spec = codes, scale_inv, spec
         weight.high_precision, weight.matrix = high_precision, tuple(matrix or codes.shape)
-        weight.group, weight.sent = group, sent
+        weight.group, weight.sent, weight.lent = group, sent, lent
         return weight
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
@@ -157,7 +160,7 @@ class QuantizedWeight(Tensor):
 
     def like(self, codes: Tensor, scale_inv: Tensor, **changes: Any) -> QuantizedWeight:
         """The same kind of weight with other codes and scales."""
-        own = {"matrix": codes.shape, "group": self.group, "sent": self.sent, "dtype": self.dtype}
+        own = {"matrix": codes.shape, "group": self.group, "sent": self.sent, "dtype": self.dtype, "lent": self.lent}
         return QuantizedWeight(codes, scale_inv, self.spec, **(own | changes))
 
     def _matrices(self) -> list[QuantizedTensor]:
@@ -201,10 +204,10 @@ class QuantizedWeight(Tensor):
         """The whole weight, of what was gathered; it shares its memory."""
         if out is not None:  # it has this memory already
             return None
-        data, *scales = all_gather_outputs  # on one rank torch gathers the first tensor alone
-        codes, scale_inv = data.view(self.spec.format.storage_dtype), scales[0] if scales else metadata
-        whole = self.like(codes, scale_inv if self.scales_shard else scale_inv[0], group=None, dtype=param_dtype)
-        return whole, all_gather_outputs
+        data, *scales = all_gather_outputs
+        codes, own = data.view(self.spec.format.storage_dtype), scales[0] if scales else metadata  # alone on one rank
+        scale_inv = own if self.scales_shard else own[0]
+        return self.like(codes, scale_inv, group=None, dtype=param_dtype, lent=Lent()), all_gather_outputs
 
     @property
     def scales_shard(self) -> bool:
@@ -394,11 +397,9 @@ def _unbind(func: Any, weight: QuantizedWeight, dim: int = 0) -> list[QuantizedW
 def _each(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> QuantizedWeight:
     """The same operation on codes and scales: a copy, or another place."""
     dtype = settings.pop("dtype", None) or weight.dtype
-    kept = weight.high_precision
-    if kept is not None:
-        kept = kept.to(dtype)
+    kept = None if weight.high_precision is None else weight.high_precision.to(dtype)
     codes, scale_inv = (func(part, *args, **settings) for part in (weight.codes, weight.scale_inv))
-    return weight.like(codes, scale_inv, high_precision=kept, matrix=weight.matrix, dtype=dtype)
+    return weight.like(codes, scale_inv, high_precision=kept, matrix=weight.matrix, dtype=dtype, lent=None)
 
 
 def _new_zeros(func: Any, weight: QuantizedWeight, size: Sequence[int], **settings: Any) -> Tensor:

@@ -118,7 +118,7 @@ class Quantizer(nn.Module):
         if spec.scaling == "current":
             row, col, _ = self.cast(x, row_spec, col_spec, plans=self.plans)
             return row, col
-        scale = self._scale_for(spec, x.device, record)
+        scale = self.scale_for(spec, x.device, record)
         staged = self.staged if record else None
         row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
         one = row or col
@@ -126,7 +126,7 @@ class Quantizer(nn.Module):
             self._see(amax, one.scale_inv)
         return row, col
 
-    def _scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
+    def scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
         """The factor of a cast; a recorded cast makes the buffers that it needs."""
         if self.spec != spec and not record:
             return self._scale_under(spec, device)
@@ -332,9 +332,14 @@ class WeightQuantizer(Quantizer):
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`; of a weight that is stored in FP8 the stored codes, and no cast."""
         if isinstance(x, QuantizedWeight):
-            if record and self.spec is not None:  # whoever goes back to a BF16 weight finds a history
+            lent = x.lent
+            if record and lent is not None and lent.amax is not None and self.spec is not None:
+                self._see(lent.amax, x.scale_inv)
+            elif record and self.spec is not None:  # whoever goes back to a BF16 weight finds a history
                 seen_amax = x.scale_inv.amax() * self.spec.format.max
                 self._stage(seen_amax, torch.zeros_like(seen_amax))
+            if lent is not None:  # a forward without gradients, and saved tensors that a hook takes, are run again
+                lent.again = not record or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             return weight_operands(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise)
         kept = (
             not torch.compiler.is_compiling()

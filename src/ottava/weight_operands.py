@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ottava.casts import refuse_turn, spec_from_key, turn
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, describe, stored_spec
 
 
@@ -42,18 +42,25 @@ def weight_operands(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+) -> tuple[QuantizedTensor | None, Operand | None]:
     """The operands of W (N, K) and W.T (K, N) from the stored codes; nothing is cast again.
 
     A cell of None, high precision, gets the codes too: `ops.multiply` decodes them when it reads them, so that no copy
     in high precision lives from forward to backward. Where W.T has scales of its own, codes move by whole octaves
-    (`casts.turn`).
+    (`casts.turn`), or FSDP2 has gathered them. Of a weight that FSDP2 has lent, a forward gets the weight itself in
+    place of W.T: its backward asks for W.T alone.
 
     Raises:
         ValueError: the cells do not take these codes; what to choose.
+        RuntimeError: FSDP2 has not gathered an operand that is wanted.
     """
+    if (lent := weight.lent) is not None:
+        _refuse_unlent(weight, lent, col, rowwise, columnwise)
+        if columnwise and not rowwise and lent.of_w_t is not None:
+            return None, lent.of_w_t()
     stored = QuantizedTensor(weight.codes, weight.scale_inv, weight.spec, weight.dtype)
-    col_key = None if col is None or not columnwise else col.key
+    two_scales = lent is not None and lent.w_t is not None
+    col_key = None if col is None or not columnwise or two_scales else col.key
     reason, turned = _decided(stored.spec.key, None if row is None else row.key, col_key)
     if reason:
         raise ValueError(
@@ -63,12 +70,32 @@ def weight_operands(
     of_w = QuantizedTensor(stored.data, stored.scale_inv, row or stored.spec, stored.dtype) if rowwise else None
     if not columnwise:
         return of_w, None
+    if rowwise and lent is not None:
+        return of_w, weight
     if col is None:
         return of_w, QuantizedTensor(stored.data.t(), stored.scale_inv.t(), stored.spec.transposed, stored.dtype)
     if turned:
         return of_w, turn(stored, col)
     data = stored.data.t() if stored.data.is_cpu else stored.data.t().contiguous()  # as an accelerator's GEMMs want it
     return of_w, QuantizedTensor(data, stored.scale_inv.t(), col, stored.dtype)
+
+
+def _refuse_unlent(
+    weight: QuantizedWeight, lent: Lent, col: QuantizationSpec | None, rowwise: bool, columnwise: bool
+) -> None:
+    """FSDP2 brings what a pass needs; what its settings have hidden from the gather is missing."""
+    if lent.w_t is not None and columnwise and (col is None or stored_spec(col) != lent.w_t):
+        raise ValueError(
+            f"{describe(weight)}: FSDP2 gathers its transpose as {lent.w_t} and the recipe asks for "
+            f"{col or 'high precision'}. Choose a recipe with that cell, or shard with torch's own fully_shard"
+        )
+    if (rowwise and not lent.holds_w) or (columnwise and not rowwise and lent.w_t and lent.of_w_t is None):
+        raise RuntimeError(
+            f"{describe(weight)}: FSDP2 has gathered codes for the {'backward' if rowwise else 'forward'} alone, and "
+            f"this {'forward' if rowwise else 'backward'} runs on them. If you change set_reshard_after_forward, "
+            "set_reshard_after_backward or set_unshard_in_backward, do it while the module is sharded: call "
+            "module.reshard() first"
+        )
 
 
 @constant_in_graph

@@ -9,7 +9,7 @@ import torch
 from ranks import failures, scenarios_of, start
 
 import ottava
-from ottava.distributed.sharded_weight import ShardedWeight
+from ottava.distributed.sharded_weight import Gathering, ShardedWeight
 from ottava.quantized_tensor import QuantizationSpec
 
 SCENARIOS = scenarios_of("fsdp_scenarios")
@@ -22,13 +22,16 @@ def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
 
 
 def test_arithmetic_sees_the_numbers() -> None:
-    """A change in place forgets the agreed amax; results are plain, and shards stay what they are."""
-    weight = ShardedWeight(torch.ones(4, 4), QuantizationSpec(ottava.E4M3))
-    weight.largest = torch.ones(1, 1)
+    """A change in place forgets the agreed amax, for all that share the memory; a copy keeps it; results are plain."""
+    spec = QuantizationSpec(ottava.E4M3)
+    weight = ShardedWeight(torch.ones(4, 4), (spec, spec), Gathering(lambda: None), [(torch.ones(1, 1),)])
+    alias, copy = weight.detach(), weight.clone()
     assert type(weight + weight) is torch.Tensor
-    assert weight.largest is not None
-    torch._foreach_mul_([weight, torch.ones(2)], 3.0)
-    assert weight.largest is None
+    assert weight.known
+    torch._foreach_mul_([alias, torch.ones(2)], 3.0)
+    assert not weight.known
+    assert not alias.known
+    assert copy.known
     assert torch.equal(weight.numbers, torch.full((4, 4), 3.0))
     assert isinstance(weight[:2], ShardedWeight)
     assert "gathered as E4M3" in repr(weight)

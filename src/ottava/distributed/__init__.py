@@ -1,6 +1,6 @@
 """Many processes on torch's own engine: FP8 under `parallelize_module`, and a check that ranks agree."""
 
-from ottava.distributed.sharded_weight import fully_shard
+from ottava.distributed.shard import fully_shard
 from ottava.distributed.styles import (
     ColwiseParallel,
     ExpertParallel,

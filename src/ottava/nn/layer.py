@@ -96,7 +96,8 @@ class Layer(QuantizedLayer):
             call = Call(
                 self.quantizers, said.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
-            if said.session is not None or self.sharding is not None or self._unprepared(call.recipe):
+            lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
+            if lent or said.session is not None or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
 
                 return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
