@@ -1,24 +1,12 @@
-"""FSDP2 with gathers of FP8 codes in two and in three processes, see the scenarios' own docstrings."""
+"""A weight that is sharded in high precision; `test_shard` runs it in several processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
-from ranks import failures, scenarios_of, start
 
 import ottava
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight
 from ottava.quantized_tensor import QuantizationSpec
-
-SCENARIOS = scenarios_of("fsdp_scenarios")
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
-def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
-    failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
-    assert not failed, "\n".join(failed)
 
 
 def test_arithmetic_sees_the_numbers() -> None:

@@ -68,7 +68,7 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any
     if reasons:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
         warnings.warn(f"fully_shard: these weights are gathered in high precision:{lines}", stacklevel=2)
-    sharded = fsdp.fully_shard(module, **settings)
+    sharded = fsdp.fully_shard(module, **settings)  # type: ignore[arg-type]  # its overloads know no union
     for one in modules:
         _agree_after_steps(one)
     return sharded

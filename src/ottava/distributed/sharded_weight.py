@@ -168,7 +168,7 @@ class ShardedWeight(Tensor):
             codes = data.view(row.format.storage_dtype)[: sent.height]
             if self.two_scales:
                 of.spare = torch.empty(ranks * (shard + sent.size), dtype=torch.uint8, device=data.device)
-            weight = QuantizedWeight(codes, scale_inv, stored_spec(row), param_dtype, lent=of.lent)
+            weight: Any = QuantizedWeight(codes, scale_inv, stored_spec(row), param_dtype, lent=of.lent)
         else:
             weight = out.to_local() if isinstance(out, DTensor) else out
         scales = others[0].view(ranks, -1) if others else sent.by_hand[:, : sent.size]
