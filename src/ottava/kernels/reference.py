@@ -5,8 +5,7 @@
 
 The GEMM emulates a tensor core with a full fp32 accumulator. It decodes codes exactly. Products are exact in fp32 (E4M3
 and E5M2 have at most 4 significant bits), and sums are fp32. Scales multiply the sum (with blocks along K: each block's
-sum), and there is ONE rounding to the output type. It does not model the shorter accumulator of Hopper's tensor cores
-(about 14 bits between promotions).
+sum), and there is ONE rounding to the output type. `accumulate` models the shorter accumulators of real tensor cores.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def gemm(
         # products without rounding
         y = a.dequantize(torch.float32) @ b.dequantize(torch.float32).t()
     else:
-        y = _sum_of_codes(a, b, k if one_block else _block_columns(a.spec.granularity, b.spec.granularity, k))
+        y = _sum_of_codes(a, b, k if one_block else block_columns(a.spec.granularity, b.spec.granularity, k))
     if bias is not None:
         y += bias.to(torch.float32)
     return y.to(out_dtype)
@@ -141,7 +140,8 @@ def _sum_of_codes(a: QuantizedTensor, b: QuantizedTensor, step: int) -> Tensor:
     return y
 
 
-def _block_columns(a: Granularity, b: Granularity, k: int) -> int:
+def block_columns(a: Granularity, b: Granularity, k: int) -> int:
+    """The number of k between changes of a scale."""
     blocks = [side.cols for side in (a, b) if side.cols is not None and side.cols < k]
     return math.gcd(*blocks) if blocks else k
 
@@ -149,8 +149,13 @@ def _block_columns(a: Granularity, b: Granularity, k: int) -> int:
 def _scale(sums: Tensor, a: QuantizedTensor, b: QuantizedTensor, start: int) -> Tensor:
     """sums (M, N) over the block of K that begins at `start`, times the scales of that block."""
     for operand, rows_first in ((a, True), (b, False)):
-        granularity = operand.spec.granularity
-        column = start // granularity.cols if granularity.cols else 0
-        scale_inv = granularity.expand(operand.scale_inv[:, column : column + 1], (operand.shape[0], 1))
+        scale_inv = scale_of_block(operand, start)
         sums *= scale_inv if rows_first else scale_inv.t()
     return sums
+
+
+def scale_of_block(operand: QuantizedTensor, start: int) -> Tensor:
+    """The scales (R, 1) of an operand's rows in the block of K that begins at `start`."""
+    granularity = operand.spec.granularity
+    column = start // granularity.cols if granularity.cols else 0
+    return granularity.expand(operand.scale_inv[:, column : column + 1], (operand.shape[0], 1))

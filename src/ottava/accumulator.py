@@ -1,0 +1,178 @@
+"""Accumulators as data: how a tensor core adds the products of a GEMM. A new profile is one entry in `ACCUMULATORS`.
+
+A tensor core does not sum in fp32. It takes a group of products along K together with the accumulator so far, aligns
+all of them to the largest exponent E, cuts each one off `fraction_bits` below it, and adds these integers exactly:
+
+    E    = max of ea + eb over products that are not zero, and of the accumulator's exponent if that is not zero
+    s    = sum of trunc(product * 2**(fraction_bits - E)), the accumulator included
+    next = s * 2**(E - fraction_bits), with `kept_bits` bits after the leading one
+
+ea and eb are the exponents of the operands, those of subnormal numbers the smallest normal exponent of their format.
+The last group of an operand is filled with zeros. Groups are chained: the result of one is a term of the next. With a
+`promotion`, a chain ends after so many products; its result is added to an fp32 number, rounded to nearest, and the
+next chain starts at zero. Cutting off pulls every sum toward zero, so over a long K the error is a bias, not noise.
+
+Sources: results of H100, H200, L40S and B200 in the validation data of MATLAB-tensor-core (Khattak and Mikaitis,
+"Accurate Models of NVIDIA Tensor Cores"); for tcgen05 the code of MMA-Sim. docs/accumulation.md says which profile was
+confirmed by which results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from ottava.errors import RefusesUnknownFields, need_type, unknown_name
+
+Rounding = Literal["truncate", "nearest_even"]
+_BITS = (("fraction_bits", 1, 29), ("kept_bits", 1, 23))  # C++ sums at least one product in 32 bits; fp32 keeps 23
+_LONGEST = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulator(RefusesUnknownFields):
+    """How products are summed along K. Frozen, hashable, compared by every field.
+
+    Raises:
+        TypeError: unknown field, or a value of another type.  ValueError: a number without a meaning.
+
+    Example:
+        >>> ACCUMULATORS["hopper"].group, ACCUMULATORS["hopper"].fraction_bits, ACCUMULATORS["hopper"].promotion
+        (32, 13, None)
+        >>> import dataclasses
+        >>> str(dataclasses.replace(ACCUMULATORS["hopper"], name="mine", promotion=64))
+        'mine: groups of 32, 13 bits after the leading one, truncated; promoted to fp32 every 64'
+    """
+
+    name: str
+    """Its name in receipts and recipes."""
+    group: int | None = None
+    """Products that are aligned and summed at once; None: fp32 sums in the order of the kernel that runs."""
+    fraction_bits: int = 23
+    """Bits of an aligned term below the largest exponent; the term is truncated to them, toward zero."""
+    kept_bits: int = 23
+    """Bits after the leading one that the sum of a group keeps."""
+    rounding: Rounding = "truncate"
+    """How the sum of a group comes to `kept_bits`: toward zero, or to nearest."""
+    promotion: int | None = None
+    """Products in a chain whose sum is added to an fp32 number, to nearest; None: the chain ends with K."""
+    confirmed: bool = True
+    """Whether results of real cards equal this profile bit for bit."""
+    source: str = ""
+    """Card and instruction, and where the facts come from."""
+    key: str = field(init=False, repr=False, compare=False)
+    """The profile as one string, because torch custom operators take no dataclass."""
+
+    def __post_init__(self) -> None:
+        need_type("Accumulator: name", self.name, str)
+        if not self.name or "/" in self.name:
+            raise ValueError(f"Accumulator: name is {self.name!r}; needs a word without a slash, for receipts")
+        if self.rounding not in get_args(Rounding):
+            raise ValueError(f"Accumulator: {unknown_name('rounding', self.rounding, get_args(Rounding))}")
+        for name, low, high in _BITS:
+            need_type(f"Accumulator: {name}", getattr(self, name), int)
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"Accumulator: {name} is {getattr(self, name)}; needs {low} to {high} bits")
+        for name in ("group", "promotion"):
+            if getattr(self, name) is not None:
+                need_type(f"Accumulator: {name}", getattr(self, name), int)
+        if self.group is not None and not 1 <= self.group <= _LONGEST:
+            raise ValueError(f"Accumulator: group is {self.group}; needs 1 to {_LONGEST} products")
+        if self.promotion is not None and (self.group is None or self.promotion < 1 or self.promotion % self.group):
+            raise ValueError(
+                f"Accumulator: promotion is {self.promotion}; needs a multiple of the group, which is {self.group}"
+            )
+        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
+
+    @property
+    def emulated(self) -> bool:
+        """Whether sums follow a tensor core's rule; False: they are fp32."""
+        return self.group is not None
+
+    def __str__(self) -> str:
+        if self.group is None:
+            return f"{self.name}: fp32 sums"
+        cut = "truncated" if self.rounding == "truncate" else "rounded to nearest"
+        text = f"{self.name}: groups of {self.group}, {self.kept_bits} bits after the leading one, {cut}"
+        text += f"; terms cut off at {self.fraction_bits} bits" if self.fraction_bits != self.kept_bits else ""
+        return text + (f"; promoted to fp32 every {self.promotion}" if self.promotion else "")
+
+    def to_dict(self) -> dict[str, Any] | str:
+        """Plain JSON and YAML values: the name of a registered profile, else its fields."""
+        if ACCUMULATORS.get(self.name) == self:
+            return self.name
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init and getattr(self, f.name) != f.default}
+
+
+_HOPPER = {"group": 32, "fraction_bits": 13, "kept_bits": 13}
+_CARDS = "results of real cards (MATLAB-tensor-core)"
+
+ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
+    {
+        profile.name: profile
+        for profile in (
+            Accumulator(name="fp32", source="no tensor core: the sums of ottava's own kernels"),
+            # cuBLASLt's fast accumulation: one chain over all of K
+            Accumulator(name="hopper", **_HOPPER, source=f"FP8 on H100 and H200; {_CARDS}"),
+            # slow accumulation of cuBLASLt and CUTLASS, DeepGEMM: fp32 registers take over every 128 products
+            Accumulator(
+                name="hopper_promoted",
+                **_HOPPER,
+                promotion=128,
+                source="FP8 on H100 and H200, slow accumulation; the rule of CUTLASS and DeepGEMM on that of hopper",
+            ),
+            Accumulator(
+                name="ada", group=16, fraction_bits=13, kept_bits=13, source=f"FP8 mma.sync on L40S and others; {_CARDS}"
+            ),
+            # the products of an instruction are summed from zero, and C is added to that in fp32: so C never is a term
+            Accumulator(
+                name="blackwell_mma",
+                group=32,
+                fraction_bits=25,
+                promotion=32,
+                source=f"FP8 mma.sync on B200; {_CARDS}",
+            ),
+            Accumulator(
+                name="tcgen05",
+                group=32,
+                fraction_bits=25,
+                confirmed=False,
+                source="FP8 tcgen05.mma on B200, unconfirmed: by the code of MMA-Sim; no result of a card was at hand",
+            ),
+        )
+    }
+)
+"""The registered profiles, by name."""
+
+
+def get_accumulator(accumulator: Accumulator | str | Mapping[str, Any]) -> Accumulator:
+    """The registered profile of that name; an Accumulator passes through, a mapping gives its fields.
+
+    Raises:
+        ValueError: unknown name (the message gives the nearest known one), or a value that `Accumulator` refuses.
+        TypeError: neither of them, or an unknown field.
+
+    Example:
+        >>> get_accumulator("ada").group
+        16
+    """
+    if isinstance(accumulator, Accumulator):
+        return accumulator
+    if isinstance(accumulator, Mapping):
+        return Accumulator(**accumulator)
+    if not isinstance(accumulator, str):
+        raise TypeError(f"accumulator: got {accumulator!r}; needs an Accumulator or the name of one")
+    if accumulator not in ACCUMULATORS:
+        raise ValueError(unknown_name("accumulator", accumulator, ACCUMULATORS))
+    return ACCUMULATORS[accumulator]
+
+
+@functools.lru_cache(maxsize=64)
+def accumulator_from_key(key: str) -> Accumulator | None:
+    """The profile of that `Accumulator.key`; None for ""."""
+    return Accumulator(**json.loads(key)) if key else None
