@@ -109,7 +109,6 @@ class Accumulator(RefusesUnknownFields):
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init and getattr(self, f.name) != f.default}
 
 
-_HOPPER = {"group": 32, "fraction_bits": 13, "kept_bits": 13}
 _CARDS = "results of real cards (MATLAB-tensor-core)"
 
 ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
@@ -118,16 +117,24 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
         for profile in (
             Accumulator(name="fp32", source="no tensor core: the sums of ottava's own kernels"),
             # cuBLASLt's fast accumulation: one chain over all of K
-            Accumulator(name="hopper", **_HOPPER, source=f"FP8 on H100 and H200; {_CARDS}"),
+            Accumulator(
+                name="hopper", group=32, fraction_bits=13, kept_bits=13, source=f"FP8 on H100 and H200; {_CARDS}"
+            ),
             # slow accumulation of cuBLASLt and CUTLASS, DeepGEMM: fp32 registers take over every 128 products
             Accumulator(
                 name="hopper_promoted",
-                **_HOPPER,
+                group=32,
+                fraction_bits=13,
+                kept_bits=13,
                 promotion=128,
                 source="FP8 on H100 and H200, slow accumulation; the rule of CUTLASS and DeepGEMM on that of hopper",
             ),
             Accumulator(
-                name="ada", group=16, fraction_bits=13, kept_bits=13, source=f"FP8 mma.sync on L40S and others; {_CARDS}"
+                name="ada",
+                group=16,
+                fraction_bits=13,
+                kept_bits=13,
+                source=f"FP8 mma.sync on L40S and others; {_CARDS}",
             ),
             # the products of an instruction are summed from zero, and C is added to that in fp32: so C never is a term
             Accumulator(

@@ -24,6 +24,7 @@ from typing import Literal, ParamSpec, Protocol, TypeVar, get_args
 import torch
 from torch.distributed import ProcessGroup
 
+from ottava.accumulator import Accumulator, get_accumulator
 from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.recipe import Recipe, get_recipe
@@ -95,6 +96,8 @@ class Ambient:
     """False: torch's own linear everywhere."""
     calibrating: bool = False
     """High precision, but every door stages the amax of its tensor."""
+    accumulator: Accumulator | None = None
+    """The profile that layers sum under which keep their own recipe; the recipe above has its own."""
     group: ProcessGroup | None = None
     """The ranks that share amaxes."""
     session: Session | None = None
@@ -109,7 +112,9 @@ class Ambient:
     def asked_of(self, layer: str, own: Recipe) -> Recipe:
         """The same, but of a disabled autocast too: a calibration prepares for it."""
         if self.recipe is None:
-            return own
+            # compiled code takes no recipe that is made while it is traced: its layers run uncompiled then
+            plain = self.accumulator is None or torch.compiler.is_compiling()
+            return own if plain else _under(own, self.accumulator)
         if not self.recipe.overrides:
             return self.recipe
         if torch.compiler.is_compiling():
@@ -170,13 +175,25 @@ def _interned(recipe: Recipe) -> Recipe:
     return recipe
 
 
+@functools.lru_cache(maxsize=256)
+def _under(recipe: Recipe, accumulator: Accumulator) -> Recipe:
+    return recipe.under(accumulator)
+
+
 class Autocast(AbstractContextManager[None]):
     """The result of `autocast`: a context, and a decorator of functions. Code may enter it again."""
 
     def __init__(
-        self, recipe: Recipe | None, *, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
+        self,
+        recipe: Recipe | None,
+        *,
+        enabled: bool,
+        calibrating: bool,
+        update: Update,
+        group: ProcessGroup | None,
+        accumulator: Accumulator | None = None,
     ) -> None:
-        self._settings = (recipe, enabled, calibrating, update, group)
+        self._settings = (recipe, enabled, calibrating, update, group, accumulator)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -218,6 +235,7 @@ def autocast(
     calibrating: bool = False,
     update: Update = "step",
     group: ProcessGroup | None = None,
+    accumulator: Accumulator | str | None = None,
 ) -> Autocast:
     """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
 
@@ -230,16 +248,18 @@ def autocast(
         update: "step" changes predicted scales at optimizer steps. "autocast" is TransformerEngine's timing: forward
             scales change when the outermost autocast ends, gradient scales when the backward ends.
         group: the ranks that share amaxes; None: ottava finds them, see `ScalingState`.
+        accumulator: a profile or its name; every GEMM on codes is then emulated as that tensor core sums it, on any
+            device; see `Accumulator`. None: the recipe's own, which by default are the device's.
     Raises:
-        ValueError: unknown recipe or update.
+        ValueError: unknown recipe, update or accumulator.
         TypeError: it decorates a generator or coroutine function, whose body runs after the autocast has ended.
     Warns: if it ends without an exception and had no effect: no ottava layer ran in it, or it calibrated and no layer
         that ran has predicted scales. enabled=False and recipes like bf16 do not warn, because unconverted layers run
         in high precision anyway. A compiled layer does not read the autocast when it runs. So once torch has compiled
         one in this process, only a calibration and update="autocast" can warn.
     Edge cases: unconverted layers ignore it. A backward uses the recipe of its forward, even if torch.utils.checkpoint
-        recomputes that forward after the context has ended. In a torch.compile'd model calibrating and
-        update="autocast" run the layers uncompiled; fullgraph=True refuses that.
+        recomputes that forward after the context has ended. In a torch.compile'd model calibrating,
+        update="autocast", and an accumulator without a recipe run the layers uncompiled; fullgraph=True refuses that.
 
     Example:
         >>> import ottava
@@ -253,18 +273,27 @@ def autocast(
     """
     if update not in get_args(Update):
         raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
-    asked = _interned(get_recipe(recipe)) if recipe is not None else None
-    return Autocast(asked, enabled=enabled, calibrating=calibrating, update=update, group=group)
+    profile = None if accumulator is None else get_accumulator(accumulator)
+    asked = None if recipe is None else get_recipe(recipe)
+    if asked is not None:
+        asked, profile = _interned(asked if profile is None else asked.under(profile)), None
+    return Autocast(asked, enabled=enabled, calibrating=calibrating, update=update, group=group, accumulator=profile)
 
 
 @contextmanager
 def _entering(
-    asked: Recipe | None, enabled: bool, calibrating: bool, update: Update, group: ProcessGroup | None
+    asked: Recipe | None,
+    enabled: bool,
+    calibrating: bool,
+    update: Update,
+    group: ProcessGroup | None,
+    accumulator: Accumulator | None = None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
     outer = AMBIENT.get()
     session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
-    entered = Ambient(asked, enabled and not calibrating, calibrating, group or outer.group, session or outer.session)
+    on, around = enabled and not calibrating, session or outer.session
+    entered = Ambient(asked, on, calibrating, accumulator, group or outer.group, around)
     token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:

@@ -16,8 +16,10 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from ottava.accumulator import Accumulator
 from ottava.errors import unknown_name
-from ottava.kernels import bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
+from ottava.kernels.native import accumulate as native_accumulate
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
@@ -52,6 +54,32 @@ CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_m
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
 
+class AccumulatingKernel(Protocol):
+    """The interface of a kernel file for GEMMs under an `Accumulator`."""
+
+    NAME: str
+    NATIVE: bool
+
+    def supports_accumulate(
+        self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, accumulator: Accumulator
+    ) -> str | None:
+        """None, or the reason why not."""
+
+    def plan_accumulate(
+        self,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        out_dtype: torch.dtype,
+        bias: Tensor | None,
+        accumulator: Accumulator,
+    ) -> Callable[..., Tensor]:
+        """A function (a, b, bias, c=None) -> (M, N) for all operands like these; c starts the accumulator."""
+
+
+ACCUMULATING_KERNELS: tuple[AccumulatingKernel, ...] = (native_accumulate, accumulate)
+"""For a named accumulator, on any device: emulations, all with the same bits. A device's own sums have no name."""
+
+
 class DenseKernel(Protocol):
     """The interface of a kernel file for matrices in high precision."""
 
@@ -68,6 +96,39 @@ class DenseKernel(Protocol):
 
 DENSE_KERNELS: tuple[DenseKernel, ...] = (torch_mm, native_gemm, reference)
 """For BF16 on a CPU, in the order of capability; everywhere else torch's runs."""
+
+
+def choose_accumulating(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, accumulator: Accumulator, backend: str | None = None
+) -> tuple[AccumulatingKernel, tuple[str, ...]]:
+    """The kernel for a call under a profile, and why those before it do not run; `backend` names one.
+
+    Raises:
+        ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
+    """
+    kernels = [kernel for kernel in ACCUMULATING_KERNELS if backend in (None, kernel.NAME)]
+    if not kernels:
+        names = [kernel.NAME for kernel in ACCUMULATING_KERNELS]
+        raise ValueError(f"gemm: {unknown_name(f'backend under accumulator {accumulator.name!r}', backend, names)}")
+    refusals: list[str] = []
+    for kernel in kernels:
+        if (reason := kernel.supports_accumulate(a, b, out_dtype, accumulator)) is None:
+            return kernel, tuple(refusals)
+        refusals.append(reason)
+    raise ValueError("gemm: no kernel takes this call. " + "; ".join(refusals))
+
+
+def explain_accumulating(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, profile: Accumulator) -> str:
+    """Which kernel emulates a profile, and why not the others; as `ops.explain`."""
+    chosen = choose_accumulating(a, b, out_dtype, profile)[0]
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_accumulate(a, b, out_dtype, profile)
+        or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in ACCUMULATING_KERNELS
+    ]
+    return "\n".join([*lines, f"accumulator: {profile}{'' if profile.confirmed else ', unconfirmed'}"])
 
 
 class Chosen(NamedTuple):
@@ -174,6 +235,20 @@ def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
             return kernel, tuple(refusals)
         refusals.append(reason)
     return torch_mm, tuple(refusals)
+
+
+def explain_dense(a: Tensor, b: Tensor) -> str:
+    """Which kernel multiplies two matrices in high precision, and why not the others; as `ops.explain`."""
+    chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
+    lines = [
+        f"{kernel.NAME}: runs"
+        if kernel is chosen
+        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
+        for kernel in kernels
+    ]
+    if len(kernels) > 1:
+        lines.append(f"measured: {dense_ranking()}")
+    return "\n".join(lines)
 
 
 @functools.cache

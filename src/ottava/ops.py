@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator
 from ottava.casts import dequantize, keep_plan, spec_from_key
 from ottava.dispatch import (
+    choose_accumulating,
     choose_dense,
     choose_gemm,
     cpu_ranking,
-    dense_kernels,
-    dense_ranking,
+    explain_accumulating,
+    explain_dense,
     gemm_kernels,
     gemm_ways,
     made_of,
@@ -68,6 +70,8 @@ class GemmRecord:
     """Why faster kernels did not run."""
     out_dtype: str
     """dtype of the result, such as "bfloat16"."""
+    accumulator: str = ""
+    """The profile that was emulated; "": the device's own sums."""
 
 
 Log = Callable[[GemmRecord], None]
@@ -83,8 +87,10 @@ def gemm(
     compute: Compute = "native",
     backend: str | None = None,
     log: Log | None = None,
+    accumulator: Accumulator | str | None = None,
+    c: Tensor | None = None,
 ) -> Tensor:
-    """y (M, N) = a (M, K) @ b (N, K).T + bias, both contracted over their last dimension.
+    """y (M, N) = a (M, K) @ b (N, K).T + c + bias, both contracted over their last dimension.
 
     Args:
         a, b: two matrices, both quantized or both not.
@@ -94,9 +100,16 @@ def gemm(
         compute: "bf16" decodes quantized operands and multiplies in BF16.
         backend: name of a kernel; None: the first that supports the call.
         log: called with the GemmRecord (not while compiling).
+        accumulator: an `Accumulator` or its name: sums of quantized operands are emulated as that tensor core makes
+            them, on any device. None: the device's own.
+        c: (M, N) fp32, for quantized operands: what the accumulator starts from, as in BLAS. It stands outside the
+            scales: with one scale along K the accumulator starts from c / scale_inv_a / scale_inv_b, with blocks along
+            K the fp32 sum of the scaled blocks starts from c. Sums in fp32 get it added, in fp32.
     Raises:
-        ValueError: shapes that do not fit, a pair of formats that no hardware takes, an unknown backend, or one that
-            does not support the call; on every device alike.
+        ValueError: shapes that do not fit, a pair of formats that no hardware takes, an unknown backend or accumulator,
+            one that does not support the call, or an accumulator or c for operands in high precision; on every device
+            alike.
+    Edge cases: under a named accumulator E5M2 x E5M2 runs, too.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
@@ -105,11 +118,25 @@ def gemm(
         >>> gemm(a, b, out_dtype=torch.bfloat16)
         tensor([[16.,  0.],
                 [ 0., 16.]], dtype=torch.bfloat16)
+        >>> gemm(a, b, out_dtype=torch.float32, accumulator="hopper", c=torch.full((2, 2), 1 / 3))  # 14 bits of c
+        tensor([[16.3320,  0.3333],
+                [ 0.3333, 16.3320]])
     """
+    profile = None if accumulator is None else get_accumulator(accumulator)
+    if c is not None:
+        _check_start(a, b, c, compute)
     if torch.compiler.is_compiling():
-        return _compiled(a, b, out_dtype, bias, fast_accum, compute)
-    plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum, compute=compute, backend=backend)
-    y = plan.run(a, b, bias)
+        return _compiled(a, b, out_dtype, bias, fast_accum, compute, profile, c)
+    start = c if profile is not None and profile.emulated else None
+    after = None if c is start else c  # a sum in fp32 gets c, then the bias
+    settings = (fast_accum, compute, backend, profile)
+    if after is None:
+        plan = plan_gemm(a, b, out_dtype, bias, *settings)
+        y = plan.run(a, b, bias) if start is None else plan.run(a, b, bias, start)
+    else:
+        plan = plan_gemm(a, b, torch.float32, None, *settings)
+        y = plan.run(a, b, None) + after
+        y = (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
     if log is not None:
         log(plan.record)
     return y
@@ -118,8 +145,8 @@ def gemm(
 class GemmPlan(NamedTuple):
     """How a GEMM runs: decided once for all operands of these specs, dtypes, shapes, strides and devices."""
 
-    run: Callable[[Any, Any, Tensor | None], Tensor]
-    """(a, b, bias) -> y."""
+    run: Callable[..., Tensor]
+    """(a, b, bias) -> y; under an accumulator also (a, b, bias, c)."""
     record: GemmRecord
     """Its record for receipts."""
     kept: tuple[Any, ...] = ()
@@ -156,21 +183,22 @@ def multiply(
         b = b if b.dtype == a.dtype else b.to(a.dtype)
         data, other, specs, held = a, b, (0, 0), (a, b, a if bias is None else bias)
     else:
-        raise ValueError(f"gemm: {_refused(a, b)}")
+        raise ValueError(f"gemm: {_refused(a, b, None)}")
     if torch.compiler.is_compiling():
-        return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute)
+        return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute, cells.accumulator)
     plan: GemmPlan | None = None
     key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
-        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute)
+        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(cells.accumulator))
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
-        plan = plan_gemm(a, b, out_dtype=out_dtype, bias=bias, fast_accum=cells.fast_accum, compute=cells.compute)
+        profile = cells.accumulator if cells.quantized else None
+        plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, None, profile)
         if plan.lasting and plain:
             keep_plan(plans, key, plan)
     records[name] = plan.record
@@ -180,12 +208,12 @@ def multiply(
 def plan_gemm(
     a: Operand,
     b: Operand,
-    *,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accum: bool = False,
     compute: Compute = "native",
     backend: str | None = None,
+    accumulator: Accumulator | None = None,
 ) -> GemmPlan:
     """Decides how `gemm` multiplies operands like these; arguments and errors as there.
 
@@ -196,15 +224,19 @@ def plan_gemm(
         >>> plan_gemm(a, a, out_dtype=torch.bfloat16, compute="bf16").record.kernel
         'torch.mm bfloat16'
     """
-    _check(a, b, bias)
+    _check(a, b, bias, accumulator, compute)
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+        if accumulator is not None:
+            if accumulator.emulated:
+                return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
+            backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
         known = gemm_choice.store(a.device).changes if a.device.type == "cuda" else 0
         return GemmPlan(
             runner(kernel, a, b, out_dtype, bias, fast_accum),
-            _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype),
-            (a.spec, b.spec),
+            _record(a, b, kernel.NAME, kernel.NATIVE, kernel.padding(a, b), chosen.refusals, out_dtype, accumulator),
+            (a.spec, b.spec, accumulator),
             chosen.lasting,
             known,
         )
@@ -223,6 +255,25 @@ def plan_gemm(
     return GemmPlan(run, record, specs)
 
 
+def _plan_accumulated(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    accumulator: Accumulator,
+    backend: str | None,
+) -> GemmPlan:
+    kernel, refusals = choose_accumulating(a, b, out_dtype, accumulator, backend)
+    multiply = kernel.plan_accumulate(a, b, out_dtype, bias, accumulator)
+
+    def run(a: Any, b: Any, bias: Tensor | None, c: Tensor | None = None) -> Tensor:
+        with no_autocast(a.device):
+            return multiply(a, b, bias, c)
+
+    record = _record(a, b, kernel.NAME, kernel.NATIVE, "", refusals, out_dtype, accumulator)
+    return GemmPlan(run, record, (a.spec, b.spec, accumulator))
+
+
 def explain(
     a: Operand,
     b: Operand,
@@ -230,11 +281,12 @@ def explain(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accum: bool = False,
+    accumulator: Accumulator | str | None = None,
 ) -> str:
     """The kernel that `gemm` would run on these operands, and why not the others, one per line.
 
     A last line gives the measurement that decides the order: on a GPU that of `tune_gemm` for this call, on a CPU one
-    for all calls. Operands in high precision work, too.
+    for all calls; or the accumulator that is emulated. Operands in high precision work, too.
 
     Example:
         >>> from ottava import QuantizationSpec, quantize
@@ -248,10 +300,14 @@ def explain(
         >>> next(line for line in lines if line.startswith("bf16_mm"))
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """
-    _check(a, b, bias)
+    profile = None if accumulator is None else get_accumulator(accumulator)
+    _check(a, b, bias, profile)
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        return _explain_dense(*_in_high_precision(a, b))
-    chosen = choose_gemm(a, b, out_dtype, bias, fast_accum).kernel
+        return explain_dense(*_in_high_precision(a, b))
+    if profile is not None and profile.emulated:
+        return explain_accumulating(a, b, out_dtype, profile)
+    named = reference.NAME if profile is not None and a.device.type != "cpu" else None
+    chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, named).kernel
     choice = measured(a, b, out_dtype, bias, fast_accum)
     fastest = choice is not None and choice.kernel == chosen.NAME
     why_first = "was measured to be the fastest" if fastest else f"comes first on {a.device.type}"
@@ -266,19 +322,6 @@ def explain(
         lines.append(f"measured: {cpu_ranking()}")
     elif choice is not None or a.device.type == "cuda":
         lines.append(f"measured: {choice or 'nothing yet for this call on this device; ops.tune_gemm measures it'}")
-    return "\n".join(lines)
-
-
-def _explain_dense(a: Tensor, b: Tensor) -> str:
-    chosen, kernels = choose_dense(a, b)[0], dense_kernels(a.device, a.dtype)
-    lines = [
-        f"{kernel.NAME}: runs"
-        if kernel is chosen
-        else kernel.supports_dense(a, b) or f"{kernel.NAME}: supported, but {chosen.NAME} comes first"
-        for kernel in kernels
-    ]
-    if len(kernels) > 1:
-        lines.append(f"measured: {dense_ranking()}")
     return "\n".join(lines)
 
 
@@ -326,7 +369,18 @@ def _judge(truth: Tensor, y: Tensor) -> str:
     return "" if error < _WRONG else f"wrong results: relative error {error:.3g}"
 
 
-def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
+def _check_start(a: Operand, b: Operand, c: Tensor, compute: Compute) -> None:
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)) or compute != "native":
+        raise ValueError("gemm: c starts the accumulator of quantized operands; add it to the result of other GEMMs")
+    shape = (a.shape[0], b.shape[0])
+    if tuple(c.shape) != shape or c.dtype != torch.float32 or c.device != a.device:
+        got = f"{tuple(c.shape)} in {dtype_name(c.dtype)} on {c.device}"
+        raise ValueError(f"gemm: got c {got}; needs {shape} in float32 on {a.device}")
+
+
+def _check(
+    a: Operand, b: Operand, bias: Tensor | None, accumulator: Accumulator | None = None, compute: Compute = "native"
+) -> None:
     rows, cols = a.shape, b.shape
     if len(rows) != 2 or len(cols) != 2 or rows[1] != cols[1]:
         raise ValueError(
@@ -334,13 +388,18 @@ def _check(a: Operand, b: Operand, bias: Tensor | None) -> None:
         )
     if bias is not None and tuple(bias.shape) != (cols[0],):
         raise ValueError(f"gemm: got bias {tuple(bias.shape)} for {_shapes(a, b)}; needs ({cols[0]},)")
-    if reason := _refused(a, b):
+    if reason := _refused(a, b, accumulator):
         raise ValueError(f"gemm: {reason}")
+    if accumulator is not None and not (isinstance(a, QuantizedTensor) and compute == "native"):
+        raise ValueError(
+            f"gemm: accumulator {accumulator.name!r} is that of instructions on FP8 codes; got operands in high "
+            "precision. Quantize both, or leave the accumulator out"
+        )
 
 
-def _refused(a: Operand, b: Operand) -> str | None:
+def _refused(a: Operand, b: Operand, accumulator: Accumulator | None) -> str | None:
     lhs, rhs = (t.spec if isinstance(t, QuantizedTensor) else None for t in (a, b))
-    reason = refuse_pair(lhs, rhs)
+    reason = refuse_pair(lhs, rhs, accumulator)
     return f"{lhs or 'high precision'} x {rhs or 'high precision'}: {reason}" if reason else None
 
 
@@ -363,10 +422,12 @@ def _record(
     padding: str,
     refusals: tuple[str, ...],
     out_dtype: torch.dtype,
+    accumulator: Accumulator | None = None,
 ) -> GemmRecord:
     lhs, rhs = (str(t.spec) if isinstance(t, QuantizedTensor) else dtype_name(t.dtype) for t in (a, b))
     (m, k), n, quantized = a.shape, b.shape[0], isinstance(a, QuantizedTensor)
-    return GemmRecord(lhs, rhs, m, n, k, kernel, quantized, native, padding, refusals, dtype_name(out_dtype))
+    profile = "" if accumulator is None else accumulator.name
+    return GemmRecord(lhs, rhs, m, n, k, kernel, quantized, native, padding, refusals, dtype_name(out_dtype), profile)
 
 
 def _promised(
@@ -379,13 +440,15 @@ def _promised(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool,
+    accumulator: str,
+    c: Tensor | None,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @custom_operator(
     "gemm(Tensor a, Tensor a_scale_inv, str a_spec, Tensor b, Tensor b_scale_inv, str b_spec, ScalarType out_dtype,"
-    " Tensor? bias, bool fast_accum) -> Tensor",
+    " Tensor? bias, bool fast_accum, str accumulator, Tensor? c) -> Tensor",
     _promised,
 )
 def _gemm_op(
@@ -398,19 +461,31 @@ def _gemm_op(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool,
+    accumulator: str,
+    c: Tensor | None,
 ) -> Tensor:
     lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
     rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)
-    return plan_gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum).run(lhs, rhs, bias)
+    profile = accumulator_from_key(accumulator)
+    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum, accumulator=profile, c=c)
 
 
 def _compiled(
-    a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, compute: Compute
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    fast_accum: bool,
+    compute: Compute,
+    accumulator: Accumulator | None = None,
+    c: Tensor | None = None,
 ) -> Tensor:
-    _check(a, b, bias)
+    _check(a, b, bias, accumulator, compute)
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
         return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
-            a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum
+            *(a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum),
+            "" if accumulator is None else accumulator.key,
+            c,
         )
     x, w = _in_high_precision(a, b)
     with no_autocast(x.device):

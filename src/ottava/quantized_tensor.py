@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ottava.accumulator import Accumulator
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
@@ -193,17 +194,20 @@ class QuantizationSpec(RefusesUnknownFields):
         return cls(**values)
 
 
-def refuse_pair(lhs: QuantizationSpec | None, rhs: QuantizationSpec | None) -> str | None:
+def refuse_pair(
+    lhs: QuantizationSpec | None, rhs: QuantizationSpec | None, accumulator: Accumulator | None = None
+) -> str | None:
     """Why no GEMM takes these two operands together, on any device; None if one does.
 
-    A CPU follows the rules of the hardware, too, so a run that works here also works there.
+    A CPU follows the rules of the hardware, too, so a run that works here also works there. That E5M2 x E5M2 is missing
+    is a rule of cuBLASLt, not of the instructions: it runs under a named accumulator, which is emulated.
     Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered).
     """
     if lhs is None and rhs is None:
         return None
     if lhs is None or rhs is None:
         return "one operand is quantized and the other is not; quantize both or neither"
-    if lhs.format == E5M2 and rhs.format == E5M2:
+    if lhs.format == E5M2 and rhs.format == E5M2 and accumulator is None:
         return "no tensor core multiplies E5M2 by E5M2; make one of them E4M3"
     if lhs.granularity == BLOCK_128X128 and rhs.granularity == BLOCK_128X128:
         return "no tensor core takes 128x128 blocks on both sides; make one of them 1x128"

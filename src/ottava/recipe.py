@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from ottava.accumulator import ACCUMULATORS, Accumulator, get_accumulator
 from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E4M3, E5M2
@@ -69,12 +70,19 @@ class GemmRecipe(RefusesUnknownFields):
     """Let Hopper keep partial sums in its short accumulator. The field does so in fprop only."""
     compute: Compute = "native"
     """"bf16": decode the operands and multiply in BF16, to tell damage by quantization from damage by accumulation."""
+    accumulator: Accumulator | None = None
+    """The profile that quantized operands are summed under, on any device, or its name; None: the device's own sums."""
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
             raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
         need_type("GemmRecipe: fast_accum", self.fast_accum, bool)
-        if reason := refuse_pair(self.lhs, self.rhs):
+        if self.accumulator is not None:
+            object.__setattr__(self, "accumulator", get_accumulator(self.accumulator))
+            if self.compute != "native":
+                name = self.accumulator.name
+                raise ValueError(f"GemmRecipe: accumulator {name!r} with compute 'bf16', which multiplies no codes")
+        if reason := refuse_pair(self.lhs, self.rhs, self.accumulator):
             raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
 
     @property
@@ -84,6 +92,7 @@ class GemmRecipe(RefusesUnknownFields):
 
     def __str__(self) -> str:
         suffix = " in BF16" if self.compute == "bf16" and self.quantized else ""
+        suffix += f" under {self.accumulator.name}" if self.accumulator and self.quantized else ""
         return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{suffix}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +104,8 @@ class GemmRecipe(RefusesUnknownFields):
             values["fast_accum"] = True
         if self.compute != "native":
             values["compute"] = self.compute
+        if self.accumulator is not None:
+            values["accumulator"] = self.accumulator.to_dict()
         return values
 
     @classmethod
@@ -264,9 +275,39 @@ class Recipe(RefusesUnknownFields):
             return self
 
         def in_bf16(value: _Change) -> _Change:
-            return replace(value, compute="bf16") if isinstance(value, GemmRecipe) else value
+            return replace(value, compute="bf16", accumulator=None) if isinstance(value, GemmRecipe) else value
 
         return replace(self._changed(in_bf16), name=self.name + _BF16_GEMM)
+
+    def under(self, accumulator: Accumulator | str | None) -> Recipe:
+        """This recipe with every GEMM on codes summed under a profile; None: by the device.
+
+        Its name gets the profile's as a suffix: "tensorwise/hopper", which `get_recipe` knows, too.
+
+        Raises:
+            ValueError: unknown profile.
+
+        Example:
+            >>> recipe = RECIPES["tensorwise"].under("hopper")
+            >>> recipe.name, str(recipe.wgrad)
+            ('tensorwise/hopper', 'E5M2[tensor] x E4M3[tensor] under hopper')
+        """
+        profile = None if accumulator is None else get_accumulator(accumulator)
+        before: set[str] = set()
+
+        def summed(value: _Change) -> _Change:
+            if not isinstance(value, GemmRecipe) or not value.quantized or value.compute != "native":
+                return value
+            if value.accumulator is not None:
+                before.add(value.accumulator.name)
+            return replace(value, accumulator=profile)
+
+        changed = self._changed(summed)
+        if changed == self:
+            return self
+        name, slash, last = self.name.rpartition("/")
+        own = name if slash and last in before else self.name
+        return replace(changed, name=own if profile is None else f"{own}/{profile.name}")
 
     def _changed(self, change: Callable[[_Change], _Change]) -> Recipe:
         """This recipe with `change` applied to each GEMM and to each value of its overrides."""
@@ -385,7 +426,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
-    """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form.
+    """The registered recipe of that name; a Recipe passes through. "NAME/fp8_inputs_bf16_gemm" is its diagnostic form,
+    "NAME/hopper" the recipe under that accumulator (`Recipe.under`).
 
     Args:
         history: fields for each cell with a predicted scale, including cells of overrides: margin, amax_history_len,
@@ -407,10 +449,16 @@ def get_recipe(recipe: Recipe | str, **history: Any) -> Recipe:
         return recipe
     if not isinstance(recipe, str):
         raise TypeError(f"recipe: got {type(recipe).__name__}; needs a Recipe or the name of one")
-    name = recipe.removesuffix(_BF16_GEMM)
+    name, slash, form = recipe.partition("/")
     if name not in RECIPES:
         raise ValueError(unknown_name("recipe", name, RECIPES))
-    return RECIPES[name] if name == recipe else RECIPES[name].fp8_inputs_bf16_gemm()
+    if not slash:
+        return RECIPES[name]
+    if slash + form == _BF16_GEMM:
+        return RECIPES[name].fp8_inputs_bf16_gemm()
+    if form not in ACCUMULATORS:
+        raise ValueError(unknown_name(f"form of recipe {name!r}", form, (_BF16_GEMM[1:], *ACCUMULATORS)))
+    return RECIPES[name].under(form)
 
 
 def _with_history(recipe: Recipe, history: Mapping[str, Any]) -> Recipe:

@@ -12,6 +12,8 @@ NaN, infinity, and infinity times zero go through as IEEE has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def supports_accumulate(
 
 def plan_accumulate(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None, accumulator: Accumulator
-) -> object:
+) -> Callable[..., Tensor]:
     """A function (a, b, bias, c=None) -> y (M, N) for all operands like these."""
 
     def run(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, c: Tensor | None = None) -> Tensor:

@@ -97,7 +97,8 @@ class Layer(QuantizedLayer):
                 self.quantizers, said.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            if lent or said.session is not None or self.sharding is not None or self._unprepared(call.recipe):
+            apart = lent or said.session is not None or said.accumulator is not None
+            if apart or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
 
                 return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
@@ -143,7 +144,7 @@ class Layer(QuantizedLayer):
         if call is not None and torch._C._current_graph_task_id() != -1:
             call.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
         else:
-            own = said.recipe is None and said.enabled
+            own = said.recipe is None and said.enabled and said.accumulator is None
             recipe = self.resolved if own else said.recipe_for(self.name, self.resolved)
             shape = tuple(input.shape)
             call = Call(

@@ -284,7 +284,12 @@ def _kernel(cells: GemmRecipe, device: Device) -> tuple[str, float]:
     """(what multiplies, its rate over BF16's)."""
     if cells.lhs is None or cells.rhs is None:
         return "bf16", 1.0
-    if cells.compute == "bf16" or max(cells.lhs.format.bits, cells.rhs.format.bits) != 8 or device.capability < (8, 9):
+    if (
+        cells.compute == "bf16"
+        or cells.accumulator
+        or max(cells.lhs.format.bits, cells.rhs.format.bits) != 8
+        or device.capability < (8, 9)
+    ):
         return "emulated", 1.0
     sides = {cells.lhs.granularity, cells.rhs.granularity}
     if sides == {PER_TENSOR}:

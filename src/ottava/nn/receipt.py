@@ -219,7 +219,7 @@ def _row(name: str, layer: QuantizedLayer, gemm: str, training: bool) -> Receipt
         return ReceiptRow(
             layer=name,
             gemm=gemm,
-            operands=f"{record.lhs} x {record.rhs}",
+            operands=f"{record.lhs} x {record.rhs}" + (f" under {record.accumulator}" if record.accumulator else ""),
             kernel=record.kernel,
             shape=f"{record.m} x {record.n} x {record.k}",
             padding=record.padding,

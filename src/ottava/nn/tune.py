@@ -45,7 +45,7 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
         call = layer.last_call.last_training or layer.last_call
         for gemm, record in call.records.items():
             cells = getattr(call.recipe, gemm)
-            if not cells.quantized or cells.compute != "native":
+            if not cells.quantized or cells.compute != "native" or cells.accumulator is not None:
                 continue
             dtype, numbers = getattr(torch, record.out_dtype), _numbers(layer.weight.device)
             a, b = (
