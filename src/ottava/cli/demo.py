@@ -26,6 +26,10 @@ def demo(
     recipes: Annotated[
         str | None, typer.Option("--recipes", metavar="A,B", help="FP8 recipes, or all; default tensorwise,blockwise.")
     ] = None,
+    accumulator: Annotated[
+        str | None,
+        typer.Option("--accumulator", metavar="A,B", help="Sum FP8 GEMMs as these tensor cores do, such as hopper."),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
     seeds: Annotated[
         int | None, typer.Option("--seeds", help="BF16 runs; their spread is the noise; default 3.")
@@ -59,7 +63,7 @@ def demo(
     from ottava.train.display import open_display
 
     console = Console(stderr=as_json)
-    choices = _given(recipes, steps, seeds, data, settings)
+    choices = _given(recipes, accumulator, steps, seeds, data, settings)
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
     with stop_on_interrupt() as stopping, _only_warnings():
         trained = Demo(folder)
@@ -92,16 +96,25 @@ def _only_warnings() -> Iterator[None]:
 
 
 def _given(
-    recipes: str | None, steps: int | None, seeds: int | None, data: Path | None, settings: list[str] | None
+    recipes: str | None,
+    accumulator: str | None,
+    steps: int | None,
+    seeds: int | None,
+    data: Path | None,
+    settings: list[str] | None,
 ) -> dict[str, Any]:
     """The options on the command line, as fields of `DemoSettings`."""
     from ottava.recipe import RECIPES
+    from ottava.train.demo_folder import DEFAULT_RECIPES
 
     names = [name.strip() for name in (recipes or "").split(",") if name.strip() not in ("", "bf16")]
     if names == ["all"]:
         names = [name for name in RECIPES if name != "bf16"]
+    if accumulator is not None:
+        profiles = [name.strip() for name in accumulator.split(",")]
+        names = [f"{name}/{profile}" for name in names or DEFAULT_RECIPES for profile in profiles]
     options = {
-        "recipes": None if recipes is None else tuple(names),
+        "recipes": tuple(names) if names or recipes is not None else None,
         "steps": steps,
         "seeds": seeds,
         "data": None if data is None else str(data.expanduser().absolute()),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from ottava.accumulator import get_accumulator
 from ottava.debug.watch import WatchConfig
 from ottava.recipe import Recipe, get_recipe
 from ottava.settings import Positive, Section, apply_override, read_yaml
@@ -176,7 +177,7 @@ class GuardConfig(Section):
 
 _LATER = MappingProxyType(
     {
-        "": ("carry", "rewarm"),
+        "": ("carry", "rewarm", "accumulator"),
         "optimizer": ("name", "weights", "master", "moments", "stochastic_rounding", "momentum"),
     }
 )
@@ -187,6 +188,9 @@ class TrainConfig(Section):
 
     recipe: str | dict[str, Any] = "tensorwise"
     """Name of an FP8 recipe, or a whole one spelled out as `Recipe.to_dict()` writes it."""
+    accumulator: str | None = None
+    """The profile that GEMMs on codes are summed under, such as hopper, emulated on any device (docs/accumulation.md);
+    null: the device's own sums. As recipe=NAME/hopper."""
     steps: Positive = 400
     """Optimizer steps."""
     batch_size: Positive = 16
@@ -243,6 +247,11 @@ class TrainConfig(Section):
         _as_recipe(recipe)
         return recipe
 
+    @field_validator("accumulator")
+    @classmethod
+    def _known_accumulator(cls, accumulator: str | None) -> str | None:
+        return None if accumulator is None else get_accumulator(accumulator).name
+
     @field_validator("init")
     @classmethod
     def _absolute(cls, init: Path | None) -> Path | None:
@@ -257,8 +266,9 @@ class TrainConfig(Section):
         return device
 
     def build_recipe(self) -> Recipe:
-        """The recipe of the setting `recipe`, a name or a mapping."""
-        return _as_recipe(self.recipe)
+        """The recipe of the setting `recipe`, a name or a mapping, under `accumulator`."""
+        recipe = _as_recipe(self.recipe)
+        return recipe if self.accumulator is None else recipe.under(self.accumulator)
 
     def to_yaml(self) -> str:
         """The whole tree as YAML; `load_config` reads an equal tree back."""
