@@ -247,6 +247,7 @@ def test_the_gemm_operator_keeps_torchs_contract(pair: Pair, with_bias: bool) ->
     a, b = operands(pair)
     bias = torch.randn(7).bfloat16() if with_bias else None
     arguments = (a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, torch.bfloat16, bias, False)
+    arguments += ("", None)  # no accumulator, and nothing that it starts from
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.ottava.gemm.default, arguments, test_utils=checks)
     y = torch.ops.ottava.gemm(*arguments)

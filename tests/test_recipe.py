@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ottava.accumulator import ACCUMULATORS
 from ottava.formats import E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import (
@@ -316,6 +317,7 @@ def test_slips_in_history_fields_are_refused(
         ("rhs", QuantizationSpec(E5M2)),
         ("fast_accum", True),
         ("compute", "bf16"),
+        ("accumulator", ACCUMULATORS["hopper"]),
     ],
 )
 def test_every_field_of_a_gemm_counts_in_a_comparison(field: str, value: Any) -> None:
@@ -324,7 +326,7 @@ def test_every_field_of_a_gemm_counts_in_a_comparison(field: str, value: Any) ->
     other = replace(gemm, **{field: value})
     assert (gemm == other, hash(gemm) == hash(other)) == (False, False)
     assert GemmRecipe.from_dict(other.to_dict()) == other
-    assert {f.name for f in fields(GemmRecipe)} == {"lhs", "rhs", "fast_accum", "compute"}
+    assert {f.name for f in fields(GemmRecipe)} == {"lhs", "rhs", "fast_accum", "compute", "accumulator"}
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Recipe) if f.init])

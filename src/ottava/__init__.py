@@ -17,7 +17,7 @@ from ottava.first_use import first_use
 
 if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava import debug, distributed, nn, optim
-    from ottava.accumulator import ACCUMULATORS, Accumulator
+    from ottava.accumulator import Accumulator
     from ottava.ambient import autocast
     from ottava.casts import quantize
     from ottava.debug.watch import watch
@@ -34,7 +34,7 @@ __version__ = version("ottava")
 
 _HOMES = MappingProxyType(
     {
-        "ottava.accumulator": ("ACCUMULATORS", "Accumulator"),
+        "ottava.accumulator": ("Accumulator",),
         "ottava.ambient": ("autocast",),
         "ottava.casts": ("quantize",),
         "ottava.debug.watch": ("watch",),
@@ -50,7 +50,6 @@ _HOMES = MappingProxyType(
 )
 
 __all__ = [
-    "ACCUMULATORS",
     "E2M1",
     "E4M3",
     "E5M2",

@@ -178,26 +178,27 @@ def multiply(
         b = dequantize(b)  # a weight that is stored only as codes is decoded where it is read, and not before
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
         data, other, specs = a.data, b.data, (id(a.spec), id(b.spec))
+        profile = cells.accumulator
         held: tuple[Tensor, ...] = (data, other, a.scale_inv, b.scale_inv, data if bias is None else bias)
     elif isinstance(a, Tensor) and isinstance(b, Tensor):
         b = b if b.dtype == a.dtype else b.to(a.dtype)
         data, other, specs, held = a, b, (0, 0), (a, b, a if bias is None else bias)
+        profile = None  # a debugger may have decoded the operands
     else:
         raise ValueError(f"gemm: {_refused(a, b, None)}")
     if torch.compiler.is_compiling():
-        return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute, cells.accumulator)
+        return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute, profile)
     plan: GemmPlan | None = None
     key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
-        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(cells.accumulator))
+        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(profile))
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
-        profile = cells.accumulator if cells.quantized else None
         plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, None, profile)
         if plan.lasting and plain:
             keep_plan(plans, key, plan)

@@ -88,4 +88,6 @@ def test_options_become_settings_only_where_given() -> None:
         "data": "/x",
         "overrides": ("a=1",),
     }
+    assert _given("rowwise", None, None, None, None, "hopper,ada")["recipes"] == ("rowwise/hopper", "rowwise/ada")
+    assert _given(None, None, None, None, None, "hopper")["recipes"] == ("tensorwise/hopper", "blockwise/hopper")
     assert _given("all", None, None, None, None)["recipes"] == tuple(name for name in RECIPES if name != "bf16")

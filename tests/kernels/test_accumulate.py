@@ -242,23 +242,6 @@ def test_the_rule_in_whole_numbers(name: str) -> None:
             assert same(y + 0.0, truth + 0.0), (kernel, lhs, rhs, of_a, of_b, k, y, truth)
 
 
-def test_c_plus_plus_has_the_bits_of_torch() -> None:
-    """More columns than a panel, more rows than a task, more k than is packed at once; strided codes; any threads."""
-    if native_build.load("accumulate").library is None:
-        pytest.skip(native_build.load("accumulate").reason)
-    for number_of, profile in enumerate([p for p in ACCUMULATORS.values() if p.emulated] + [NEAREST]):
-        for m, n, k in ((129, 3, 1030), (5, 130, 515)):
-            of_a, of_b = GRIDS[number_of % len(GRIDS)]
-            a, b = operand(m, k, E4M3, of_a, specials=False), operand(n, k, E5M2, of_b, specials=n == 3)
-            c = torch.randn(m, n)
-            truth = in_torch.gemm(a, b, torch.bfloat16, None, profile, c)
-            for strided in (a, replace(a, data=a.data.t().contiguous().t())):
-                plan = native.plan_accumulate(strided, b, torch.bfloat16, None, profile)
-                for threads in (1, 5):
-                    torch.set_num_threads(threads)
-                    assert torch.equal(plan(strided, b, None, c.t().contiguous().t()).nan_to_num(), truth.nan_to_num())
-
-
 def test_empty_operands_and_formats_that_no_tensor_core_takes() -> None:
     """No K: y is c and the bias. Without products or with wide formats C++ steps aside by a sentence."""
     hopper, c, bias = ACCUMULATORS["hopper"], torch.randn(2, 3), torch.randn(3)
@@ -293,23 +276,6 @@ def test_long_sums_lose_what_is_below_the_leading_bits() -> None:
     assert got["hopper"] == got["ada"] == 1.0
     assert got["tcgen05"] == got["blackwell_mma"] == 1.0 + 1024 * 2.0**-14
     assert got["hopper_promoted"] == 1.0 + (1025 - 128) * 2.0**-14
-
-
-def test_the_speed_of_a_small_gemm() -> None:
-    """64 x 512 x 64 takes 5 ms at most, in CPU time of one thread; the best of some, because others work here too."""
-    import time
-
-    if native_build.load("accumulate").library is None:
-        pytest.skip(native_build.load("accumulate").reason)
-    torch.set_num_threads(1)
-    a, b = (coded(torch.randint(0, 120, (64, 512), dtype=torch.uint8), E4M3) for _ in range(2))
-    plan = native.plan_accumulate(a, b, torch.float32, None, ACCUMULATORS["hopper"])
-    seconds = []
-    for _ in range(5):
-        began = time.thread_time()
-        plan(a, b, None)
-        seconds.append(time.thread_time() - began)
-    assert min(seconds) < 5e-3
 
 
 @pytest.mark.gpu

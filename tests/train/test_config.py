@@ -177,3 +177,13 @@ def test_schedule_without_and_with_nothing_but_warmup(warmup: float) -> None:
     schedule = ScheduleConfig(warmup_fraction=warmup, final_fraction=0.0)
     factors = [schedule.factor(step, 4) for step in range(1, 5)]
     assert factors == ([0.25, 0.5, 0.75, 1.0] if warmup else pytest.approx([0.8536, 0.5, 0.1464, 0.0], abs=1e-4))
+
+
+def test_a_run_may_name_an_accumulator() -> None:
+    """Every GEMM on codes runs under it; without one the digest is that of older runs; unknown ones are refused."""
+    config = load_config(None, ["accumulator=hopper"])
+    assert config.build_recipe() == RECIPES["tensorwise"].under("hopper")
+    assert config.digest() != load_config(None).digest()
+    assert load_config(None, ["recipe=tensorwise/hopper"]).build_recipe() == config.build_recipe()
+    with pytest.raises(ConfigError, match="did you mean 'hopper'"):
+        load_config(None, ["accumulator=hoper"])

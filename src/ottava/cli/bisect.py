@@ -38,6 +38,10 @@ def bisect(
     recipe: Annotated[
         str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to take apart; default: the run's recipe.")
     ] = None,
+    accumulator: Annotated[
+        str | None,
+        typer.Option("--accumulator", metavar="NAME", help="Sum GEMMs as this tensor core does, such as hopper."),
+    ] = None,
     target: Annotated[
         str, typer.Option("--target", metavar="gradient|loss", help="The quantity to compare with high precision.")
     ] = "gradient",
@@ -47,7 +51,8 @@ def bisect(
 
     The model comes from the run's newest checkpoint, or from the one given. The run folder is only read. Every probe
     keeps a few casts, turns the others off, and compares the gradient with that of high precision. A dump of a layer's
-    GEMM operands needs no model. For a model of your own call ottava.debug.bisect.
+    GEMM operands needs no model. For a model of your own call ottava.debug.bisect. With --accumulator, a CPU tells
+    damage by quantization from damage by the accumulator of that card.
 
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
@@ -56,7 +61,7 @@ def bisect(
     from ottava.debug.remedy.bisect import bisect as search
 
     if path.is_file() and not _CHECKPOINT.fullmatch(path.name):
-        return _operands(path, as_json=as_json)
+        return _operands(path, accumulator, as_json=as_json)
     checkpoint, config = _open(path)
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
@@ -64,7 +69,8 @@ def bisect(
         typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
 
     quantity = _check_target(target)
-    result = search(model, data, loss, recipe, target=quantity, random=states, on_probe=None if as_json else tell)
+    told = None if as_json else tell
+    result = search(model, data, loss, recipe, target=quantity, random=states, on_probe=told, accumulator=accumulator)
     facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
     facts |= result.to_dict()
     typer.echo(to_json(facts) if as_json else f"{checkpoint.path}, batch of step {position}\n\n{result}")
@@ -152,7 +158,7 @@ def _load(
     return model, loss, data, states, position
 
 
-def _operands(path: Path, *, as_json: bool) -> int:
+def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
     """Takes the GEMMs of a dump apart, operand by operand."""
     from ottava.debug.remedy.probe import probe_gemms
     from ottava.debug.watch.dumps import DumpError, GemmDump, read_dump
@@ -160,7 +166,7 @@ def _operands(path: Path, *, as_json: bool) -> int:
     dump = read_dump(path)
     if not isinstance(dump, GemmDump):
         raise DumpError(f"{path}: is not a dump of GEMM operands; dump a layer's x, w and dy with Dumper.dump_gemms")
-    probes = probe_gemms(dump, dump.recipe)
+    probes = probe_gemms(dump, dump.recipe if accumulator is None else dump.recipe.under(accumulator))
     facts = {"schema_version": SCHEMA_VERSION, "layer": dump.layer, "step": dump.step, "recipe": dump.recipe.name}
     facts |= {"gemms": [probe.to_dict() for probe in probes]}
     typer.echo(to_json(facts) if as_json else _table(dump, probes))
@@ -176,6 +182,7 @@ def _table(dump: GemmDump, probes: list[Any]) -> str:
     if probes and all(p.emulated for p in probes):
         lines += [
             "",
-            "native GEMMs are emulated here, with fp32 sums: they say nothing about a tensor core's accumulator",
+            "native GEMMs are emulated here, with fp32 sums: they say nothing about a tensor core's accumulator "
+            "(--accumulator hopper emulates one)",
         ]
     return "\n".join(lines)

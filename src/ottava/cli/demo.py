@@ -63,7 +63,7 @@ def demo(
     from ottava.train.display import open_display
 
     console = Console(stderr=as_json)
-    choices = _given(recipes, accumulator, steps, seeds, data, settings)
+    choices = _given(recipes, steps, seeds, data, settings, accumulator)
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
     with stop_on_interrupt() as stopping, _only_warnings():
         trained = Demo(folder)
@@ -97,11 +97,11 @@ def _only_warnings() -> Iterator[None]:
 
 def _given(
     recipes: str | None,
-    accumulator: str | None,
     steps: int | None,
     seeds: int | None,
     data: Path | None,
     settings: list[str] | None,
+    accumulator: str | None = None,
 ) -> dict[str, Any]:
     """The options on the command line, as fields of `DemoSettings`."""
     from ottava.recipe import RECIPES

@@ -164,6 +164,9 @@ def test_answers_are_heard(tmp_path: Path) -> None:
     run = record(tmp_path / "run")
     assert ids(diagnose(run, answers={"bisect_gemm": "wgrad"})) == ["N12b"]
     assert ids(diagnose(run, answers={"fp8_inputs_bf16_gemm": "cures"})) == ["N15"]
+    assert ids(diagnose(run, answers={"bisect_cause": "accumulation"})) == ["N15"]
+    both = diagnose(run, answers={"fp8_inputs_bf16_gemm": "cures", "bisect_cause": "quantization"})
+    assert both.findings[0].confidence < diagnose(run, answers={"bisect_cause": "accumulation"}).findings[0].confidence
     assert ids(diagnose(run, answers={"downstream": "all_tasks"})) == ["C7"]
     assert ids(diagnose(run, answers={"shared_state": "yes"})) == ["B8"]
     with pytest.raises(RulesError, match="unknown question"):
@@ -184,6 +187,9 @@ def test_the_triage_tree_is_walked_with_what_is_known(tmp_path: Path) -> None:
     sick = record(tmp_path / "sick", loss=lambda s: 3 + 0.1 * max(s - 20, 0), last=60)
     path = {step["id"]: step["answer"] for step in diagnose(sick, answers={"fp8_inputs_bf16_gemm": "same"}).questions}
     assert (path["T2"], path["T2a"], path["T2b"], path["T3"]) == ("yes", "yes", "no", "unknown")
+    answers = {"fp8_inputs_bf16_gemm": "cures", "bisect_cause": "accumulation"}
+    path = {step["id"]: step["answer"] for step in diagnose(sick, answers=answers).questions}
+    assert (path["T2b"], path["T2c"], path["T3"]) == ("yes", "yes", "unknown")
 
 
 def test_a_gap_to_the_twin_is_the_recipe_only_where_no_cast_is_ill(tmp_path: Path) -> None:

@@ -205,3 +205,30 @@ def test_result_prints_and_is_json() -> None:
     assert text.startswith(result.verdict)
     assert "fp32 sums" in text
     assert all(probe.what in text for probe in result.probes)
+
+
+def test_tells_an_accumulator_from_quantization_on_a_cpu() -> None:
+    """Numbers that E4M3 holds exactly, over a long K: all error is the accumulator's, and promotions are the remedy.
+    Of Gaussian numbers the cast loses more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4096, 32, bias=False))
+    x = 2.0 ** torch.randint(-3, 1, (32, 4096)).float()
+    model[0].weight.data = 2.0 ** torch.randint(-3, 1, (32, 4096)).float()
+    ottava.convert(model, "tensorwise_e4m3")
+
+    def mean(net: nn.Module, batch: Any) -> Tensor:
+        return net(batch).float().mean()
+
+    assert bisect(model, x, mean, target="loss").suspect is None  # with fp32 sums there is nothing to find
+    result = bisect(model, x, mean, target="loss", accumulator="hopper")
+    assert result.suspect is not None
+    assert (result.suspect.cause, result.recipe) == ("accumulation", "tensorwise_e4m3 under hopper")
+    assert "Remedy: slow accumulation" in result.notes[-1]
+    assert result.gemms[0].promoted_db > result.gemms[0].native_db + 10
+    promoted = bisect(model, x, mean, target="loss", recipe="tensorwise_e4m3/hopper_promoted")
+    assert promoted.total.error < result.total.error / 4
+    model[0].weight.data = torch.randn(32, 4096)
+    result = bisect(model, torch.randn(32, 4096), mean, target="loss", accumulator="hopper")
+    assert result.suspect is not None
+    assert result.suspect.cause == "quantization"
+    assert "the accumulator is not the cause" in result.notes[-1]

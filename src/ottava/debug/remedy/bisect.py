@@ -9,6 +9,8 @@ the squared error that remains when only the suspect is on.
     3  that GEMM of that layer with one operand quantized          -> the operand
     4  with both, multiplied natively and in high precision        -> quantization or accumulation
 
+With an `accumulator` the native sums are those of that tensor core, emulated: the last question has an answer on a CPU.
+
 If no half is much worse than the other, the error is spread over many layers. Then the verdict blames no layer, and the
 remedy is another recipe.
 """
@@ -22,7 +24,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from ottava.debug.remedy.probe import GemmProbe, captured, cast_evidence, operands_of, probe_gemms
+from ottava.accumulator import Accumulator
+from ottava.debug.remedy.probe import PROMOTION, GemmProbe, captured, cast_evidence, operands_of, probe_gemms
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
@@ -158,6 +161,7 @@ def bisect(
     target: Target = "gradient",
     random: Mapping[str, Tensor] | None = None,
     on_probe: Callable[[Probe], None] | None = None,
+    accumulator: Accumulator | str | None = None,
 ) -> BisectResult:
     """Finds the cast that changes the gradient (or the loss) of one batch most.
 
@@ -169,6 +173,8 @@ def bisect(
             fprop only, and less precisely: two faults may cancel in a loss).
         random: states of torch's generators at the start of every probe; None: the present states.
         on_probe: called with every probe when it ends.
+        accumulator: the profile of the card in question, such as "hopper": GEMMs are summed as there, on any machine,
+            so that step 4 tells its accumulator from quantization. None: the recipe's.
     Raises:
         ValueError: the model has no ottava layers, nothing is quantized, or the target is unknown.
     Edge cases: a recipe that leaves fprop in high precision does not change the loss. "High precision" is the precision
@@ -189,14 +195,24 @@ def bisect(
     if target not in get_args(Target):
         raise ValueError(f"bisect: {unknown_name('target', target, get_args(Target))}")
     replay = Replay(model, batch, loss, random=random, target=target)
-    return _Search(replay, None if recipe is None else get_recipe(recipe), on_probe or (lambda probe: None)).run()
+    asked = None if recipe is None else get_recipe(recipe)
+    return _Search(replay, asked, accumulator, on_probe or (lambda probe: None)).run()
 
 
 class _Search:
-    def __init__(self, replay: Replay, recipe: Recipe | None, on_probe: Callable[[Probe], None]) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        recipe: Recipe | None,
+        accumulator: Accumulator | str | None,
+        on_probe: Callable[[Probe], None],
+    ) -> None:
         self.replay, self.recipe, self.on_probe = replay, recipe, on_probe
+        self.profile = "" if accumulator is None else f" under {getattr(accumulator, 'name', accumulator)}"
         self.layers = ottava_layers(replay.model)
         self.cells = {n: recipe.for_layer(n) if recipe else layer.resolved for n, layer in self.layers.items()}
+        if accumulator is not None:
+            self.cells = {name: cells.under(accumulator) for name, cells in self.cells.items()}
         self.probes: list[Probe] = []
         self.notes: list[str] = []
         if not any(getattr(cells, gemm).quantized for cells in self.cells.values() for gemm in GEMMS):
@@ -224,8 +240,11 @@ class _Search:
         if gemms and all(probe.emulated for probe in gemms):
             self.notes.append(
                 "this machine emulates the GEMMs with fp32 sums, so the probes say nothing about the accumulator of a "
-                "tensor core"
+                "tensor core; name that of your card, as in accumulator='hopper'"
             )
+        self.notes += [
+            _accumulation(layer, cause, probe) for probe in gemms if probe.gemm == gemm and probe.accumulator
+        ]
         return self._result(total, suspect, spread=of_gemm < _SPREAD and len(self.layers) > 1, gemms=gemms)
 
     def _worst_gemm(self) -> tuple[str, float]:
@@ -283,6 +302,7 @@ class _Search:
         names = {layer.recipe.name for layer in self.layers.values()}
         if self.recipe is None and len(names) == 1:
             (name,) = names
+        name += self.profile
         loss, target = self.reference.loss, self.replay.target
         return BisectResult(target, name, loss, total, tuple(self.probes), suspect, spread, gemms, tuple(self.notes))
 
@@ -305,6 +325,20 @@ def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any
         return operands[0], operands[1]
 
     return hook
+
+
+def _accumulation(layer: str, cause: str, probe: GemmProbe) -> str:
+    """What the accumulator costs in the suspect's GEMM, and what to do about it."""
+    text = (
+        f"{probe.gemm} of {layer}: {probe.native_db:.1f} dB under {probe.accumulator}, {probe.both_db:.1f} dB in fp32"
+    )
+    if math.isfinite(probe.promoted_db):
+        text += f", {probe.promoted_db:.1f} dB with a promotion to fp32 every {PROMOTION} products"
+    if cause != "accumulation":
+        return f"{text}; the accumulator is not the cause"
+    if probe.promoted_db > probe.native_db:
+        return f"{text}. Remedy: slow accumulation (fast_accum=False) in this GEMM, or a shorter promotion interval"
+    return f"{text}. Remedy: a shorter promotion interval, a recipe with blocks along K, or this GEMM in BF16"
 
 
 def _named(layers: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ It computes y = x w.T, and likewise dx and dw, from the real operands of a layer
     native       both quantized, multiplied by the engine: any further error comes from accumulation or kernel
 
 On a CPU, and wherever the reference kernel runs, products are summed in fp32. The last two then agree, which says
-nothing about the accumulator of a tensor core.
+nothing about the accumulator of a tensor core. Under a recipe that names one ("tensorwise/hopper") they are summed as
+there, on any machine, and once more with promotions to fp32, the usual remedy.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ottava.accumulator import Accumulator
 from ottava.casts import quantize
 from ottava.debug.measure import measure
 from ottava.debug.remedy.replay import door_hooks
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.watch.dumps import GemmDump
 from ottava.ops import GemmRecord, gemm
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
 from ottava.text import finite
 
+PROMOTION = 128
+"""Products between promotions to fp32, as cuBLASLt's slow accumulation and DeepGEMM have them."""
 _EVIDENCE = ("underflow_pct", "overflow_pct", "row_sqnr_p50_db", "sqnr_db", "mean_relative_error", "amax")
 
 
@@ -76,6 +80,10 @@ class GemmProbe:
     """As native_db, for the median row of the result."""
     emulated: bool
     """Whether the engine emulates this GEMM, with fp32 sums."""
+    accumulator: str = ""
+    """The profile that native_db was summed under; "": the device's own sums."""
+    promoted_db: float = math.nan
+    """As native_db, with a promotion to fp32 every 128 products; NaN without a profile that lacks one."""
 
     @property
     def worse_operand(self) -> str:
@@ -162,7 +170,8 @@ def _probe(name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: Quantizatio
     near_a, near_b = a_q.dequantize(torch.float32), b_q.dequantize(torch.float32)
     reference = exact_a @ exact_b.t()
     records: list[GemmRecord] = []
-    y = gemm(a_q, b_q, out_dtype=torch.float32, fast_accum=cells.fast_accum, compute=cells.compute, log=records.append)
+    settings: dict[str, Any] = {"fast_accum": cells.fast_accum, "compute": cells.compute, "log": records.append}
+    y = gemm(a_q, b_q, out_dtype=torch.float32, accumulator=cells.accumulator, **settings)
     return GemmProbe(
         gemm=name,
         lhs=str(lhs),
@@ -172,8 +181,17 @@ def _probe(name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: Quantizatio
         both_db=_sqnr(near_a @ near_b.t(), reference),
         native_db=_sqnr(y, reference),
         row_p50_db=_row_sqnr(y, reference),
-        emulated=not records[0].native,
+        emulated=not records[0].native and not records[0].accumulator,
+        accumulator=records[0].accumulator,
+        promoted_db=_promoted(a_q, b_q, cells.accumulator, reference),
     )
+
+
+def _promoted(a: QuantizedTensor, b: QuantizedTensor, profile: Accumulator | None, reference: Tensor) -> float:
+    if profile is None or profile.group is None or profile.promotion is not None:
+        return math.nan
+    slow = replace(profile, name=f"{profile.name} promoted", promotion=-(-PROMOTION // profile.group) * profile.group)
+    return _sqnr(gemm(a, b, out_dtype=torch.float32, accumulator=slow), reference)
 
 
 def _scale(operands: Operands, tensor: str, spec: QuantizationSpec) -> Tensor | None:
