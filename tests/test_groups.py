@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ottava
 from ottava import groups
-from scaling_samples import WIDTH, loss_of, network, noise, sgd, state_of, windows
+from scaling_samples import WIDTH, loss_of, network, noise, sgd, windows
 
 
 def largest(step: int, *of: int) -> float:
@@ -74,36 +74,6 @@ def one_that_says_nothing(rank: int) -> None:
         groups.agree(dist.group.WORLD, (), ())  # the turns stay in step
 
 
-def uneven_batches(rank: int) -> None:
-    """DDP.join, 3 batches against 5, micro-batches too: windows of all that ran, the same on both, and on it goes."""
-    for micro in (1, 2):
-        model = network()
-        wrapped = DistributedDataParallel(model)
-        optimizer = sgd(wrapped, lr=0.0)
-        with wrapped.join():
-            for step in range((3, 5)[rank]):
-                for i in range(micro):
-                    wrapped.require_backward_grad_sync = i == micro - 1
-                    loss_of(wrapped, noise(100 * step + rank) * (i + 1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = [micro * largest(step, *((0, 1) if step < 3 else (1,))) for step in range(4, -1, -1)]
-        assert windows(model)[0] == expected
-        everybody: list[object] = [None, None]
-        dist.all_gather_object(everybody, {name: x.tolist() for name, x in state_of(model).items()})
-        assert everybody[0] == everybody[1]
-        with wrapped.join():
-            train(rank, wrapped, range(5, 6))
-        assert windows(model)[0] == [largest(5), *expected]
-
-
-def join_refuses(rank: int) -> None:
-    """What cannot take part in it."""
-    wrapped = DistributedDataParallel(network(), broadcast_buffers=False)
-    with pytest.raises(RuntimeError, match="broadcast_buffers=False"), wrapped.join():
-        train(rank, wrapped, range(1))
-
-
 def other_wrappers(rank: int) -> None:
     """FSDP1 knows its group without a word: windows are DDP's. Flat parameters are refused."""
     reference, sharded, cpu = network(), network(), torch.device("cpu")
@@ -117,7 +87,7 @@ def other_wrappers(rank: int) -> None:
     refused(lambda: train(rank, flat, range(1)), "use_orig_params=True", "fully_shard(model)")
 
 
-CASES = (other_recipes, other_autocasts, one_that_says_nothing, uneven_batches, join_refuses, other_wrappers)
+CASES = (other_recipes, other_autocasts, one_that_says_nothing, other_wrappers)
 
 
 def run(rank: int, folder: str) -> None:

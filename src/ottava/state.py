@@ -220,10 +220,10 @@ class ScalingState:
 
     def _layers(self) -> list[QuantizedLayer]:
         model = self._model()
-        if not self._members and model is not None:  # on first use: deepcopy copies the layers after the state
+        if not self._members and model is not None:  # at first use, because deepcopy copies the layers after the state
             layers = quantized_layers(model)
             mine = [layer for layer in layers if layer.scaling_state is self]
-            self._members = [weakref.ref(layer) for layer in mine or layers]  # not `mine`: older than the conversion
+            self._members = [weakref.ref(layer) for layer in mine or layers]  # `layers`: not converted yet
         return [layer for member in self._members if (layer := member()) is not None]
 
     def saw_forward(
@@ -240,7 +240,7 @@ class ScalingState:
             self._advice.saw_forward(weight)
 
     def find_group(self, named: dist.ProcessGroup | None = None) -> None:
-        """A layer calls this in each forward. Takes the group of the autocast, or that of the wrapper around it."""
+        """A layer calls this in each forward. Takes the group of the autocast, or of the wrapper around the layer."""
         self._found_group = named or self._found_group
         active = DistributedDataParallel._get_active_ddp_module()
         known = active is None or active is self._wrapper()
@@ -267,13 +267,8 @@ class ScalingState:
         wrapper = self._wrapper()
         if not (joining(wrapper) and wrapper.require_backward_grad_sync):
             return None
-        if self.moved_by_autocast or not wrapper.broadcast_buffers:
-            what = (
-                "autocast(update='autocast'): use 'step'"
-                if self.moved_by_autocast
-                else "broadcast_buffers=False: set it"
-            )
-            raise RuntimeError(f"{_JOIN} {what}")
+        if not wrapper.broadcast_buffers:
+            raise RuntimeError(f"{_JOIN} broadcast_buffers=False: set it")
         return self._exchange_later
 
     def _exchange_later(self) -> None:
@@ -296,7 +291,7 @@ class ScalingState:
                 door.staged.copy_(column)
 
     def prepare(self, recipe_of: Callable[[str, Recipe], Recipe]) -> None:
-        """With several processes: makes the buffers of all layers if one layer needs some, because another rank may run
+        """With several processes: if one layer needs buffers, makes them for all layers, because another rank may run
         other layers; recipe_of: (full name, resolved recipe of the layer) -> the layer's recipe of the moment."""
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -324,7 +319,7 @@ class ScalingState:
             return
         stepped = _stepped(optimizer)
         for layer in self._layers():
-            if id(layer.parameter) in stepped and type(layer.parameter) is nn.Parameter:  # not one that FSDP gathers
+            if id(layer.parameter) in stepped and type(layer.parameter) is nn.Parameter:  # FSDP gathers others
                 layer.quantizers.weight.stepped()
         if not self._moves:
             return
@@ -353,6 +348,8 @@ class ScalingState:
             self._agree(group)
             if not joining(self._wrapper()):
                 dist.all_reduce(lanes, dist.ReduceOp.MAX, group=group)
+            elif self.moved_by_autocast:
+                raise RuntimeError(f"{_JOIN} autocast(update='autocast'): use 'step'")
             elif not self._exchanged:
                 raise RuntimeError(
                     f"{_JOIN} compiled code, which cannot exchange amaxes at the end of a backward: use one of the two"
@@ -450,7 +447,7 @@ def living_states() -> list[ScalingState]:
 
 
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
-    """Gives a wrapper to the states of its model; ranks compare their specs, including ranks without any."""
+    """Tells the states of a model about its wrapper; ranks compare their specs, ranks without layers too."""
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
     for state in states:
         state.wrapped(wrapper)
@@ -461,8 +458,8 @@ def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
 
 
 def _send_codes(wrapper: nn.Module, weights: list[QuantizedWeight]) -> None:
-    """Gives all ranks the codes of the first: what DistributedDataParallel sends, once this is done, are numbers, which
-    these codes stand for already."""
+    """Gives all ranks the codes of the first. DistributedDataParallel later sends the numbers of these codes, which
+    changes nothing."""
     with torch.no_grad():
         for weight in weights if isinstance(wrapper, DistributedDataParallel) else ():
             dist.broadcast(weight.detach(), group_src=0, group=wrapper.process_group)  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from ranks import failures, scenarios_of, start
 from scaling_samples import differences, network
 
 SCENARIOS = scenarios_of(
-    "state_scenarios", "state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"
+    *("state_scenarios", "state_scenarios_join"),
+    *("state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"),
 )
 SIZES = (2, 3)
 

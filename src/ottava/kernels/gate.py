@@ -1,7 +1,7 @@
-"""The one gate between a tensor and C++ or Triton code that reads its memory.
+"""The only gate between a tensor and C++ or Triton code that reads its memory.
 
-C++ believes an address. A DTensor, a fake or sparse tensor and a tensor that torch.func wraps have no address of their
-numbers, and code that reads there crashes the interpreter. So the gate refuses each of them with a sentence. For a
+C++ trusts an address. A DTensor, a fake or sparse tensor and a tensor that torch.func wraps have no address of their
+numbers, and code that reads there crashes the interpreter. So the gate refuses each of them with a reason. For a
 plain tensor it checks exact type, device and address, in about 0.1 us. Code that runs in every step makes the same
 check inline, `type(x) in PLAIN and address(x) > LOWEST`, and calls the gate only for a tensor that fails it.
 """
@@ -17,7 +17,7 @@ LOWEST = 1 << 40
 
 
 PLAIN = (Tensor, Parameter)
-"""The exact types of tensors with an address of their own."""
+"""The exact types of tensors whose numbers lie at their address."""
 address = Tensor.data_ptr
 """For a tensor that has passed `refusal`, or that the caller has just made: it checks nothing."""
 

@@ -1,8 +1,8 @@
 """Activations in front of a cast, as a table: one entry is a forward and a backward, and whether it has a gate.
 
 A gated one takes rows of 2 F features, the gate first: y = act(gate) * up. Forward and backward give the bits of the
-same lines in plain torch, rounding in between where torch does; what torch has no kernel for is in fp32 inside and
-rounded once. Kept for backward: the input alone, as it is or as FP8 codes (`ActivationFormula`).
+same lines in plain torch, with torch's roundings in between; a formula without a torch kernel computes in fp32 and
+rounds once. Backward needs only the input, kept in its dtype or as FP8 codes (`ActivationFormula`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Activation:
     backward: Callable[[Tensor, Tensor], Tensor]
     """(dy, x) -> dx, in x's dtype."""
     gated: bool = False
-    """Whether x has 2 F features: F of the gate, then F of what it multiplies."""
+    """Whether x has 2 F features: F of the gate, then the F that the gate multiplies."""
     kernel: str = ""
     """Its name in the device code of `kernels.triton.rows`, without the gate; "": there is no device code."""
 
 
 def get_activation(activation: Activation | str) -> Activation:
-    """An entry of the table by its name; an Activation is returned as it is.
+    """An entry of the table by its name, or the given Activation itself.
 
     Raises:
         ValueError: no such name.
@@ -164,7 +164,7 @@ ACTIVATIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ActivationFormula:
-    """An activation as a `functional.Producer`; its one parameter, where it gets one, scales the channels of its rows.
+    """An activation as a `functional.Producer`; an optional parameter scales the channels of its rows.
 
     Example:
         >>> rows, kept = ActivationFormula(ACTIVATIONS["swiglu"], save="fp8").forward(torch.zeros(2, 256))
@@ -174,7 +174,7 @@ class ActivationFormula:
 
     activation: Activation
     save: Literal["bf16", "fp8"] = "bf16"
-    """Keep the input as it is, or as codes in `KEPT`."""
+    """Keep the input in its dtype ("bf16") or as codes in `KEPT` ("fp8")."""
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x (..., F or 2 F), factors (F,) or nothing -> y (..., F)."""

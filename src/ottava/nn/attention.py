@@ -1,10 +1,10 @@
-"""Attention proper: softmax(q k.T * scale + mask) v, by torch's fused kernels, and a word about which one ran.
+"""Attention proper: softmax(q k.T * scale + mask) v, by torch's fused kernels; it reports which kernel ran.
 
     scores (B, H, Sq, Sk) = q (B, H, Sq, D) @ k (B, G, Sk, D).T * scale + mask
     y      (B, H, Sq, Dv) = softmax(scores) @ v (B, G, Sk, Dv)           H / G query heads share a key and value head
 
-torch decides by itself which kernel runs, and falls back to plain formulas that hold all scores in memory. Here it is
-asked in the order that was measured to be best, and what it chose is written down.
+torch chooses the kernel and falls back to plain formulas that hold all scores in memory. This module asks torch in the
+order that measurements gave, and notes torch's choice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ottava.recipe import Recipe, get_recipe
 LAYOUTS: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 )
-"""Layout -> where batch, heads, positions and entries stand in it. Packed sequences, "thd", are cut one by one."""
+"""Layout -> its dimensions of batch, heads, positions and entries. "thd" is missing: the layer cuts packed
+sequences."""
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
         "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -42,7 +43,7 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "math": SDPBackend.MATH,
     }
 )
-"""In the order of choice on a GPU: on Hopper cuDNN is the fastest where it takes a call."""
+"""In the order of choice on a GPU: on Hopper cuDNN is the fastest kernel that takes a call."""
 _NAME_OF = MappingProxyType({int(backend.value): name for name, backend in BACKENDS.items()})
 Sink = float | Literal["learned"] | None
 FP8_EMULATION = "FP8 emulation"
@@ -62,12 +63,12 @@ class DotProductAttention(nn.Module):
         heads: of the queries; a learned sink needs it.
         layout: of q, k, v and the result: "bshd" (B, S, H, D), "sbhd", "bhsd", or "thd": packed sequences (T, H, D).
         recipe: only its `attention` matters here: FP8 attention is off in every registered recipe.
-        backend: one of "cudnn", "flash", "efficient", "math": only that one may run. None: the best that takes a call.
+        backend: "cudnn", "flash", "efficient" or "math": only that kernel may run. None: the best that takes a call.
     Raises:
         ValueError: unknown names, sizes that do not fit, or a pinned backend that does not take a call.
-    Edge cases: rows of which no key is seen are zeros. Heads of q are a multiple of those of k and v (grouped-query).
-        "math" holds all scores in memory: what makes torch run it (dropout on a CPU, a learned sink that is trained on
-        a CPU, value heads of another size) stands in `last_note` and in the receipt.
+    Edge cases: rows that see no key are zeros. q has a multiple of the heads of k and v (grouped-query). "math" holds
+        all scores in memory; `last_note` and the receipt give torch's reason to run it (dropout on a CPU, training a
+        learned sink on a CPU, value heads of another size).
 
     Example:
         >>> attention = DotProductAttention(mask="causal")
@@ -108,7 +109,7 @@ class DotProductAttention(nn.Module):
         self.sink = nn.Parameter(learned) if sink == "learned" else sink
         self.layout, self.backend = layout, backend
         self.last_backend: str | None = None
-        """The kernel that ran last; None: none yet. "compiled": torch chooses when the compiled code runs."""
+        """The kernel of the last call; None before the first. "compiled": torch chooses when the compiled code runs."""
         self.last_note = ""
         """Why no fused kernel ran."""
         self.last_shape: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ class DotProductAttention(nn.Module):
         self.adopt(get_recipe(recipe), "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:
-        """Takes a recipe and its full name in the model. It matters only where the recipe casts for attention."""
+        """Takes a recipe and its full name in the model. The recipe matters only if it casts for attention."""
         self.recipe, self.name, self.resolved = recipe, name, recipe.for_layer(name)
         if not hasattr(self, "quantizers"):
             self.quantizers = AttentionQuantizers()
@@ -137,13 +138,14 @@ class DotProductAttention(nn.Module):
         """q, k, v in the layer's layout -> the heads' results in the same, (..., H, Dv).
 
         Args:
-            attention_mask: bool (True: is seen, as torch has it) or float (added to the scores, ALiBi for one); any
-                shape that broadcasts to (B, H, Sq, Sk). It narrows what the layer's own mask lets through.
-            query_lengths, key_lengths: int (B,), padding: rows past the lengths are not seen, and come out as zeros.
-            cu_seqlens, cu_seqlens_k: int (B + 1,), for "thd": where each packed sequence begins, and the end of the
-                last; cu_seqlens_k for keys of other lengths. Each sequence gives the bits that it gives alone. They are
-                read on the host.
-            mask: for this call another one than the layer's, as a cache asks for.
+            attention_mask: bool (True: visible, as in torch) or float (added to the scores, for example ALiBi); any
+                shape that broadcasts to (B, H, Sq, Sk). It applies on top of the layer's mask.
+            query_lengths, key_lengths: int (B,), for padding: no query sees rows past the lengths, and they come out
+                as zeros.
+            cu_seqlens, cu_seqlens_k: int (B + 1,), for "thd": the beginning of each packed sequence, and the end of the
+                last; cu_seqlens_k for keys of other lengths. Each sequence gives the bits that it gives alone. The
+                host reads them.
+            mask: replaces the layer's mask in this call; a cache needs it.
         """
         rule = self.rule if mask is None else mask_rule(mask, self.window)
         if self.layout == "thd":

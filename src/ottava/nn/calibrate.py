@@ -1,8 +1,8 @@
 """Fills the amax histories of a BF16 model before its first FP8 step.
 
 A run that changes from BF16 to delayed scaling, or resumes a checkpoint that has no histories, has nothing to predict
-scales from. Calibration runs some batches in high precision, forward and backward, and only looks. (TransformerEngine's
-`calibrating=True` does nothing in its Linear and LayerNormLinear, and nowhere sees a gradient.)
+scales from. Calibration runs some batches in high precision, forward and backward, and only notes amaxes.
+(TransformerEngine's `calibrating=True` does nothing in its Linear and LayerNormLinear, and never sees a gradient.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CalibratedTensor:
     scale: float
     """The factor of the first cast; 0: no history, so the current scale."""
     nonfinite: int
-    """Batches with an amax of inf or nan, which were left out."""
+    """Batches with an amax of inf or nan; their amaxes do not count."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,12 @@ def calibrate(
         batches: each is one step of the histories: a tensor, or a tuple or mapping of the model's arguments.
         loss: (model, batch) -> scalar. Give yours: the scales of gradients are only as good as the loss they come from.
             None runs backward from the output's `.loss` if it has one, else from the sum of the output.
-        keep_gradients: leave the gradients where they are; else parameters' gradients, module buffers and random
-            state are put back as they were.
+        keep_gradients: keep the gradients; else the call restores gradients, module buffers and random state.
     Returns:
-        CalibrationReport: what each tensor's scale became.
+        CalibrationReport: the new scale of each tensor.
     Raises:
         ValueError: nothing in the model has predicted scales, or there is no batch.
-    Edge cases: parameters are never changed; the numbers are bit for bit those of the high-precision model.
+    Edge cases: parameters never change; the numbers are bit for bit those of the high-precision model.
 
     Example:
         >>> import ottava
@@ -158,7 +157,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _own_buffers(model: nn.Module) -> list[Tensor]:
-    """The model's buffers without those that calibration is there to fill."""
+    """The model's buffers without the buffers that calibration fills."""
     return [b for m in model.modules() if not isinstance(m, Quantizer) for b in m.buffers(recurse=False)]
 
 

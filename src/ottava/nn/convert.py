@@ -2,8 +2,8 @@
 
 It takes every nn.Linear, and the modules that `nn.foreign` knows: torch's attention, GPT-2's Conv1D, Hugging Face's
 experts. Only the class of a module changes (`layer.__class__`), so names, hooks, tied weights, optimizers that already
-hold the parameters and references to the layer all stay valid. The report names each layer that stayed as it was, with
-the reason: five projects have shipped FP8 flags that silently did nothing.
+hold the parameters and references to the layer all stay valid. The report names each layer that it did not convert,
+with the reason: five projects have shipped FP8 flags that silently did nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SMALLEST = 32
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of `convert`: names of the converted layers, and a reason for each other one."""
+    """The result of `convert`: names of the converted layers, and a reason for each other layer."""
 
     model: nn.Module
     """The model itself, changed in place."""
@@ -54,7 +54,7 @@ class ConversionReport:
     skipped: Mapping[str, str]
     """Full name -> why not."""
     outside: Mapping[str, str]
-    """Weights that no layer multiplies, but other code: full name of the parameter -> why no recipe reaches it."""
+    """Weights that code outside layers multiplies: full name of the parameter -> why no recipe reaches it."""
     unstored: Mapping[str, str] = field(default_factory=dict)
     """Under weights="fp8", parameters of ottava layers that are not stored in FP8: full name -> why not."""
 
@@ -95,11 +95,11 @@ def convert(
         model: any module; may itself be an nn.Linear. Layers that are ottava's already get the new recipe. Beside
             nn.Linear it takes nn.MultiheadAttention (and so torch's encoder and decoder layers, whose fused operator
             for evaluation it switches off), the Conv1D of GPT-2, and the experts of transformers 5, each one a layer.
-        recipe: a Recipe or its name; its overrides are matched against full layer names.
+        recipe: a Recipe or its name; its overrides match full layer names.
         filter: (name, layer) -> True to convert, False or a reason not to. None takes `default_filter`; to extend that
             one, call it from yours.
         plan: tokens of one forward (batch x sequence on one GPU), True for 16,384. If `nn.plan` predicts that a layer
-            is slower under the recipe than in BF16, the layer stays as it is. None or False: no prediction.
+            is slower under the recipe than in BF16, `convert` leaves it alone. None or False: no prediction.
         device: constants of the device for that prediction; None takes an H200's.
         weights: "fp8" stores weights that the recipe casts only as codes (docs/weights.md), "bf16" gives them back.
         keep_high_precision: with "fp8", keep the numbers before the cast on the CPU, for an optimizer's master copy.
@@ -109,9 +109,9 @@ def convert(
         ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
         TypeError: the filter answered neither with a bool nor with a reason. The model is unchanged then.
     Warns: if a recipe quantizes and it converted no layer.
-    Edge cases: a subclass with a forward of its own stays as it is; the report names it. The report also names weights
-        that a module of another class multiplies (`ConversionReport.outside`). Routers stay. If a second call skips a
-        layer, the layer keeps its recipe, so two calls can put two recipes on one model.
+    Edge cases: a subclass that defines its own forward is not converted, and the report names it. The report also names
+        weights that a module of another class multiplies (`ConversionReport.outside`). Routers stay in high precision.
+        If a second call skips a layer, the layer keeps its recipe, so two calls can put two recipes on one model.
 
     Example:
         >>> import torch, ottava
@@ -138,13 +138,13 @@ def convert(
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
     check_weights(recipe, converted, weights, keep_high_precision)
-    # only now: a filter that raises has left the model as it was
+    # only now, so that a filter that raises leaves the model unchanged
     for name, (module, parts) in foreign.items():
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
             take(module, parts)
     for name, part in model.named_modules():
         if isinstance(part, Part) and not hasattr(part, "recipe"):
-            part.adopt(get_recipe("bf16"), name)  # until it is converted: its module runs it all the same
+            part.adopt(get_recipe("bf16"), name)  # its module runs it even before it is converted
     for name in (*converted, *attentions):
         layer: Any = model.get_submodule(name)
         ours = isinstance(layer, QuantizedLayer | DotProductAttention)
@@ -163,8 +163,8 @@ def convert(
 def default_filter(name: str, layer: nn.Linear) -> str | None:
     """Why a layer should stay in high precision, or None: output heads, LoRA adapters, routers, tiny layers.
 
-    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small
-    and hold what is being learned.
+    Heads and routers decide by small differences of large sums and are a small share of the work; adapters are small,
+    and the training changes nothing else.
 
     Example:
         >>> default_filter("model.lm_head", nn.Linear(64, 512)), default_filter("mlp.gate_proj", nn.Linear(64, 256))
@@ -189,7 +189,7 @@ def keep_first_last_bf16(recipe: Recipe | str, model: nn.Module, *, first: int =
     Blocks are the children of the longest nn.ModuleList or nn.Sequential that holds linear layers.
 
     Raises:
-        ValueError: no such list, or fewer blocks than are to be kept.
+        ValueError: no such list, or fewer blocks than first + last.
 
     Example:
         >>> class Net(nn.Module):
@@ -244,7 +244,7 @@ def _refusal(name: str, layer: Any, tied: set[int], listening: set[int], filter:
 
 
 def _as_linear(layer: nn.Module) -> Linear:
-    """Makes an ottava layer of an nn.Linear; one that torch's tensor parallelism has split runs on its shard."""
+    """Makes an ottava layer of an nn.Linear; a layer that torch's tensor parallelism has split runs on its shard."""
     layer.__class__ = Linear
     assert isinstance(layer, Linear)
     if getattr(layer, "_distribute_module_applied", False):
@@ -255,14 +255,14 @@ def _as_linear(layer: nn.Module) -> Linear:
 
 
 def _unsplit(layer: Any) -> str | None:
-    """Why a layer to which torch's tensor parallelism was applied cannot run on its shard; None if it can."""
+    """Why a layer that torch's tensor parallelism has split cannot run on its shard; None if it can."""
     from ottava.nn.sharding import refuse_split  # DTensor takes a second to import
 
     return refuse_split(layer.weight)
 
 
 def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | None) -> str | None:
-    """Why a layer would lose by the recipe; None if it gains, or if the recipe leaves it alone anyway."""
+    """Why a layer would be slower under the recipe; None if it gains, or if the recipe casts nothing in it."""
     sizes = rows_of(layer, tokens), layer.in_features, layer.out_features
     predicted = plan_layer(name, sizes, recipe, device or Device())
     asked = recipe.for_layer(name)

@@ -1,13 +1,13 @@
-"""Cross-entropy fused with the linear in front of it: in chunks of tokens, so that the logits of all never exist.
+"""Cross-entropy fused with the linear in front of it, in chunks of tokens: the logits of all tokens never exist.
 
     z (m, V) = x (m, K) @ w (V, K).T + b          of one chunk; capped: z' = c tanh(z / c)
     lse      = log sum exp z'
     loss     = (1 - s) (lse - z'[target]) + s (lse - mean z') + r lse^2        s: label smoothing, r: z-loss
     dz       = softmax(z') (1 + 2 r lse) - (1 - s) onehot(target) - s / V      times 1 - (z' / c)^2 where capped
 
-The gradients of a chunk are made in the forward, while its logits are there: dx, dw and db for a loss that is summed.
-The backward multiplies them with the one number that arrives. Three GEMMs in all, as without fusion; each as the recipe
-says.
+The forward computes the gradients of a chunk while its logits exist: dx, dw and db for the sum of the losses. The
+backward multiplies them with the incoming gradient, one number. Three GEMMs in all, as without fusion, each under the
+recipe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ottava.recipe import Recipe, get_recipe
 
 Reduction = Literal["mean", "sum", "none"]
 _BLOCK = 128
-"""Chunks hold whole blocks of every granularity, so that blocks are cast as without chunks."""
+"""Chunks hold whole blocks of every granularity, so that casts give the same bits as without chunks."""
 
 
 class Vocabulary:
@@ -79,7 +79,7 @@ class CrossEntropy:
     ignore_index: int = -100
     """Target of tokens that do not count."""
     label_smoothing: float = 0.0
-    """Share of a target that is spread over all classes, 0 to 1."""
+    """Share of a target that all classes divide, 0 to 1."""
     z_loss: float = 0.0
     """Factor of lse^2 (PaLM: 1e-4), which keeps logits from drifting."""
     softcap: float | None = None
@@ -87,7 +87,7 @@ class CrossEntropy:
     reduction: Reduction = "mean"
     """Over the tokens that count: mean, sum; "none" gives a loss a token, 0 where it does not count."""
     chunk: int | None = None
-    """Tokens at a time; None: so many that their logits have about as many elements as the input."""
+    """Tokens at a time; None: as many as give logits of about the size of the input."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
@@ -112,7 +112,7 @@ class CrossEntropy:
         return max(_BLOCK, -(-fair // _BLOCK) * _BLOCK)
 
     def of(self, logits: Tensor, target: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-        """Logits, fp32 (m, V), which are capped in place; target (m,) -> (loss (m,), lse (m,))."""
+        """Logits, fp32 (m, V), target (m,) -> (loss (m,), lse (m,)); caps the logits in place."""
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         counts = target != self.ignore_index
@@ -129,7 +129,7 @@ class CrossEntropy:
     def gradient(
         self, logits: Tensor, lse: Tensor, target: Tensor, share: Tensor | None, vocabulary: Vocabulary
     ) -> Tensor:
-        """Of the sum of the losses, each times its share; takes the memory of the capped logits."""
+        """The gradient of the sum of the losses, each times its share; overwrites the capped logits."""
         slope = None if self.softcap is None else 1 - (logits / self.softcap).square_()
         counts = target != self.ignore_index
         d = logits.sub_(lse[:, None]).exp_()
@@ -148,20 +148,20 @@ class CrossEntropy:
 
 
 class LinearCrossEntropy(Layer, nn.Linear):
-    """cross_entropy(linear(x), target), in chunks of tokens; the logits of all tokens never exist.
+    """cross_entropy(linear(x), target), in chunks of tokens: the logits of all tokens never exist.
 
     Args:
         in_features, num_classes, bias, device, dtype: of the linear, as `torch.nn.Linear`; its weight may be tied.
-        recipe: a Recipe or its name; each chunk is cast for itself.
+        recipe: a Recipe or its name; each chunk has its own casts.
         ignore_index, label_smoothing, z_loss, softcap, reduction, chunk: see `CrossEntropy`.
     Shapes: input (..., in_features), target int64 (...) -> fp32 () or, for reduction "none", (...).
-    Kept for backward: dx in the input's dtype and dw in the weight's, which are made in the forward (for "none" the
-        input alone, and logits are made again). While it runs: the logits of one chunk in fp32, and dw in fp32.
+    Kept for backward: dx in the input's dtype and dw in the weight's, from the forward (for "none" only the input, and
+        the backward computes the logits again). While it runs: the logits of one chunk in fp32, and dw in fp32.
     Raises:
         ValueError: shapes, a target that is no class, settings; as `Linear` else.
-        NotImplementedError: a second derivative is asked for.
-    Edge cases: where no token counts the mean is nan, as torch's. Calibration makes all logits at once. The gradient is
-        cast before the incoming number is known: that of a loss that is summed, whatever the reduction.
+        NotImplementedError: a second derivative.
+    Edge cases: if no token counts, the mean is nan, as in torch. Calibration computes all logits at once. The layer
+        casts the gradient of the summed loss, whatever the reduction, before it knows the incoming gradient.
 
     Example:
         >>> import ottava
@@ -191,19 +191,20 @@ class LinearCrossEntropy(Layer, nn.Linear):
         self.adopt(get_recipe(recipe), name="")
 
     def formula(self, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call, target: Tensor) -> Tensor:
-        """As the recipe says."""
+        """Under the recipe."""
         return _apply(self.settings, call, input, weight, bias, target)
 
     def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """In high precision, in chunks all the same."""
+        """In high precision, also in chunks."""
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
         return _apply(self.settings, Call(self.quantizers, get_recipe("bf16")), input, weight, bias, target)
 
-    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
+    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, settings: Ambient, *more: Any) -> Tensor:
         """All logits at once, so that the door of their gradient sees it."""
         (target,) = more
-        logits, vocabulary = super()._calibrate(input, weight, bias, said).flatten(0, -2), self.exchange or Vocabulary()
+        logits = super()._calibrate(input, weight, bias, settings).flatten(0, -2)
+        vocabulary = self.exchange or Vocabulary()
         assert isinstance(vocabulary, Vocabulary)
         _check(input, weight, target, self.settings.ignore_index, vocabulary)
         losses, _ = self.settings.of(logits.float().clone(), vocabulary.everybody(target.flatten()), vocabulary)
@@ -229,11 +230,11 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """As `LinearCrossEntropy`, of a weight that somebody else has.
+    """As `LinearCrossEntropy`, with the weight of another module.
 
     Args:
         input: (..., K); weight: (V, K); target: int64 (...); bias: (V,).
-        recipe: without predicted scales, which are a layer's.
+        recipe: without predicted scales, because only a layer keeps histories.
     Raises:
         ValueError: a recipe with predicted scales; else as there.
 

@@ -1,9 +1,9 @@
-"""What models are made of beside nn.Linear, and how it becomes layers under a recipe, in place.
+"""Modules beside nn.Linear that `convert` takes, and how their GEMMs become layers under a recipe, in place.
 
 Three kinds: torch's MultiheadAttention, the Conv1D of Hugging Face's GPT-2 and its kin (a linear layer whose weight is
-kept as (in, out)), and Hugging Face's experts (stacks of matrices whose class says how it multiplies them). A module
-changes its class; its parameters, their names, and `isinstance` stay. Modules are known by what they have and declare,
-so no package is imported.
+kept as (in, out)), and Hugging Face's experts (stacks of matrices whose class declares how it multiplies them). A
+module changes its class; its parameters, their names, and `isinstance` stay. The functions recognize modules by
+attributes and declarations, so they import no package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ottava.quantized_layer import QuantizedLayer
 
 
 def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
-    """The layers that a foreign module would have, by child name ("": the module itself); none: it is no such module.
+    """The layers that a foreign module would have, by child name ("": the module itself); empty for other modules.
 
     Example:
         >>> list(parts_of(nn.MultiheadAttention(64, 2))), parts_of(nn.ReLU())
@@ -53,8 +53,8 @@ def parts_of(module: nn.Module) -> Mapping[str, Part | Stack]:
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    """What `convert` looks at, by full name: layers of torch and of ottava, and those that a module of another kind
-    would have if it were taken.
+    """The layers that `convert` judges, by full name: layers of torch and of ottava, and the layers that a foreign
+    module would have after conversion.
 
     Example:
         >>> list(layers_of(nn.Sequential(nn.MultiheadAttention(64, 2, kdim=32, vdim=32), nn.ReLU(), nn.Linear(4, 4))))
@@ -84,7 +84,7 @@ def take(module: nn.Module, parts: Mapping[str, Part | Stack]) -> None:
 
 
 class Changed(nn.Module):
-    """A module whose class `convert` has changed: a subclass of its own, made as it is needed."""
+    """A module after `convert` has changed its class to a subclass of the old class, which it makes on demand."""
 
     _made_of: tuple[type, type]
 
@@ -99,7 +99,7 @@ def _subclass(made_of: tuple[Any, Any]) -> Any:
 
 
 def changed(ours: type[Changed], module: nn.Module) -> Any:
-    """The class that a module gets: what is ours, and what it was."""
+    """The class that a module gets: a subclass of ours and of its old class."""
     return _subclass((ours, type(module)))
 
 
@@ -109,7 +109,7 @@ def _empty(*made_of: type) -> Any:
 
 
 def _added_at_once(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """torch's linear rounds before it adds the bias where the weight is turned; Conv1D does not."""
+    """torch's linear rounds before it adds the bias if the weight is transposed; Conv1D does not."""
     return torch.addmm(bias, input.reshape(-1, input.shape[-1]), weight.t()).view(*input.shape[:-1], len(weight))
 
 
@@ -134,7 +134,7 @@ class TurnedLinear(Changed, Layer):
 
 
 class Experts(Changed):
-    """Hugging Face's experts, on grouped GEMMs; what its class says about its weights is obeyed."""
+    """Hugging Face's experts, on grouped GEMMs; it follows the class's declarations about the weights."""
 
     _apply_gate: Any
     act_fn: Any
@@ -179,7 +179,7 @@ def _is_conv1d(module: nn.Module) -> bool:
         return False
     if weight.is_meta:
         return True
-    with torch.no_grad():  # a class of that name that does something else is not ours to change
+    with torch.no_grad():  # another class of that name stays as it is
         x = torch.linspace(-1, 1, weight.shape[0], dtype=weight.dtype, device=weight.device)[None]
         y = type(module).forward(module, x)
         near = 8 * torch.finfo(weight.dtype).eps * (x.abs() @ weight.abs() + bias.abs())
@@ -187,16 +187,16 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _up_of(module: nn.Module) -> str | None:
-    """The name of the stack in front of the activation, where a class declares how it multiplies (transformers 5's
-    `use_experts_implementation`); None: it does not, or does more than that."""
+    """The name of the stack in front of the activation, if a class declares how it multiplies (transformers 5's
+    `use_experts_implementation`); None if it declares nothing or computes more."""
     if not all(isinstance(vars(module).get(name), bool) for name in _DECLARED):
         return None
-    said = vars(module)
-    if said.get("has_post_expert_norm") or said.get("_is_expert_parallel"):
+    attributes = vars(module)
+    if attributes.get("has_post_expert_norm") or attributes.get("_is_expert_parallel"):
         return None
-    up = "gate_up_proj" if said["has_gate"] else "up_proj"
+    up = "gate_up_proj" if attributes["has_gate"] else "up_proj"
     stacks = [module._parameters.get(name) for name in (up, "down_proj")]
     if any(p is None or p.dim() != 3 or type(p) is not nn.Parameter for p in stacks):
         return None
-    apply = "_apply_gate" if said["has_gate"] else "act_fn"
+    apply = "_apply_gate" if attributes["has_gate"] else "act_fn"
     return up if callable(getattr(module, apply, None)) else None

@@ -1,11 +1,11 @@
-"""Attention on FP8 operands, emulated on every device: plain torch on codes, one rounding where hardware rounds.
+"""Attention on FP8 operands, emulated on every device: plain torch on codes, with hardware's roundings.
 
     S  = softmax(Q K.T * scale + mask)      Q, K and V are cast with one scale; S is cast for the next GEMM
     O  = S V                                cast, as FP8 kernels give it
     dV = S.T dO    dS = S * (dO V.T - rowsum(dO * O))    dQ = dS K * scale    dK = dS.T Q * scale
 
-dS, which the field calls dP, is cast as the operand of the last two; dQ, dK and dV are cast with one scale. All scores
-are held in memory: this shows what FP8 does to a model's numbers, and saves nothing.
+The last two GEMMs read the cast of dS, which the field calls dP; dQ, dK and dV share one scale. It holds all scores in
+memory: it shows the effect of FP8 on a model's numbers, and saves nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fp8_attention(
         mask: bool or float, broadcasts to (B, H, Sq, Sk); it gets no gradient.
         sink: (H,), logits in the denominator.
     Raises:
-        NotImplementedError: a second derivative, or the gradient of a mask, is asked for.
+        NotImplementedError: a second derivative, or the gradient of a mask.
     """
     if mask is not None and mask.requires_grad:
         raise NotImplementedError(
@@ -49,7 +49,7 @@ def fp8_attention(
 
 
 class _Codes:
-    """Tensors that were cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
+    """Tensors cast with one scale: their numbers, as fp32, and the factor that dequantizes."""
 
     def __init__(self, cast: QuantizedTensor, shapes: list[torch.Size]) -> None:
         self.cast, self.shapes = cast, shapes
@@ -155,11 +155,11 @@ def _probabilities(qkv: _Codes, mask: Tensor | None, sink: Tensor | None, scale:
 
 
 def _shared(t: Tensor, q: Tensor) -> Tensor:
-    """(B, G, ...) -> (B, H, ...): a head of keys for each of those that share it."""
+    """(B, G, ...) -> (B, H, ...): repeats a head of keys for each query head that shares it."""
     return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
 
 
 def _gathered(t: Tensor, groups: int) -> Tensor:
-    """The other way round, summed."""
+    """(B, H, ...) -> (B, G, ...): the sum over the query heads that share a head."""
     summed: Tensor = t.unflatten(1, (groups, -1)).sum(2)
     return summed

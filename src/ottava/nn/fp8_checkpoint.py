@@ -1,8 +1,8 @@
-"""`load_fp8`: a published FP8 checkpoint into a model, its codes as they are, frozen; adapters may be trained on top.
+"""`load_fp8` puts the codes of a published FP8 checkpoint into a model, unchanged and frozen; adapters train on top.
 
-Two families of folders are read: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
+It reads two families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
 weight_scale_inv; "mxfp8" beside it) and "compressed-tensors" (tensor, channel, block or groups of 32, under
-weight_scale). In both a stored scale is the factor that dequantizes. Everything is checked before anything is changed.
+weight_scale). In both a stored scale is the factor that dequantizes. It checks everything before it changes anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ottava.weight_operands import refuse_weight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
-"""Of activations: their casts find their own scales here."""
+"""Scales of activations; not used, because casts compute their own."""
 _METHODS = ("fp8", "mxfp8", "compressed-tensors")
 _SHAPE = MappingProxyType(
     {
@@ -45,12 +45,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_fp8` has put into a model."""
+    """The result of `load_fp8`: the tensors that it has put into a model."""
 
     folder: Path
-    """Where it came from."""
+    """The folder of the checkpoint."""
     stored: Mapping[str, QuantizationSpec]
-    """Full names of the weights that stay codes, and how they are cast."""
+    """Full names of the weights that stay codes, with the spec of their cast."""
     plain: tuple[str, ...]
     """Full names of the other tensors."""
     nbytes: int
@@ -67,7 +67,7 @@ class LoadReport:
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the checkpoint belongs."""
+    """The parameter or buffer for a tensor of the checkpoint."""
 
     full: str
     module: nn.Module
@@ -87,20 +87,20 @@ def load_fp8(
     """Loads a published FP8 checkpoint into a model; its FP8 weights stay codes, and are frozen.
 
     Args:
-        model: of the checkpoint's architecture, with its names; in PEFT's wrapper or not. Its parameters may be on the
-            meta device, so that it never exists in high precision; their dtype is the one that layers compute in.
+        model: of the checkpoint's architecture, with its names; with or without PEFT's wrapper. Its parameters may be
+            on the meta device, so that it never exists in high precision; layers compute in their dtype.
         folder: config.json with a quantization_config, and model.safetensors or its index and shards.
-        recipe: what the layers run. "bf16" decodes each weight when it is read, in forward and again in backward: the
-            bits of a layer with the dequantized weight. A recipe whose weight cell has these scales multiplies the
+        recipe: for the layers. "bf16" decodes each weight in forward and again in backward, and gives the bits of
+            a layer with the dequantized weight. A recipe whose weight cell has these scales multiplies the
             codes themselves ("blockwise_fp32" for blocks of 128 x 128; "blockwise" if they are powers of two).
         device: for parameters on meta; None: the CPU.
     Returns:
         LoadReport.
     Raises:
-        UntrustedError (a ValueError): the folder is damaged, of a kind that is not read, or of another model; nothing
-            has been changed then.  ValueError: a recipe that cannot use the codes.
-    Edge cases: scales of activations are not used. Tensors in high precision are loaded into parameters and buffers of
-        the same name, and stay trainable as they were. A tied head may be absent.
+        UntrustedError (a ValueError): the folder is damaged, of an unknown kind, or of another model; the model is
+            unchanged then.  ValueError: a recipe that cannot use the codes.
+    Edge cases: it does not use scales of activations. It loads tensors in high precision into parameters and buffers of
+        the same name, which stay trainable or frozen. A tied head may be absent.
     """
     need("load_fp8", model, nn.Module)
     folder, recipe = Path(folder), get_recipe(recipe)
@@ -119,10 +119,10 @@ def load_fp8(
                     raise ValueError(f"load_fp8: recipe {recipe.name!r} cannot use {one.key}: {reason}. Take 'bf16'")
             return _put_in(model, folder, recipe, stored, plain, tensors, device)
     except (UntrustedError, OSError) as error:
-        said = (
+        reason = (
             error if isinstance(error, UntrustedError) else f"{error.filename or ''} cannot be read: {error.strerror}"
         )
-        raise UntrustedError(f"load_fp8: {folder}: {said}") from error
+        raise UntrustedError(f"load_fp8: {folder}: {reason}") from error
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
@@ -146,7 +146,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _granularities(config: Mapping[str, Any]) -> list[Granularity]:
-    """Which elements may share a scale, as the config has it."""
+    """The sizes of blocks that the config allows."""
     method = config.get("quant_method")
     if method not in _METHODS:
         raise UntrustedError(f"config.json: {unknown_name('quant_method', method, _METHODS)}")
@@ -155,18 +155,18 @@ def _granularities(config: Mapping[str, Any]) -> list[Granularity]:
         return [_block(block) if block else PER_TENSOR]
     sizes = []
     for group in (config.get("config_groups") or {}).values():
-        said = group.get("weights") or {}
-        strategy = said.get("strategy")
-        if (said.get("type"), said.get("num_bits")) != ("float", 8):
+        weights = group.get("weights") or {}
+        strategy = weights.get("strategy")
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             raise UntrustedError(
-                f"config.json: weights of {said.get('num_bits')} bits, type {said.get('type')!r}; only FP8 is read "
-                "(8 bits, 'float')"
+                f"config.json: weights of {weights.get('num_bits')} bits, type {weights.get('type')!r}; only FP8 is "
+                "read (8 bits, 'float')"
             )
         kinds = {"tensor": PER_TENSOR, "channel": PER_ROW}
         if strategy == "block":
-            sizes.append(_block(said.get("block_structure")))
+            sizes.append(_block(weights.get("block_structure")))
         elif strategy == "group":
-            sizes.append(_block([1, said.get("group_size")]))
+            sizes.append(_block([1, weights.get("group_size")]))
         elif strategy in kinds:
             sizes.append(kinds[strategy])
         else:
@@ -212,7 +212,7 @@ def _tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
-    """Parameters and buffers by the name that they have in a checkpoint: PEFT puts prefixes before and between."""
+    """Parameters and buffers by their names in a checkpoint: PEFT adds prefixes and infixes."""
     places: dict[str, _Place] = {}
     for prefix, module in model.named_modules():
         for own in (*module._parameters, *(n for n in module._buffers if n not in module._non_persistent_buffers_set)):
@@ -225,10 +225,10 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: list[Granularity]) -> Iterator[_Stored]:
     """The weights that are codes, with their scales."""
     for key, file in tensors.items():
-        said = file.get_slice(key)
-        if said.get_dtype() not in ("F8_E4M3", "F8_E5M2"):
+        entry = file.get_slice(key)
+        if entry.get_dtype() not in ("F8_E4M3", "F8_E5M2"):
             continue
-        if said.get_dtype() == "F8_E5M2":
+        if entry.get_dtype() == "F8_E5M2":
             raise UntrustedError(f"{key} is E5M2; weights are read as E4M3 only")
         place = places.get(key)
         if place is None:
@@ -238,7 +238,7 @@ def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: lis
         linear = place.module
         if place.own != "weight" or not isinstance(linear, nn.Linear):
             raise UntrustedError(f"{key} is in FP8, and a {type(linear).__name__} has it; codes are for nn.Linear")
-        shape = tuple(said.get_shape())
+        shape = tuple(entry.get_shape())
         if shape != tuple(linear.weight.shape):
             raise UntrustedError(f"{key} has shape {shape}; the model's has {tuple(linear.weight.shape)}")
         prefix = key.removesuffix("weight")
@@ -272,7 +272,7 @@ def _scales(key: str, found: Tensor, shape: tuple[int, int], sizes: list[Granula
 
 
 def _plain(tensors: Mapping[str, Any], places: Mapping[str, _Place], stored: set[str]) -> list[tuple[_Place, str]]:
-    """The other tensors of the checkpoint, and where they belong."""
+    """The other tensors of the checkpoint with their places."""
     found, unknown = [], []
     for key, file in tensors.items():
         last = key.rpartition(".")[2]
@@ -293,7 +293,7 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[str, _Place], stored: set
 
 
 def _check_whole(model: nn.Module, places: list[_Place]) -> None:
-    """Each parameter must get numbers, itself or through a module that it is tied to; adapters need none."""
+    """Raises unless each parameter gets numbers, itself or through a tied module; adapters need none."""
     given = {id(place.module._parameters.get(place.own)) for place in places}
     missing = [
         name

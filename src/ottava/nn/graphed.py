@@ -1,9 +1,9 @@
-"""A training step as one CUDA graph: the host says "go" once a step instead of launching each kernel.
+"""A training step as one CUDA graph: the host launches once a step instead of launching each kernel.
 
 Eager FP8 costs some 150 us of the host for every Linear, more than its GPU time below 2048 x 2048 x 2048. A graph costs
-one launch. What makes a step capturable is elsewhere: casts and scaling state never wait for the device, and buffers of
-predicted scales stay where they are. Here are the warm-up, the static inputs, and telling Python's side of the scaling
-state that a replay was a step.
+one launch. Other rooms make a step capturable: casts and scaling state never wait for the device, and the addresses of
+predicted scales stay. This file has the warm-up and the static inputs, and counts each replay as a step in the Python
+part of the scaling state.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Capture(Protocol):
     """Records a step and runs it again; `CudaGraph`, or a stand-in."""
 
     def warm_up(self, work: Work) -> Any:
-        """Runs the step as it is, where it will be captured."""
+        """Runs the step eagerly, on the stream of the later capture."""
 
     def capture(self, work: Work) -> Any:
-        """Records the step, which does not run; returns what it returns, to be filled by each replay."""
+        """Records the step without running it; returns the step's result, which each replay fills."""
 
     def replay(self) -> None:
-        """Runs what was recorded."""
+        """Runs the recorded step."""
 
 
 class CudaGraph:
-    """torch's CUDA graph, captured on a stream of its own."""
+    """torch's CUDA graph, captured on its own stream."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -52,7 +52,7 @@ class CudaGraph:
             self._graph.register_generator_state(generator)
 
     def warm_up(self, work: Work) -> Any:
-        """On the stream of the capture: libraries keep a workspace a stream."""
+        """Runs on the stream of the capture, because libraries keep one workspace a stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,7 +61,7 @@ class CudaGraph:
         return result
 
     def capture(self, work: Work) -> Any:
-        """torch waits for the device and frees what it can before."""
+        """Before the capture torch waits for the device and frees unused memory."""
         with torch.cuda.graph(self._graph, stream=self._stream):
             return work()
 
@@ -85,7 +85,7 @@ class GraphedStep:
         """Whether steps are replays by now."""
 
     def __call__(self, *args: Any) -> Any:
-        """One step; tensors among what the step returns come back detached, and are the caller's to keep."""
+        """One step; tensors in its result are detached, and later steps do not change them."""
         self._check(args)
         self.calls += 1
         if self._capture is None:
@@ -107,7 +107,7 @@ class GraphedStep:
         self._capture.replay()
         for state, moved in self._moved:
             state.repeat(moved)
-        return _detached(self._outputs, clone=True)  # the next replay writes over them
+        return _detached(self._outputs, clone=True)  # the next replay overwrites them
 
     def _work(self) -> Any:
         return self._step(*self._static)
@@ -133,7 +133,7 @@ class GraphedStep:
         for state, (count, calls, owners) in zip(states, before, strict=True):
             known = {id(call) for call in calls}
             ran = any(id(call) not in known for call in state.last_calls())
-            if ran or state.boundaries != count:  # it is in the step; of a compiled model only boundaries are seen
+            if ran or state.boundaries != count:  # compiled models show only boundaries
                 # a capture runs the Python of a step and none of its kernels: its boundaries are still to come
                 self._moved.append((state, state.take_back(count)))
                 self._owners += owners
@@ -166,17 +166,17 @@ def graphed_step(
 ) -> GraphedStep:
     """Makes a CUDA graph of a whole training step: forward, backward and, if it is in there, the optimizer.
 
-    The first `warmup` calls run the step as it is; the next one captures it, and from then on each call copies its
-    arguments in and replays. Every call is one step of training, with the bits of eager code; none is made behind it.
+    The first `warmup` calls run the step eagerly; the next call captures it, and from then on each call copies its
+    arguments in and replays. Every call is exactly one step of training, with the bits of eager code.
 
     Args:
-        step_fn: makes one step and returns a tensor (the loss), a structure of tensors, or None. It is Python that runs
-            `warmup` times and once for the capture: what it does besides launching kernels does not happen again.
+        step_fn: makes one step and returns a tensor (the loss), a structure of tensors, or None. Its Python code runs
+            `warmup` times and once for the capture; a replay repeats only its kernels.
         sample_args: arguments like those of the calls. Tensors lie on one CUDA device; only their shapes and dtypes
             matter. Other arguments are frozen.
         warmup: 1 or more: optimizers, Triton and cuBLAS prepare themselves in it.
-        generators: besides torch's own of the device, those that the step draws from.
-        eager: run the step as it is, with the same checks of arguments: for a CPU, and to debug.
+        generators: those that the step draws from, besides torch's generator of the device.
+        eager: run the step without a graph, with the same checks of arguments: for a CPU, and to debug.
     Raises:
         ValueError: a sample that is not on a CUDA device or wants a gradient, or no warm-up; later, an argument that is
             not like its sample.

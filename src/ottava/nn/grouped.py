@@ -3,8 +3,8 @@
     y[rows of g] = x[rows of g] (M_g, K) @ weight[g] (N, K).T + bias[g]
 
 Every group is an ottava layer with doors, scales and a recipe of its own (`nn.part`), so a stack of experts gives the
-bits of one Linear per expert, under every recipe. Where only rows of x are cast, and their scales run along K, they are
-cast for all groups at once, before they are sent to their groups. Else the groups go one by one.
+bits of one Linear per expert, under every recipe. If a recipe casts only rows of x, with scales along K, one cast
+serves all groups, before the rows go to their groups. Else the groups go one by one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class GroupedLinear(nn.Module):
         in_features, out_features: K, N.
         bias: whether each group has one.
         recipe: a Recipe or its name.
-        cast_once: make the operand of x.T from the codes of x where the recipe's scales are powers of two, so that x
-            is cast once. Bits then differ from those of a Linear in the weight's gradient: a number is rounded once
-            more where its block of x.T has far larger ones. What the recipe does not allow is cast again, and the
-            receipt says why.
+        cast_once: if the recipe's scales are powers of two, make the operand of x.T from the codes of x instead of a
+            second cast. The weight's gradient then has other bits than a Linear's: a number is rounded once more if its
+            block of x.T has far larger numbers. If the recipe does not allow it, x is cast again, and the receipt says
+            why.
         top_k: groups that each token of the model goes to; predictions of speed (`convert(plan=...)`) count rows by it.
     Shapes: input (tokens, K) -> (tokens, N). Parameters: weight (G, N, K), bias (G, N): one parameter each, as in
         Hugging Face's experts and torch's grouped GEMMs, so that checkpoints load by name, FSDP shards by whole
@@ -118,8 +118,8 @@ class GroupedLinear(nn.Module):
     def forward(self, input: Tensor, splits: Splits, plan: Permutation | None = None) -> Tensor:
         """(tokens, K), rows of each group -> (rows, N).
 
-        plan: sends rows of the input to their groups first, as codes where they can be cast before; None: the input is
-            sorted by group.
+        plan: sends rows of the input to their groups first, as codes if the recipe allows it; None: the input is sorted
+            by group.
         """
         weight, bias = local(self.weight), local(self.bias)
         groups: Sequence[Part] = self.groups  # type: ignore[assignment]  # a ModuleList is no Sequence to mypy
@@ -138,7 +138,7 @@ class GroupedLinear(nn.Module):
 
 
 class Stack(nn.ModuleList):
-    """The layers of a stack of matrices; printed in one line."""
+    """The layers of a stack of matrices; it prints as one line."""
 
     def __iter__(self) -> Iterator[Part]:
         return super().__iter__()  # type: ignore[return-value]
@@ -153,7 +153,7 @@ class Stack(nn.ModuleList):
 def stack(
     owner: nn.Module, weight: str, bias: str | None, count: int, *, turned: bool = False, top_k: int = 1
 ) -> Stack:
-    """A layer for each matrix of a parameter (count, N, K), or (count, K, N) where it is turned.
+    """A layer for each matrix of a parameter (count, N, K), or (count, K, N) if it is turned.
 
     top_k: how many of them each token goes to; for predictions of speed.
     """
@@ -202,7 +202,7 @@ def grouped_linear(
     if not busy:
         return nn.functional.linear(
             input, in_high_precision(weights[0]), biases[0]
-        )  # (0, N): nobody came, and gradients are zeros
+        )  # (0, N): no rows, and gradients are zeros
     results = []
     for group in busy:
         results.append(group.part.run(input[group.start : group.end], weights[group.number], biases[group.number]))
@@ -234,10 +234,10 @@ def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permu
 
 
 def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool) -> tuple[Recipe | None, str]:
-    """The recipe under which rows of all groups are cast at once, or None: each group casts its own; and a remark."""
-    if torch.compiler.is_compiling() or (said := AMBIENT.get()).calibrating:
+    """The recipe for one cast of the rows of all groups, or None: each group casts its rows; and a remark."""
+    if torch.compiler.is_compiling() or (settings := AMBIENT.get()).calibrating:
         return None, ""
-    recipes = {said.recipe_for(part.name, part.resolved) for part in parts}
+    recipes = {settings.recipe_for(part.name, part.resolved) for part in parts}
     if not recipes:
         return None, ""
     recipe = recipes.pop()
@@ -245,9 +245,9 @@ def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool) -> tuple[R
     if recipes or row is None:
         return None, ""
     reason = None
-    if needs_dw:  # then x.T is wanted too
+    if needs_dw:  # the backward needs x.T too
         if not cast_once or col is None or (row == col and row.granularity.transposes):
-            return None, ""  # nobody asked for more, or one cast serves both anyway
+            return None, ""  # the caller wants two casts, or one cast serves both anyway
         reason = refuse_turn(row, col)
     if reason is not None:
         return None, f"input cast twice: {reason}"
@@ -278,7 +278,7 @@ def _run_together(
 
 
 class _Together(torch.autograd.Function):
-    """The formulas of `functional` for all groups, on rows that are cast once and sent to their groups as codes."""
+    """The formulas of `functional` for all groups: one cast of the rows, whose codes go to their groups."""
 
     @staticmethod
     def forward(
@@ -341,7 +341,7 @@ class _Together(torch.autograd.Function):
 def _rows_cast(
     busy: list[_Group], lead: Call, calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
 ) -> QuantizedTensor:
-    """The rows of all groups, cast: by the door of each group where somebody watches it, else before they are sent."""
+    """Casts the rows of all groups: by the door of each group if an observer watches it, else before they are sent."""
     spec = lead.recipe.fprop.lhs
     assert spec is not None
     if not (plan is not None and plan.travels) and any(_watched(call.doors.input) for call in calls):

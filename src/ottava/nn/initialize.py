@@ -1,4 +1,4 @@
-"""`model_init`: models whose weights are stored in FP8 from the moment they are made."""
+"""`model_init`: models that store their weights in FP8 from the beginning."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ottava.recipe import Recipe, get_recipe
 
 @contextmanager
 def model_init(recipe: Recipe | str = "tensorwise", *, keep_high_precision: bool = False) -> Iterator[None]:
-    """Linear layers that are made inside get FP8 weights at once, so that the whole model never exists in BF16.
+    """Gives linear layers that are made inside FP8 weights at once, so that the whole model never exists in BF16.
 
     Args:
         recipe: a Recipe or its name, without overrides: full names are not known while a model is being made.
         keep_high_precision: keep the initial numbers on the CPU, for the master copy of an optimizer.
     Raises:
         ValueError: overrides, or a recipe that has no FP8 weights (`convert`).
-    Edge cases: as soon as a module becomes the child of another, it is converted; what is left, when the context ends.
+    Edge cases: it converts a module as soon as the module becomes the child of another, and the rest at the end.
         Under torch.device("meta") no number exists: `model.to_empty(device=...)` gives memory, and loading or
         `reset_parameters` numbers, which are then cast. Not for several threads at once.
 
@@ -47,7 +47,7 @@ def model_init(recipe: Recipe | str = "tensorwise", *, keep_high_precision: bool
             "is made. Make it under torch.device('meta') and call ottava.convert(model, recipe, weights='fp8')"
         )
     check_weights(recipe, [""], "fp8")
-    roots: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # of modules that nobody keeps nothing remains
+    roots: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # weak: modules that the caller drops are freed
 
     def made(module: nn.Module, name: str, child: Any) -> None:
         roots[id(module)] = module

@@ -1,7 +1,7 @@
-"""Keys and values of what a model has read so far, so that generation computes only what is new.
+"""Keys and values of the tokens that a model has read, so that generation computes only new tokens.
 
-All memory is taken at once. Lengths are numbers of Python's, one a sequence: prompts of a batch may differ in length,
-and nothing waits for a GPU. Under grouped-query attention only the shared heads are kept.
+It allocates all memory at once. Lengths are Python numbers, one a sequence: prompts of a batch may differ in length,
+and nothing waits for a GPU. Under grouped-query attention it keeps only the shared heads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Cached(NamedTuple):
     """The keys and values that a layer attends to."""
 
     keys: Tensor
-    """(B, S, G, D), S: the longest sequence so far; in the cache's own memory."""
+    """(B, S, G, D), S: the longest sequence so far; a view of the cache."""
     values: Tensor
     """(B, S, G, Dv)."""
     lengths: Tensor | None
-    """int64 (B,): how many of them are real; None: all."""
+    """int64 (B,): the number of real positions; None: all."""
 
 
 class LayerCache(NamedTuple):
@@ -82,7 +82,7 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes
 
     def positions(self, new: int) -> Tensor:
-        """Of the next `new` tokens: int64 (new,) where all sequences are of one length, else (B, new)."""
+        """Positions of the next `new` tokens: int64 (new,) if all sequences have one length, else (B, new)."""
         rows = torch.tensor(self.lengths, device=self.keys.device)[:, None] + torch.arange(new, device=self.keys.device)
         return rows[0] if self._even else rows
 
@@ -146,8 +146,8 @@ class KVCache:
         self.lengths = [0 if row is None else self.lengths[row] for row in rows]
 
     def advance(self, new: int | Sequence[int]) -> None:
-        """After all layers: that many tokens were read, by each sequence as many or each its own (padded prompts: what
-        lies past a prompt's length is written over by what comes next)."""
+        """Call it after all layers: adds the number of tokens read, one number or one a sequence. (Padded prompts: the
+        next tokens overwrite the padding behind a prompt.)"""
         news = [new] * len(self.lengths) if isinstance(new, int) else list(new)
         if len(news) != len(self.lengths) or min(news) < 0:
             raise ValueError(f"KVCache.advance: got {new}; needs a count for each of {len(self.lengths)} sequences")

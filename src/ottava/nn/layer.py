@@ -1,8 +1,8 @@
-"""How a quantized layer runs: it asks which recipe is on, tells the scaling state, and hands a `Call` to the formulas.
+"""The forward of a quantized layer: it finds the recipe, informs the scaling state, and hands a `Call` to the formulas.
 
 A layer is this class and a shape: `Linear` adds torch's constructor and nothing else. Its `produce` runs in front of
-the cast, its `exchange` between cast and GEMM (see `functional`), and its `formula` multiplies the operands. None of
-them is a branch in here.
+the cast, its `exchange` between cast and GEMM (see `functional`), and its `formula` multiplies the operands. This file
+has no branch for any of them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class Layer(QuantizedLayer):
     """The base class of all quantized layers."""
 
     produce: Producer | None = None
-    """Makes the rows that are cast; None: they are the input. It runs in front of every forward, cast or not."""
+    """Makes the rows in front of every forward, with or without a cast; None: the rows are the input."""
     exchange: Exchange | None = None
-    """Gathers operands between cast and GEMM; None: this rank's are all."""
+    """Gathers operands between cast and GEMM; None: this rank has all of them."""
     sharding: Any = None
-    """A `nn.sharding.Sharding` where the weight is split over ranks."""
+    """A `nn.sharding.Sharding` if the weight is split over ranks."""
     returns_bias: bool = False
     """Whether the caller adds the bias to what `forward` returns."""
     pieces: tuple[Piece, ...] = ()
     """The weights that lie below each other in this one: q, k and v, or gate and up."""
     formula: Callable[..., Tensor] = staticmethod(linear)
-    """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: what `forward` was given beside
-    the input, or the parameters of `produce`."""
+    """(input, weight, bias, call, *more) -> result, under a recipe that casts; more: the other arguments of `forward`,
+    or the parameters of `produce`."""
     plain: Callable[..., Tensor] = staticmethod(nn.functional.linear)
-    """(rows, weight, bias, *more of `forward`) -> result, where nothing is cast: torch's own, kept by torch's rules."""
+    """(rows, weight, bias, *more of `forward`) -> result, without casts: torch's linear, as torch dispatches it."""
 
     def produced_with(self) -> tuple[Tensor | None, ...]:
         """The parameters of `produce`; they get gradients."""
         return ()
 
     def adopt(self, recipe: Recipe, name: str) -> None:
-        """Takes a recipe and its full name in the model; `convert` calls it on a layer whose class it has changed."""
+        """Takes a recipe and the layer's full name in the model; `convert` calls it after it has changed the class."""
         if not isinstance(getattr(self, "quantizers", None), LinearQuantizers):
             self.quantizers = LinearQuantizers()
         self.recipe, self.name, self.last_call = recipe, name, None
@@ -68,8 +68,8 @@ class Layer(QuantizedLayer):
             build_ahead(self.weight.dtype, casts=self.resolved.quantized)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch's; refuses torch's tensor-parallel styles, which would split the doors as well. FSDP2 does not come
-        this way.
+        """As torch's; refuses torch's tensor-parallel styles, which would split the doors as well. FSDP2 does not call
+        it.
 
         Raises:
             TypeError: a plain parameter would become a DTensor.
@@ -89,29 +89,29 @@ class Layer(QuantizedLayer):
         return self.run(input, self.weight, None if self.returns_bias else self.bias, *more)
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
-        """`forward` with the weight (N, K) and the bias (N,) or None as the caller has them: a module that keeps its
-        weight in another way makes views of it."""
+        """`forward` with the caller's weight (N, K) and bias (N,) or None: a module that keeps its weight in another
+        way passes views of it."""
         if torch.compiler.is_compiling():
-            said = ambient()
+            settings = ambient()
             call = Call(
-                self.quantizers, said.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
+                self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            apart = lent or said.session is not None or said.accumulator is not None
+            apart = lent or settings.session is not None or settings.accumulator is not None
             if apart or self.sharding is not None or self._unprepared(call.recipe):
-                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is here already: it is tracing
+                from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing
 
                 return uncompiled(self, input, weight, bias, *more)  # type: ignore[no-any-return]  # torch.compiler.disable is untyped
             self._note_compiled()
         else:
-            said = AMBIENT.get()
-            call = self.begin_call(input, said)
-            if said.calibrating:
-                return self._calibrate(input, weight, bias, said, *more)
+            settings = AMBIENT.get()
+            call = self.begin_call(input, settings)
+            if settings.calibrating:
+                return self._calibrate(input, weight, bias, settings, *more)
         if (
             not call.recipe.casts
             and self.exchange is None
-            and not isinstance(weight, QuantizedWeight)  # torch's own linear would keep its numbers for backward
+            and not isinstance(weight, QuantizedWeight)  # torch's linear would keep the decoded numbers for backward
             and (
                 torch.compiler.is_compiling()
                 or not (input.is_cpu and torch_is_beaten())
@@ -125,34 +125,34 @@ class Layer(QuantizedLayer):
         return self.formula(input, weight, bias, call, *more)
 
     def rows(self, input: Tensor) -> Tensor:
-        """The rows that the GEMM multiplies: the input, or what `produce` makes of it in an operation of its own."""
+        """The rows that the GEMM multiplies: the input, or the result of `produce` as a separate operation."""
         return input if self.produce is None else produced(self.produce, input, *self._produced_with())
 
     def _produced_with(self) -> tuple[Tensor | None, ...]:
-        own = self.produced_with()
-        return own if self.sharding is None else self.sharding.parameters_of(own)
+        parameters = self.produced_with()
+        return parameters if self.sharding is None else self.sharding.parameters_of(parameters)
 
     def _unprepared(self, recipe: Recipe) -> bool:
         return recipe.predicted and torch.is_grad_enabled() and not self.quantizers.ready(recipe)
 
-    def begin_call(self, input: Tensor, said: Ambient) -> Call:
-        """Notes that a forward begins, outside compiled code, and what it runs under; tells the scaling state."""
-        said.ear.heard = True
-        training, call = torch.is_grad_enabled() and not said.calibrating, self.last_call
-        # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward, whatever
-        # autocast has been entered or left since, and is part of the same call.
+    def begin_call(self, input: Tensor, settings: Ambient) -> Call:
+        """Notes a forward outside compiled code with its recipe, and informs the scaling state."""
+        settings.ear.heard = True
+        training, call = torch.is_grad_enabled() and not settings.calibrating, self.last_call
+        # A forward inside a backward is a recomputation (torch.utils.checkpoint): it must repeat its forward under
+        # any autocast, and is part of the same call.
         if call is not None and torch._C._current_graph_task_id() != -1:
             call.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
         else:
-            own = said.recipe is None and said.enabled and said.accumulator is None
-            recipe = self.resolved if own else said.recipe_for(self.name, self.resolved)
+            unchanged = settings.recipe is None and settings.enabled and settings.accumulator is None
+            recipe = self.resolved if unchanged else settings.recipe_for(self.name, self.resolved)
             shape = tuple(input.shape)
             call = Call(
                 self.quantizers, recipe, self.plans, shape, self.produce, self.exchange, training=training, before=call
             )
-            vars(self)["last_call"] = call  # past nn.Module.__setattr__, which looks for parameters first
+            vars(self)["last_call"] = call  # not by nn.Module.__setattr__, which looks for parameters first
         if training and (call.recipe.predicted or not input.is_cpu):
-            call.after_backward = self._announce(call.recipe, input, said)
+            call.after_backward = self._announce(call.recipe, input, settings)
         return call
 
     @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
@@ -161,37 +161,39 @@ class Layer(QuantizedLayer):
         call = Call(self.quantizers, recipe, training=torch.is_grad_enabled(), before=self.last_call)
         self.last_call = call
 
-    def _announce(self, recipe: Recipe, input: Tensor, said: Ambient) -> Callable[[], None] | None:
-        """Tells the scaling state, and an autocast that is a boundary of its own, that predicted scales are used."""
+    def _announce(self, recipe: Recipe, input: Tensor, settings: Ambient) -> Callable[[], None] | None:
+        """Tells the scaling state, and an autocast that makes boundaries, that the layer uses predicted scales."""
         if not recipe.predicted:
             if self.parameter.device.type not in ("cpu", "meta"):
-                self._bound_state().listen(moves=False)  # where a kept cast of the weight is out of date
+                self._bound_state().listen(moves=False)  # after a step the kept cast of the weight is out of date
             return None
         state = self._bound_state()
         if self._unprepared(recipe):
-            state.prepare(said.asked_of)
-        if _recomputing() and (said.session is not None or state.moved_by_autocast):
+            state.prepare(settings.asked_of)
+        if _recomputing() and (settings.session is not None or state.moved_by_autocast):
             raise RuntimeError(
                 f"{self.name or 'Linear'}: with autocast(update='autocast') scales change between a forward and its "
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
             )
-        state.saw_forward(self.parameter, said.group, moved_by_autocast=said.session is not None)
-        if said.session is None:
+        state.saw_forward(self.parameter, settings.group, moved_by_autocast=settings.session is not None)
+        if settings.session is None:
             return state.after_backward
-        said.session.touch(state)
+        settings.session.touch(state)
         has_backward = any(t is not None and t.requires_grad for t in (input, self.parameter, self.bias))
-        return partial(said.session.close, "backward") if has_backward and said.session.claim_backward() else None
+        return (
+            partial(settings.session.close, "backward") if has_backward and settings.session.claim_backward() else None
+        )
 
     def _bound_state(self) -> ScalingState:
-        if not self.scaling_state.bound:  # a layer made by hand, or unpickled
+        if not self.scaling_state.bound:  # for a layer made by hand, or unpickled
             wrapper = ddp_around([self])
-            # its model is what DDP wraps, so that all ranks have one state of the same layers; else the layer itself
+            # inside DDP the model is the wrapped module, so all ranks have one state of the same layers
             ScalingState(self if wrapper is None else wrapper.module)
         state: ScalingState = self.scaling_state
         return state
 
-    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, said: Ambient, *more: Any) -> Tensor:
-        """torch's own linear; each door notes the amax of the tensor that it would cast."""
+    def _calibrate(self, input: Tensor, weight: Tensor, bias: Tensor | None, settings: Ambient, *more: Any) -> Tensor:
+        """torch's linear; each door notes the amax of the tensor that it would cast."""
         input = self.rows(input)
         weight = in_high_precision(weight)
         if self.exchange is None:
@@ -201,18 +203,18 @@ class Layer(QuantizedLayer):
         quantizers = self.quantizers
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        recipe, state = said.asked_of(self.name, self.resolved), self._bound_state()
-        state.find_group(said.group)
+        recipe, state = settings.asked_of(self.name, self.resolved), self._bound_state()
+        state.find_group(settings.group)
         if self._unprepared(recipe):
-            state.prepare(said.asked_of)
+            state.prepare(settings.asked_of)
         specs = dict(quantizers.predicted(recipe))
         for door, tensor in ((quantizers.input, input), (quantizers.weight, weight)):
             if (spec := specs[door]) is not None:
                 door.calibrate(tensor, spec)
         if (spec := specs[quantizers.grad_output]) is not None:
             observe_grad_output(y, quantizers.grad_output, spec)
-        if said.session is not None:
-            said.session.touch(state)
+        if settings.session is not None:
+            settings.session.touch(state)
         return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -225,10 +227,10 @@ class Layer(QuantizedLayer):
 
 
 def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """The input as torch.autocast has it; without one its dtype must be the weight's.
+    """The input in the dtype of torch.autocast; without autocast its dtype must be the weight's.
 
     Raises:
-        TypeError: it is not.  ValueError: one of them has no memory; kernels would read what happens to lie there.
+        TypeError: the dtypes differ.  ValueError: one of the tensors has no memory.
     """
     if weight.is_meta != input.is_meta:
         raise ValueError(
@@ -238,7 +240,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         call.dtype = torch.get_autocast_dtype(device)
-        return input if call.produce is not None else input.to(call.dtype)  # a norm reads what it is given
+        return input if call.produce is not None else input.to(call.dtype)  # a norm reads the input in its own dtype
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
         _refuse_mixed(name, input, weight, bias)
     if input.dtype == torch.float32 and not torch.compiler.is_compiling():
@@ -254,7 +256,7 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _torchs_own(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a layer in high precision is torch's own linear, though another BF16 GEMM was measured to be faster."""
+    """Whether a layer in high precision runs torch's linear although another BF16 GEMM is faster here."""
     dtype = autocast_dtype(input)
     if recipe is TORCHS_OWN or (dtype or input.dtype) != torch.bfloat16:
         return True
@@ -263,11 +265,11 @@ def _torchs_own(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def _refuse_mixed(name: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for what, own in (("weight", weight), ("bias", bias)):
-        if own is not None and own.dtype != input.dtype:
+    for what, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and (dtype := parameter.dtype) != input.dtype:
             raise TypeError(
-                f"{name or 'Linear'}: got {input.dtype} input for a {own.dtype} {what}; needs one dtype. Cast the "
-                f"input (x.to({own.dtype})) or the layer, or run the forward under torch.autocast, which casts both"
+                f"{name or 'Linear'}: got {input.dtype} input for a {dtype} {what}; needs one dtype. Cast the "
+                f"input (x.to({dtype})) or the layer, or run the forward under torch.autocast, which casts both"
             )
 
 
@@ -276,7 +278,7 @@ def _recomputing() -> bool:
 
 
 def _warn_fp32(recipe: str) -> None:
-    # Python shows a warning of one text and place once, so a model of 200 layers says it once.
+    # Python shows the same warning from the same place once, so a model of 200 layers shows it once
     warnings.warn(
         f"recipe {recipe!r} is running on float32 inputs: casts read twice the bytes and all that is not a GEMM stays "
         "in float32, which can make FP8 slower than BF16 (TransformerEngine #1119: 104 ms against 44.6 ms). Use "

@@ -1,7 +1,7 @@
-"""A Linear whose three GEMMs run as a recipe says, and is in every other way `torch.nn.Linear`.
+"""A `torch.nn.Linear` whose three GEMMs run under a recipe.
 
-It is a real subclass with the same Parameters, so optimizers, PEFT, FSDP, checkpoints and `isinstance` see what they
-know. Its own recipe comes from `convert` or the constructor; an `autocast` around the call has the last word.
+It is a subclass with the same Parameters, so optimizers, PEFT, FSDP, checkpoints and `isinstance` work unchanged. Its
+recipe comes from `convert` or the constructor; an `autocast` around the call overrides it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Linear(Layer, nn.Linear):
 
     Args:
         recipe: a Recipe or its name; the other arguments are torch's.
-    Shapes: input (..., in_features) -> (..., out_features), any sizes; what hardware wants in multiples is zero-padded
-        inside. dtypes: float32, bfloat16, float16; under torch.autocast the input is cast first, as torch does.
+    Shapes: input (..., in_features) -> (..., out_features), any sizes; the layer zero-pads sizes where hardware needs
+        multiples. dtypes: float32, bfloat16, float16; under torch.autocast it first casts the input, as torch does.
     Raises:
         ValueError: unknown recipe.
-        TypeError: outside torch.autocast, an input whose dtype is not the weight's; where torch raises, too.
-        NotImplementedError: a second derivative, of a layer that did not run torch's own linear.
-    Edge cases: `autocast(enabled=False)` runs torch's own linear, bit for bit. So does a recipe (or an override) that
-        is high precision, but where torch's BF16 GEMM was measured to be slower than another (a CPU without BF16
-        units): there that one multiplies plain BF16 tensors in eager code, with fp32 sums and one rounding, and the
-        receipt names it. Recomputation by torch.utils.checkpoint uses the recipe of the layer's last forward.
+        TypeError: outside torch.autocast, an input whose dtype is not the weight's; torch raises there, too.
+        NotImplementedError: a second derivative of a layer that did not run torch's linear.
+    Edge cases: `autocast(enabled=False)` runs torch's linear, bit for bit. So does a recipe (or an override) in high
+        precision, with one exception: if another BF16 GEMM is faster than torch's on this CPU (mostly one without BF16
+        units), that GEMM multiplies plain BF16 tensors in eager code, with fp32 sums and one rounding, and the receipt
+        names it. Recomputation by torch.utils.checkpoint uses the recipe of the layer's last forward.
 
     Example:
         >>> import ottava

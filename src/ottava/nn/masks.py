@@ -1,8 +1,8 @@
-"""Which query may see which key: one rule of positions for every mask there is.
+"""Which query may see which key: one rule of positions for every mask.
 
 Query i stands at position i, or, aligned to the bottom right, at i + keys - queries, so that the last query stands at
 the last key. A key is seen if its position less that of the query lies within the window (-left ... right), if it lies
-within its sequence's length, and if a mask that the caller gives allows it.
+within its sequence's length, and if the caller's mask allows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MaskRule(NamedTuple):
     """A mask by positions."""
 
     left: int | None = None
-    """Keys before its own position that a query sees; None: all."""
+    """The number of keys before its own position that a query sees; None: all."""
     right: int | None = None
     """Keys after it; None: all, 0: causal."""
     bottom_right: bool = False
@@ -49,7 +49,7 @@ MASKS: Mapping[str, MaskRule] = MappingProxyType(
 
 
 def mask_rule(mask: str, window: tuple[int | None, int | None] | None = None) -> MaskRule:
-    """The rule of that name, narrowed by a window (left, right); None or -1 in a window is no limit.
+    """The rule of a name, narrowed by a window (left, right); None or -1 in a window is no limit.
 
     Raises:
         ValueError: unknown mask, or a limit below -1.

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block: norm, linear, activation, linear; two casts, and no row kept twice."""
+"""The feed-forward half of a transformer block: norm, linear, activation, linear; two casts, no row kept twice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ActivatedLinear(Layer, nn.Linear):
         self.adopt(get_recipe(recipe), name="")
 
     def produced_with(self) -> tuple[Tensor | None, ...]:
-        """Factors of the activated channels, where `smooth_swiglu` has found some."""
+        """Factors of the activated channels, set by `smooth_swiglu`."""
         return () if self.smooth is None else (self.smooth,)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -70,8 +70,9 @@ class ActivatedLinear(Layer, nn.Linear):
     def extra_repr(self) -> str:
         """torch's, the activation and the recipe."""
         assert isinstance(self.produce, ActivationFormula)
-        said = self.produce
-        return f"{super().extra_repr()}, activation={said.activation.name}, save={said.save}, recipe={self.recipe.name}"
+        formula = self.produce
+        settings = f"activation={formula.activation.name}, save={formula.save}, recipe={self.recipe.name}"
+        return f"{super().extra_repr()}, {settings}"
 
 
 class NormMLP(nn.Module):
@@ -82,7 +83,7 @@ class NormMLP(nn.Module):
         activation: a name of `activations.ACTIVATIONS`, or an Activation.
         norm, eps, zero_centered_gamma: of the norm in front; None: no norm.
         bias: of both linears.
-        save: what is kept for the activation's backward: its input as it is ("bf16"), its input as FP8 codes ("fp8"),
+        save: for the activation's backward keep its input ("bf16"), its input as FP8 codes ("fp8"),
             or nothing ("recompute": norm, fc1 and activation run again in backward, with the same bits).
         recipe, device, dtype: as `Linear`.
     Shapes: (..., H) -> (..., H).
@@ -129,7 +130,7 @@ class NormMLP(nn.Module):
         kept: Literal["bf16", "fp8"] = "fp8" if save == "fp8" else "bf16"
         self.fc2 = ActivatedLinear(ffn_hidden, hidden, activation=activation, save=kept, **factory)
         self.save = save
-        if save == "recompute":  # the rows are made in front of fc2, where they are not kept
+        if save == "recompute":  # fc2 makes the rows and does not keep them
             self.fc2.produce = None
         self.activation = ActivationFormula(activation)
 

@@ -1,11 +1,11 @@
 """Mixture of experts: a router, the experts' two grouped GEMMs with an activation between, and the weighted sum.
 
     index, probs = router(x)                                  each token's experts
-    h = activation(up(rows of x, sorted by expert))           cast before they are sent, where scales run along K
+    h = activation(up(rows of x, sorted by expert))           cast before sending if scales run along K
     y = sum over a token's experts of probs * down(h)         in the order of the experts, in fp32
 
-An expert layer casts activations twice in its forward, x and h, if the recipe allows it: what a weight's gradient needs
-is then made from the codes that the forward GEMM had (`casts.turn`). Else it casts again, and the receipt says why.
+If the recipe allows it, an expert layer makes only two casts of activations, of x and h: it makes the operand of a
+weight's gradient from the forward GEMM's codes (`casts.turn`). Else it casts again, and the receipt says why.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ottava.recipe import Recipe, get_recipe
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of experts, of which each token runs `top_k`.
+    """A feed-forward layer of experts; each token runs `top_k` of them.
 
     Args:
         hidden, ffn_hidden: H and F of one expert.
         activation: a name of `activations.ACTIVATIONS`, or an Activation; a gated one has the gate first.
-        shared_experts: that every token runs, as one MLP of `shared_experts` * F.
+        shared_experts: number of experts that every token runs, as one MLP of `shared_experts` * F.
         bias: of the experts' linears.
-        capacity_factor: rows that an expert takes at most, as a multiple of its even share; tokens with the smallest
-            probabilities are dropped, and get nothing from it. None: no token is dropped.
+        capacity_factor: the most rows of an expert, as a multiple of its even share; it drops the tokens with the
+            smallest probabilities, and they get nothing from it. None: it drops no token.
         cast_once: as for `GroupedLinear`. False gives the bits of one Linear per expert.
         router: arguments of `Router`: score, normalize, aux_loss, bias_rate, ...
         recipe, device, dtype: as `Linear`.

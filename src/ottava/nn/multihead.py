@@ -36,9 +36,9 @@ class MultiheadAttention(nn.Module):
             cross attention, else "causal".
         recipe, device, dtype: as `Linear`.
     Shapes: x in the layout, its heads flat: (B, S, hidden), (S, B, hidden) or packed (T, hidden) -> the same.
-    Parameters: qkv.weight is that of q, of k and of v below each other, head by head; cross: q, and kv likewise.
+    Parameters: qkv.weight holds the rows of q, of k and of v below each other, head by head; cross: q, and kv likewise.
     Raises:
-        ValueError: sizes that do not fit, unknown names, a memory where none is wanted or none where one is.
+        ValueError: sizes that do not fit, unknown names, a missing memory, or a memory for self attention.
 
     Example:
         >>> import ottava
@@ -133,13 +133,12 @@ class MultiheadAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
-        """x -> attention's result, in x's layout; nothing is added to it.
+        """x -> attention's result, in x's layout, without a residual sum.
 
         Args:
-            memory: what a cross attention reads, in the same layout.
-            rotary: a `RotaryEmbedding` of the positions of x, made once for all layers; None: nothing is turned.
-            cache: `KVCache.of(layer)`: k and v are added to what was read before, and the last query stands at the last
-                key.
+            memory: the input of a cross attention's keys and values, in the same layout.
+            rotary: a `RotaryEmbedding` of the positions of x, made once for all layers; None: no rotation.
+            cache: `KVCache.of(layer)`: k and v join the earlier ones, and the last query stands at the last key.
             others: as `DotProductAttention.forward`.
         """
         layout = self.attention.layout

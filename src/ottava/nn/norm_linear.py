@@ -1,4 +1,4 @@
-"""A norm and the linear behind it as one layer: the norm hands its rows to the cast, and they are never kept."""
+"""A norm and the linear behind it as one layer: the norm hands its rows to the cast, and the layer never keeps them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class NormLinear(Layer, nn.Linear):
 
     Args:
         norm: "layernorm" or "rmsnorm"; eps, zero_centered_gamma: of the norm, see `LayerNorm`.
-        bias: of the linear; a LayerNorm always has one of its own.
+        bias: of the linear; a LayerNorm always has its own bias.
         recipe: a Recipe or its name; device, dtype: torch's.
-        return_norm_output: return (y, normed rows); the rows are then made by the norm alone and live as long as the
-            caller keeps them.
+        return_norm_output: return (y, normed rows); the norm then runs alone, and the rows live as long as the caller
+            keeps them.
     Shapes: input (..., in_features) -> (..., out_features), any sizes. dtypes: float32, bfloat16, float16; under
-        torch.autocast the norm reads the input as it is, and its rows are rounded to autocast's dtype.
-    Parameters: weight, bias, norm.weight, norm.bias. The norm is a module of its own for state dicts and optimizers;
-        hooks on it do not run, since its rows are made inside the linear.
+        torch.autocast the norm reads the input in its own dtype and rounds its rows to autocast's dtype.
+    Parameters: weight, bias, norm.weight, norm.bias. State dicts and optimizers see the norm as a module, but hooks on
+        it do not run, because the linear makes its rows.
     Raises: as `Linear` and `LayerNorm`.
-    Edge cases: a recipe that casts nothing runs the norm and torch's own linear.
+    Edge cases: a recipe that casts nothing runs the norm and torch's linear.
 
     Example:
         >>> import ottava
@@ -62,7 +62,7 @@ class NormLinear(Layer, nn.Linear):
         return self.norm.producer_parameters()
 
     def forward(self, input: Tensor, *more: Any) -> Any:
-        """(..., in_features) -> (..., out_features), or (that, the normed rows) where they were asked for."""
+        """(..., in_features) -> (..., out_features), or (that, the normed rows) with return_norm_output."""
         if not self.return_norm_output:
             return super().forward(input, *more)
         rows = self.norm(input)

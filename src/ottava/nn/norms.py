@@ -1,11 +1,11 @@
-"""LayerNorm and RMSNorm, alone or in front of a cast: the formulas stand once, as Producers (see `functional`).
+"""LayerNorm and RMSNorm, alone or in front of a cast: the same formulas, as Producers (see `functional`).
 
     layernorm   x^ = (x - mean) rstd    y = x^ g + b    rstd = 1 / sqrt(var + eps)
     rmsnorm     x^ = x rstd             y = x^ g        rstd = 1 / sqrt(mean(x^2) + eps)
     backward    dx = rstd (dg - mean(dg) - x^ mean(dg x^)), dg = dy g; without mean(dg) for rmsnorm
                 d_gamma = sum over rows of dy x^            d_beta = sum over rows of dy
 
-All of it in fp32 (fp64 for fp64), rounded once at the end. Kept for backward: the input, and a mean or rstd a row.
+They compute in fp32 (fp64 for fp64), round once at the end, and keep for backward the input and a mean or rstd a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import normed, supports_rows
 
 Unmade = tuple[UnmadeRows, tuple[Tensor | None, ...]] | str
-"""Rows that a kernel makes and what the backward needs, or why no kernel does."""
+"""Rows that a kernel makes and the tensors for backward, or why no kernel makes them."""
 NormName = Literal["layernorm", "rmsnorm"]
 
 
@@ -50,7 +50,7 @@ class LayerNormFormula:
         beta = None if bias is None else bias.to(dtype)
         taken = x if x.is_cpu else x.to(dtype)  # CPUs read 16 bits beside an fp32 weight, GPUs want one dtype
         y, mean, rstd = torch.native_layer_norm(taken, x.shape[-1:], gamma, beta, self.eps)
-        if mean.dtype != dtype:  # so torch says of 16 bits while it traces; 2.11 then makes wrong gradients
+        if mean.dtype != dtype:  # torch traces it in 16 bits; 2.11 then makes wrong gradients
             y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], gamma, beta, self.eps)
         return y.to(x.dtype), (x, weight, bias, mean, rstd)
 
@@ -97,7 +97,7 @@ class RMSNormFormula:
         """x (..., K), weight (K,) or None -> y (..., K) in x's dtype."""
         (weight,) = parameters
         _check(x, weight)
-        rows = x.to(_inside(x), copy=True)  # a copy, so that what follows needs no other memory
+        rows = x.to(_inside(x), copy=True)  # a copy, so that the in-place operations below need no other memory
         rstd = (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         rows = rows.mul_(rstd)
         gamma = _gamma(weight, self.zero_centered, rows.dtype)
@@ -155,7 +155,7 @@ class _Norm(nn.Module):
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"{type(self).__name__}: got normalized_shape {self.normalized_shape}; needs one size, that of the "
-                "last dimension. Flatten the dimensions that are normed together"
+                "last dimension. Flatten the dimensions that one norm covers"
             )
         self.zero_centered_gamma, self.formula = zero_centered_gamma, formula(self.eps, zero_centered_gamma)
         self.reset_parameters()
@@ -178,7 +178,7 @@ class _Norm(nn.Module):
         return produced(self.formula, input, *own)
 
     def extra_repr(self) -> str:
-        """torch's, and where the weight is centred."""
+        """torch's, and the centre of the weight."""
         own = super().extra_repr()
         return f"{own}, zero_centered_gamma=True" if self.zero_centered_gamma else own
 
@@ -189,8 +189,9 @@ class LayerNorm(_Norm, nn.LayerNorm):
     Args:
         normalized_shape: features K; elementwise_affine, bias, device, dtype: torch's.
         zero_centered_gamma: the weight is added to 1 and starts at 0, so that weight decay pulls towards 1.
-    Shapes: (..., K) -> (..., K), in the input's dtype (float32, bfloat16, float16, float64), whatever the weight's and
-        whatever torch.autocast says.
+    Shapes: (..., K) -> (..., K), in the input's dtype (float32, bfloat16, float16, float64), for any dtype of the
+    weight
+        and under any torch.autocast.
     Raises:
         ValueError: more than one size; an input whose last dimension is not K.
         NotImplementedError: a second derivative is asked for.
@@ -226,7 +227,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     Args:
         normalized_shape: features K; elementwise_affine, device, dtype: torch's.
-        eps: added to the mean square. torch's None, the eps of the input's dtype, is not taken.
+        eps: added to the mean square; a number, not torch's None.
         zero_centered_gamma: the weight is added to 1 and starts at 0 (Gemma's), so that weight decay pulls towards 1.
     Shapes, errors: as `LayerNorm`.
 
@@ -264,7 +265,7 @@ def make_norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> LayerNorm | RMSNorm:
-    """The norm of a name, over `features`.
+    """Makes the norm with this name over `features`.
 
     Raises:
         ValueError: no such name.

@@ -1,8 +1,8 @@
-"""Weights that are multiplied outside every nn.Linear, found by their shape: what `convert` cannot reach.
+"""Weights that code outside nn.Linear multiplies, found by their shape: `convert` cannot reach them.
 
-A receipt that counts nn.Linear alone calls a model FP8 whose attention or experts run in high precision. Which of a
-module's own parameters it multiplies is not written anywhere, so this is a judgement by shape, kind and name: matrices,
-and stacks of matrices, that belong neither to a linear layer nor to a lookup, a norm or a convolution.
+A receipt that counts nn.Linear alone would call a model FP8 whose attention or experts run in high precision. No module
+declares which of its parameters it multiplies, so this is a judgement by shape, kind and name: matrices, and stacks of
+matrices, that belong neither to a linear layer nor to a lookup, a norm or a convolution.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ADDED = re.compile(
     r"mix|decay|state|cache)(_|\d|$)",
     re.IGNORECASE,
 )
-"""Words in the names of parameters that are added, looked up or multiplied element by element."""
+"""Words in the names of parameters that modules add, look up or multiply element by element."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Outside:
 
 
 def weights_outside(model: nn.Module) -> Iterator[Outside]:
-    """The weights of a model that are multiplied, each once, and not by an nn.Linear; in the order of the model.
+    """The weights of a model that other modules than nn.Linear multiply, each once, in the order of the model.
 
-    Edge cases: a judgement, since modules do not say what they multiply. Convolutions, lookups, norms and parameters
-    whose names say that they are added (pos_embed) are none. A weight that a linear layer or an embedding has too is
-    theirs. Of one-dimensional parameters (FSDP's flat ones) nothing is known.
+    Edge cases: it leaves out convolutions, lookups, norms, parameters that are added by their name (pos_embed), weights
+    that a linear layer or an embedding shares, and one-dimensional parameters (FSDP's flat ones), whose use is unknown.
 
     Example:
         >>> [(w.name, w.shape) for w in weights_outside(nn.MultiheadAttention(64, 2))]
@@ -68,8 +67,8 @@ def weights_outside(model: nn.Module) -> Iterator[Outside]:
             continue
         held = isinstance(module, nn.ParameterList | nn.ParameterDict)  # entries have no names of their own
         for own, parameter in module.named_parameters(recurse=False):
-            said = f"{prefix.rpartition('.')[2]}_{own}" if held else own
-            if id(parameter) in seen or is_lazy(parameter) or _ADDED.search(said) or not parameter.is_floating_point():
+            label = f"{prefix.rpartition('.')[2]}_{own}" if held else own
+            if id(parameter) in seen or is_lazy(parameter) or _ADDED.search(label) or not parameter.is_floating_point():
                 continue
             shape = tuple(parameter.shape)
             if sum(size > 1 for size in shape) < 2 or len(shape) > 3:

@@ -1,7 +1,7 @@
-"""A quantized layer whose weight is a piece of a parameter that another module holds.
+"""A quantized layer whose weight is a piece of another module's parameter.
 
-An expert's matrix in a stack, or the `in_proj` of an attention: whoever steps, shards, saves or loads sees the one
-parameter and its name, while state, receipt, calibration, plan and watch see a layer with doors of its own.
+An expert's matrix in a stack, or the `in_proj` of an attention: optimizers, FSDP and checkpoints see the parameter and
+its name, while state, receipt, calibration, plan and watch see a layer with its own doors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Part(Layer):
     """One matrix of a parameter of `owner`, as a layer.
 
     Args:
-        owner: the module that holds the parameters, under the names that follow.
+        owner: the module that holds the parameters, under the names below.
         weight: name of the parameter.
         bias: name of the bias, or None.
-        piece: what of the first dimension of both it is: a number (one of a stack), a slice (some rows), or None: all.
-        turned: whether the matrix is kept as (K, N).
-        of_bias: which third of the bias it has, where three weights share one; None: the same piece as of the weight.
+        piece: its part of the first dimension of both: a number (one matrix), a slice (some rows), or None: all.
+        turned: whether the owner keeps the matrix as (K, N).
+        of_bias: its third of the bias, if three weights share a bias; None: the same piece as of the weight.
 
-    The module that owns it calls `run` with views that it has made, all of one stack at once: a view for each would
-    make a gradient of the size of the whole stack for each.
+    The owner calls `run` with views of a whole stack that it makes at once: the backward of separate views would make a
+    gradient of the size of the stack for each.
 
     Example:
         >>> attention = nn.MultiheadAttention(64, 2)
@@ -49,13 +49,13 @@ class Part(Layer):
         of_bias: int | None = None,
     ) -> None:
         super().__init__()
-        # the owner's own dict: a copy, a pickle or a new parameter in its place keeps the two together
+        # the owner's dict: a copy, a pickle or a new parameter in its place keeps the two together
         self.held, self.names, self.piece, self.turned = owner._parameters, (weight, bias), piece, turned
         self.of_bias = of_bias
         self.first: int | None = None
         """The first piece of a stack that this rank holds; None: this process holds all."""
         self.share = 1.0
-        """Of the rows of the model, as many as this layer can be expected to get."""
+        """The number of the model's rows that this layer expects."""
 
     @property
     def parameter(self) -> Tensor:
@@ -99,7 +99,7 @@ class Part(Layer):
 
 
 def bind(owner: nn.Module, parts: Iterable[Part]) -> None:
-    """Gives parts that no state knows (they were made by hand, or unpickled) one state, of their owner."""
+    """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
     if any(not part.scaling_state.bound for part in parts):
         wrapper = ddp_around([owner])
         ScalingState(owner if wrapper is None else wrapper.module)
@@ -111,5 +111,5 @@ def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
 
 
 def rows_of(layer: nn.Module, tokens: int) -> int:
-    """How many of the tokens of a forward a layer can be expected to get; for predictions of speed."""
+    """The number of a forward's tokens that a layer expects; for predictions of speed."""
     return max(1, round(tokens * layer.share)) if isinstance(layer, Part) else tokens

@@ -1,7 +1,7 @@
 """Which token goes to which expert: rows sorted by expert, and the way back.
 
-Sums over the experts of a token are made in the order of the experts, in fp32, and rounded once: the same bits on every
-device and in every run, which scattered additions do not give.
+It sums over the experts of a token in the order of the experts, in fp32, and rounds once: the same bits on every device
+and in every run, unlike scattered additions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Permutation:
     rows: Tensor
     """int64 (M,): the token of each row."""
     places: Tensor
-    """int64 (tokens, k): where a token's rows lie, in the order of its experts; M for one that was dropped."""
+    """int64 (tokens, k): the places of a token's rows, in the order of its experts; M for a dropped row."""
     slots: Tensor
-    """int64 (M,): tokens * k entries of the routing, as they lie in memory: the one of each row."""
+    """int64 (M,): the place of each row in the routing (tokens, k), flat."""
     counts: Tensor
     """int64 (experts,): rows of each expert."""
     travels: ClassVar[bool] = False
@@ -55,8 +55,8 @@ def sort_by_expert(
 
     Args:
         index: integers (tokens, k): the experts of each token; num_experts stands for none.
-        capacity: rows that an expert takes at most; None: all. Of more it drops those with the smallest probs, or
-            without probs the last ones.
+        capacity: the most rows of an expert; None: no limit. It drops the rows with the smallest probs, or without
+            probs the last rows.
         probs: (tokens, k).
     Raises:
         ValueError: shapes, or a capacity below 1.
@@ -87,7 +87,7 @@ def sort_by_expert(
 
 
 def _rank(flat: Tensor, probs: Tensor | None, num_experts: int) -> Tensor:
-    """The how-manieth of its expert each entry is: by falling probs, or in order."""
+    """The rank of each entry within its expert: by falling probs, or in order."""
     first = torch.arange(len(flat), device=flat.device)
     if probs is not None:
         first = probs.detach().flatten().argsort(descending=True, stable=True)
@@ -118,7 +118,7 @@ def unpermute(y: Tensor, plan: Permutation, probs: Tensor | None = None) -> Tens
 
     Args:
         probs: (tokens, k), any float dtype; None: the plain sum. Summed in fp32 and rounded once to the dtype of y.
-    Edge cases: a token whose rows were all dropped gets zeros.
+    Edge cases: a token without rows, all dropped, gets zeros.
 
     Example:
         >>> plan = sort_by_expert(torch.tensor([[0, 1]]), 2)

@@ -3,9 +3,9 @@
     GEMM   max(2 M N K / (rate * wave efficiency), bytes / bandwidth) + start
     cast   bytes moved / transposing bandwidth + launches         of x, of w and of dy, each for its two GEMMs
 
-A layer whose sum comes out slower than BF16 is refused, with the reason. It is GPU time: in eager mode the host needs
-some 150 us a layer, which only a graph or torch.compile hides. Constants are those of an H200 from data sheets and
-published measurements, until `ottava bench ceilings` has measured yours (`Device.read`).
+The plan refuses a layer that is slower than BF16 in sum, with the reason. It predicts GPU time: in eager mode the host
+needs some 150 us a layer, which only a graph or torch.compile hides. The default constants describe an H200, from data
+sheets and published measurements; `ottava bench ceilings` measures yours (`Device.read`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 from ottava.weight_operands import stored_as
 
 TOKENS = 16384
-"""Of one forward, batch x sequence on one GPU, unless told otherwise."""
+"""Default number of tokens of one forward, batch x sequence on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, predicted: what each layer would gain, and which should stay in BF16."""
+    """The prediction for a model: the gain of each layer, and the layers that should stay in BF16."""
 
     recipe: Recipe
-    """The recipe that was asked for."""
+    """The requested recipe."""
     tokens: int
     """Rows of each GEMM's activations."""
     device: Device
@@ -209,7 +209,7 @@ def plan_layer(
     """Predicts one layer of (M, K, N).
 
     Args:
-        stored: how its weight is stored in FP8: then W is not cast, and W.T only where it has scales of its own.
+        stored: the spec of a weight stored in FP8: W needs no cast then, and W.T only if it has its own scales.
     Raises:
         ValueError: a size below 1.
 
@@ -281,7 +281,7 @@ def _gemm(sizes: tuple[int, int, int], cells: GemmRecipe, device: Device) -> Gem
 
 
 def _kernel(cells: GemmRecipe, device: Device) -> tuple[str, float]:
-    """(what multiplies, its rate over BF16's)."""
+    """(the kind of GEMM, its rate over BF16's)."""
     if cells.lhs is None or cells.rhs is None:
         return "bf16", 1.0
     if (

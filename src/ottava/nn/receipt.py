@@ -1,7 +1,8 @@
-"""What really ran: a receipt of every linear layer's last forward and backward.
+"""A receipt of what really ran in every linear layer's last forward and backward.
 
 Silent fallback is the most repeated failure of FP8 training: flags that do nothing, layers that quietly stay in BF16.
-The engine writes down what each GEMM ran as it runs it; here that becomes a table, and `assert_fp8` a check for CI.
+The engine notes the kernel of each GEMM when it runs; this file makes a table of the notes, and `assert_fp8` checks it
+in CI.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class ReceiptRow:
     saved_bytes: int
     """fprop: bytes kept for backward: the input's operand and the FP8 copy of the weight."""
     high_precision_bytes: int
-    """fprop: bytes that torch's own linear would keep: its input."""
+    """fprop: bytes that torch's linear would keep: its input."""
     note: str
     """Why not FP8, or why a faster kernel did not run."""
     weight: int
     """Share in `fp8_fraction`: elements of the weight if this GEMM ran, else 0."""
     casts: int = 0
-    """fprop: how often the forward cast the input: 2 where x and x.T have scales of their own."""
+    """fprop: the number of casts of the input in the forward: 2 if x and x.T have different scales."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Receipt:
 
 
 def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
-    """Rows that differ in nothing but numbers in the layer's name as one, under a name that has all of the numbers.
+    """Joins rows that differ only in the numbers of the layer's name; the joined name lists the numbers.
 
     Example:
         >>> row = ReceiptRow("layers.0.up", "fprop", "", "", "", "", True, True, 0, 0, "", 1)
@@ -112,7 +113,7 @@ def grouped(rows: Sequence[ReceiptRow]) -> list[tuple[str, ReceiptRow]]:
     found: list[tuple[str, ReceiptRow]] = []
     for key, numbers in alike.items():
         sides = [sorted(set(side)) for side in zip(*numbers, strict=True)]
-        if len(numbers) == math.prod(len(side) for side in sides):  # the name says all of them and no other
+        if len(numbers) == math.prod(len(side) for side in sides):  # the name lists all of them and no other
             found.append((key[0].format(*(_ranges(side) for side in sides)), first[key]))
         else:
             found += [(key[0].format(*one), first[key]) for one in numbers]
@@ -127,16 +128,16 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def receipt(model: nn.Module, *, training: bool = True) -> Receipt:
-    """What each GEMM of each linear layer ran in its last forward and backward of training.
+    """The kernel of each GEMM of each linear layer in its last forward and backward of training.
 
     Args:
-        training: the last call in grad mode that was no calibration, where there was one, so that an evaluation hides
-            nothing. False: the last call, whatever it was.
+        training: report the last call in grad mode that was no calibration, if there was one, so that an evaluation
+            hides nothing. False: the last call of any kind.
 
-    Layers that are not ottava's get one row that says so, and so do weights that are multiplied outside every nn.Linear
-    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Inside torch.compile
-    kernels are chosen when the compiled code runs and are not written down; such rows say "compiled" and show what the
-    recipe asked for when it was traced.
+    Layers that are not ottava's get one row with that note. So do weights that code outside nn.Linear multiplies
+    (`nn.outside`), under the name of the parameter. Attention gets a row that names its kernel. Compiled code chooses
+    kernels when it runs and notes none; such rows have the kernel "compiled" and show the recipe at the time of
+    tracing.
 
     Example:
         >>> import torch, ottava
@@ -181,7 +182,7 @@ def _torchs(name: str, shape: str, note: str, elements: int) -> ReceiptRow:
 def assert_fp8(model: nn.Module, min_fraction: float = 0.9, *, native: bool = False) -> None:
     """Raises AssertionError unless that share of the model's linear work ran with quantized operands.
 
-    The last training call counts (see `receipt`), whatever was evaluated since.
+    The last training call counts (see `receipt`), not later evaluations.
 
     Args:
         min_fraction: 0 to 1, see `Receipt.fp8_fraction`.

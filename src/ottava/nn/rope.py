@@ -1,8 +1,8 @@
-"""Rotary position embedding: pairs of a head's entries are turned by angles that grow with the position.
+"""Rotary position embedding: it turns pairs of a head's entries by angles that grow with the position.
 
 A table is a `RotaryEmbedding` (numbers only, no buffers, so that neither `.bfloat16()` nor `to_empty` can hurt it)
-applied to positions; a model makes it once a forward and hands it to all layers. How long contexts are scaled is data:
-`RotaryScaling` has Hugging Face's field names, so that a model's own `rope_parameters` can be given to it.
+applied to positions; a model makes it once a forward and hands it to all layers. The scaling for long contexts is data:
+`RotaryScaling` has Hugging Face's field names, so it takes a model's `rope_parameters`.
 Sources: RoFormer (2104.09864); NTK-aware interpolation; YaRN (2309.00071); Llama 3.1's scaling.
 """
 
@@ -22,7 +22,7 @@ from ottava.errors import RefusesUnknownFields, unknown_name
 
 @dataclass(frozen=True)
 class RotaryScaling(RefusesUnknownFields):
-    """How angles are made smaller for contexts longer than those of pre-training; the names are Hugging Face's.
+    """Makes angles smaller for contexts longer than in pre-training; the names are Hugging Face's.
 
     Raises:
         ValueError: unknown rope_type, a factor below 1, or no original_max_position_embeddings where it is needed.
@@ -34,19 +34,19 @@ class RotaryScaling(RefusesUnknownFields):
 
     rope_type: str = "default"
     """"default", "linear", "ntk", "yarn" or "llama3". Hugging Face's "dynamic" is "ntk" with a factor that changes with
-    the length, so that keys in a cache would be turned by other angles than later ones: give a factor of your own."""
+    the length, so that older and newer keys of a cache would have different angles: give a fixed factor instead."""
     factor: float = 1.0
     """How many times longer the context is."""
     original_max_position_embeddings: int = 0
     """Length of the context in pre-training; yarn and llama3 need it."""
     low_freq_factor: float = 1.0
-    """llama3: waves longer than the context / this are divided by the factor."""
+    """llama3: the factor divides the frequency of waves longer than the context / this."""
     high_freq_factor: float = 4.0
     """llama3: waves shorter than the context / this stay."""
     beta_fast: float = 32.0
     """yarn: entries that turn more often than this in the context stay."""
     beta_slow: float = 1.0
-    """yarn: entries that turn less often than this are divided by the factor."""
+    """yarn: the factor divides the frequency of entries that turn less often than this."""
     mscale: float | None = None
     """yarn: numerator of the attention factor (DeepSeek)."""
     mscale_all_dim: float | None = None
@@ -143,19 +143,19 @@ class RotaryTable(NamedTuple):
     sin: Tensor
     """(..., 1, dim), with the sign of the turn in it."""
     interleaved: bool
-    """Which entries are a pair."""
+    """Whether neighbours are a pair; see `RotaryEmbedding`."""
 
 
 class RotaryEmbedding(nn.Module):
     """Positions -> the table that `rotate` applies. It has no parameters and no buffers.
 
     Args:
-        dim: entries of a head that are turned: all of head_dim, or fewer (partial: the first dim).  Even.
+        dim: the number of entries of a head that turn: all of head_dim, or fewer (the first dim).  Even.
         base: theta; pair i turns by base ** (-2i / dim) radians a position.
         interleaved: True: entries 2i and 2i + 1 are a pair (GPT-J, RoFormer). False: i and i + dim / 2 (Llama, NeoX).
         scaling: for longer contexts, a `RotaryScaling` or a mapping of its fields.
-        dtype: of cos and sin, and so of the turn's arithmetic where it is wider than the heads: float32 (as
-            TransformerEngine), or the model's (as Hugging Face: in BF16 each product is rounded).
+        dtype: of cos and sin, and of the arithmetic if it is wider than the heads: float32 (as TransformerEngine), or
+            the model's (as Hugging Face: BF16 rounds each product).
     Raises:
         ValueError: dim is not even and positive.
 
@@ -176,7 +176,7 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
-            raise ValueError(f"RotaryEmbedding: dim is {dim}; needs an even number: entries are turned in pairs")
+            raise ValueError(f"RotaryEmbedding: dim is {dim}; needs an even number: entries turn in pairs")
         self.dim, self.base, self.interleaved, self.dtype = dim, base, interleaved, dtype
         self.scaling = scaling if isinstance(scaling, RotaryScaling) else RotaryScaling(**(scaling or {}))  # type: ignore[arg-type]
 
@@ -196,8 +196,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """Heads x (..., heads, head_dim), turned; entries past the table's dim stay. In the wider dtype of x and table,
-    rounded once to that of x.
+    """Turns heads x (..., heads, head_dim); entries past the table's dim stay. It computes in the wider dtype of x and
+    table, and rounds once to the dtype of x.
 
     Raises:
         ValueError: a head has fewer entries than the table turns.

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weights, and what keeps the experts equally busy.
+"""Chooses the experts and their weights for each token, and balances the load of the experts.
 
 The GEMM runs in fp32: a rounding error of a logit changes which expert runs.
 """
@@ -19,12 +19,12 @@ GroupScore = Literal["top2", "max"]
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The experts of each token."""
 
     probs: Tensor
     """fp32 (tokens, top_k): the weights of the experts' outputs."""
     experts: Tensor
-    """int64 (tokens, top_k): which, by falling score."""
+    """int64 (tokens, top_k): numbers of the experts, by falling score."""
     logits: Tensor
     """fp32 (tokens, experts)."""
 
@@ -33,26 +33,26 @@ class Router(nn.Module):
     """Sends each token to `top_k` of `num_experts` experts.
 
     Args:
-        score: what a logit becomes. "softmax": over all experts, before the choice (Mixtral, Qwen3-MoE). "sigmoid":
-            each by itself (DeepSeek-V3). "softmax_of_top_k": the choice is made by logits, and the softmax goes over
-            those that were chosen (gpt-oss).
+        score: function of the logits. "softmax": over all experts, before the choice (Mixtral, Qwen3-MoE). "sigmoid":
+            of each logit (DeepSeek-V3). "softmax_of_top_k": choose by logits, then a softmax over the chosen experts
+            (gpt-oss).
         normalize: divide the chosen probabilities by their sum.
-        scaling: what they are multiplied with in the end (DeepSeek-V3: 2.5).
-        num_groups, top_groups: experts in groups of equal size, of which a token uses the best `top_groups`
-            (DeepSeek-V3: 8 and 4).
+        scaling: final factor of the probabilities (DeepSeek-V3: 2.5).
+        num_groups, top_groups: the experts form groups of equal size, and a token uses only its best `top_groups`
+            groups (DeepSeek-V3: 8 and 4).
         group_score: "top2": the sum of a group's two best scores (DeepSeek-V3); "max": its best (DeepSeek-V2).
         aux_loss: coefficient of the load-balance loss E * sum_e f_e P_e, with f_e the share of choices that expert e
             got and P_e its mean probability: 1 where all are alike (Switch Transformer, with top_k choices a token).
         z_loss: coefficient of mean(logsumexp(logits)**2) (ST-MoE).
-        bias_rate: step of the bias that balances without a loss (DeepSeek-V3: 0.001): it is added to the scores for the
-            choice alone, and `update_bias` moves it. None: no bias.
+        bias_rate: step of a bias that balances without a loss (DeepSeek-V3: 0.001): only the choice adds it to the
+            scores, and `update_bias` moves it. None: no bias.
         dtype: of the weight; the GEMM is fp32 in any case.
     Shapes: (tokens, hidden) -> Routing.
     Raises:
         ValueError: numbers that do not go together; an unknown score.
-    Edge cases: losses are not returned: their gradients join those of the probabilities in backward, times `loss_scale`
-        (set it to the scale of a GradScaler), so that recomputation by torch.utils.checkpoint keeps them. Their values,
-        without coefficients, stand in `last_aux_loss` and `last_z_loss`. In training each forward adds to
+    Edge cases: it does not return the losses. In backward their gradients join those of the probabilities, times
+        `loss_scale` (set it to the scale of a GradScaler), so that recomputation by torch.utils.checkpoint keeps them.
+        `last_aux_loss` and `last_z_loss` hold their values without coefficients. In training each forward adds to
         `tokens_per_expert`; recomputations do not.
 
     Example:
@@ -145,7 +145,7 @@ class Router(nn.Module):
         return scores.topk(self.top_k, dim=-1).indices
 
     def _balance(self, logits: Tensor, scores: Tensor, index: Tensor, probs: Tensor) -> Tensor:
-        """Counts the choices, and hangs the gradients of the losses on the probabilities."""
+        """Counts the choices, and attaches the gradients of the losses to the probabilities."""
         experts, tokens = self.weight.shape[0], max(len(logits), 1)
         chosen = torch.zeros_like(logits).scatter_(1, index, 1.0).sum(0)
         if self.training and not _recomputing():
@@ -172,7 +172,7 @@ class Router(nn.Module):
 
             bias += bias_rate * sign(mean(tokens_per_expert) - tokens_per_expert)
 
-        and the count starts again. group: over whose ranks the counts are summed; every one of them must call it.
+        Then the count starts again. group: sums the counts over these ranks; each of them must call it.
         Source: DeepSeek-V3 (arXiv 2412.19437), 2.1.2.
         """
         if self.bias is None or self.bias_rate is None:
@@ -201,7 +201,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Probabilities as they are; in backward the gradient of a loss as if it had been added to the training loss."""
+    """Returns the probabilities unchanged; backward adds the gradient of a loss, as a term of the training loss."""
 
     @staticmethod
     def forward(ctx: Any, probs: Tensor, loss: Tensor, scale: float) -> Tensor:

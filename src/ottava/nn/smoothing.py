@@ -1,13 +1,13 @@
-"""Smooth-SwiGLU: spreads the outliers of an MLP over its channels, without changing what it computes.
+"""Smooth-SwiGLU: spreads the outliers of an MLP over its channels, without changing its result.
 
-A channel whose gate and up rows align makes products far larger than all others', and one scale a tensor then flushes
-those (Fishman et al., arXiv 2409.12517: FP8 training that diverges after 200 billion tokens). Each channel c gets a
-power of two:
+A channel whose gate and up rows align makes far larger products than the other channels, and one scale a tensor then
+flushes the others (Fishman et al., arXiv 2409.12517: FP8 training diverges after 200 billion tokens). Each channel c
+gets a power of two:
 
     rows_c = act(x)_c s_c  before the cast,   fc2 column c / s_c          s_c = 2^round(log2(mean amax / amax_c))
 
-Powers of two multiply without rounding, so every sum keeps its bits. s stays with the activation and is not folded into
-fc1: one scale a tensor would flush the row of fc1 that it makes small.
+Powers of two multiply without rounding, so every sum keeps its bits. s stays with the activation. If fc1 held it, one
+scale a tensor would flush the rows of fc1 that it makes small.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ottava.quantizer import Quantizer
 def smooth_swiglu(mlp: NormMLP, batches: Tensor | Iterable[Tensor]) -> Tensor:
     """Gives each channel between the linears of an MLP a power of two, so that all reach about the same magnitude.
 
-    The weight of fc2 is changed in place, by the inverse; `mlp.fc2.smooth` holds the powers, and is in state dicts.
+    It multiplies the weight of fc2 in place by the inverse; `mlp.fc2.smooth` holds the powers, and is in state dicts.
 
     Args:
         mlp: of any activation; gated ones have the outliers.
-        batches: inputs of the MLP, (..., H), on which the magnitude of each channel is taken, in high precision.
+        batches: inputs of the MLP, (..., H); they give the magnitude of each channel, in high precision.
     Returns:
-        fp32 (F,): what the rows are multiplied with from now on, in this call and earlier ones; 1 for channels that
-        are always 0, and for those whose weights would leave their dtype.
+        fp32 (F,): the factors of the rows from now on, from this call and earlier ones; 1 for channels that are always
+        0, and for channels whose weights would leave their dtype.
     Raises:
         ValueError: there is no batch.
-    Edge cases: amax histories of fc2 start again. Moments that an optimizer holds for fc2 are those of the old weight:
-        call it between two runs, or before the optimizer is made.
+    Edge cases: amax histories of fc2 start again. An optimizer's moments of fc2 would fit the old weight: call it
+        between two runs, or before you make the optimizer.
 
     Example:
         >>> import ottava

@@ -2,7 +2,7 @@
 
 torch multiplies `in_proj_weight` and `out_proj.weight` inside one function, past any layer, and in evaluation inside
 one fused operator, past `linear1` and `linear2` of an encoder layer too. Here the same steps call layers; between the
-projections all is in high precision, by torch's own operations.
+projections torch's operations run in high precision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's, arguments and results alike; nested tensors, which only its fused operator takes, are refused."""
+        """As torch's; refuses nested tensors, which only torch's fused operator takes."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise TypeError(
                 "MultiheadAttention under a recipe: got a nested tensor; needs a padded one. Build the encoder with "
@@ -79,7 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q = self.in_proj_q.run(query, w_q, b_q)
         if key is value:
             return q, *self.in_proj_kv.run(key, w_kv, b_kv).chunk(2, -1)
-        # three inputs: rows of both go through one layer, and half of what it makes is not used
+        # three inputs: key and value both go through one layer, and half of its results are not used
         both = torch.cat([key, value])
         made = self.in_proj_kv.run(both, w_kv, b_kv)
         return q, made[: len(key), ..., :size], made[len(key) :, ..., size:]
@@ -150,7 +150,7 @@ def attention_parts(attention: nn.MultiheadAttention) -> dict[str, Part]:
 
 
 def without_fused_layers(model: nn.Module) -> None:
-    """Encoder layers and encoders of torch no longer go past their layers in evaluation."""
+    """Stops torch's encoders and encoder layers from bypassing their layers in evaluation."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # torch asks it, and nothing else, for this
@@ -159,7 +159,7 @@ def without_fused_layers(model: nn.Module) -> None:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of bools (True: not seen) as one that is added."""
+    """A mask of bools (True: hidden) as a mask to add."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)

@@ -4,7 +4,7 @@
     post       x = norm(x + attention(x));  x = norm(x + mlp(x))                 BERT, the first transformer
     parallel   x = x + attention(norm(x)) + mlp(norm'(x))                        GPT-NeoX; with one norm for both GPT-J
 
-A decoder with cross attention has that between the two. Dropout and stochastic depth act on what is added.
+A decoder has cross attention between the two. Dropout and stochastic depth act on the branch before the sum.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class TransformerLayer(nn.Module):
         norm, eps, zero_centered_gamma: of every norm.
         kv_heads, head_dim, qk_norm, qk_norm_after_rotary, mask, window, softmax_scale, attention_dropout, sink, layout,
             backend: of self attention, see `MultiheadAttention`.  mask="no_mask" makes an encoder.
-        bias: of the linears of the MLP, and of attention where attention_bias and out_bias say nothing else.
+        bias: of the MLP's linears, and of attention unless attention_bias and out_bias are given.
         cross: cross attention to a `memory` of width memory_size, in the same heads.
-        dropout: of what is added to the stream, while training.
-        drop_path: the chance that a sample's branch is left out while training (stochastic depth); what stays is
+        dropout: of each branch before the sum, while training.
+        drop_path: the chance to leave out a sample's branch while training (stochastic depth); a branch that stays is
             divided by the chance to stay.
         recipe, device, dtype: as `Linear`.
     Shapes: (B, S, H), (S, B, H) or packed (T, H), as the layout says -> the same.
@@ -154,7 +154,7 @@ class TransformerLayer(nn.Module):
         """x -> x after this layer.
 
         Args:
-            memory: what cross attention reads; its mask, lengths (B,), or, packed, where its sequences begin and end.
+            memory: the input of cross attention; its mask, lengths (B,), or, packed, the limits of its sequences.
             attention_mask, and attention (rotary, cache, query_lengths, key_lengths, cu_seqlens): of self attention,
                 see `MultiheadAttention.forward`.
         """
@@ -194,5 +194,5 @@ class TransformerLayer(nn.Module):
         return torch.where(stays, branch / (1 - self.drop_path), 0.0)
 
     def extra_repr(self) -> str:
-        """How it is arranged."""
+        """Its arrangement."""
         return f"arrangement={self.arrangement}, dropout={self.dropout}, drop_path={self.drop_path}"

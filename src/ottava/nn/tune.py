@@ -1,4 +1,4 @@
-"""Measures the GEMMs that a model runs, on this device: from then on each runs the fastest kernel there is for it."""
+"""Measures the GEMMs of a model on this device: from then on each runs its fastest kernel."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
         model: converted, and run once, forward and backward, at the sizes it will train with.
         timer, store: as for `ops.tune_gemm`.
     Returns:
-        call -> what was measured; each distinct call once. str() of it is one line.
+        call -> its measurement; each distinct call once. str() of a measurement is one line.
     Raises:
         ValueError: no layer has run a quantized GEMM; or the model is not on a CUDA device, and there is no timer.
-    Edge cases: calls inside torch.compile are not seen; run the model once without it. Operands are random numbers of
+    Edge cases: it does not see calls inside torch.compile; run the model once without it. Operands are random numbers
+    of
         the same formats and sizes. It takes the time of some hundred GEMMs a call and waits for the device.
 
     Example:
@@ -67,5 +68,5 @@ def tune(model: nn.Module, *, timer: Timer | None = None, store: Store | None = 
 
 
 def _numbers(device: torch.device) -> Callable[..., Tensor]:
-    """Normal ones, from a generator of its own: tuning leaves no trace in a run's random numbers."""
+    """Normal numbers from a separate generator: tuning does not change a run's random numbers."""
     return partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))

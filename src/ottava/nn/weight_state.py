@@ -1,7 +1,7 @@
-"""State dicts of modules whose weights are stored in FP8: plain tensors, NAME and NAME_scale_inv.
+"""State dicts of modules with weights in FP8: plain tensors, NAME and NAME_scale_inv.
 
-These are the keys of Hugging Face's FP8 checkpoints, so safetensors holds them as they are. A model with stored weights
-also loads numbers in high precision, and casts them; `dequantize_state_dict` is the way into a model without codes.
+Hugging Face's FP8 checkpoints have the same keys, so safetensors files hold them unchanged. A model with FP8 weights
+also loads numbers in high precision, and casts them; for a model without codes use `dequantize_state_dict`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from ottava.quantized_weight import QuantizedWeight, is_quantized_weight, quanti
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
 
 SCALE_SUFFIX = "_scale_inv"
-"""Under NAME_scale_inv stand the scales of NAME."""
+"""NAME_scale_inv holds the scales of NAME."""
 _SIZES = (PER_TENSOR, PER_ROW, BLOCK_128X128, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16, BLOCK_16X16)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 def keep_in_state_dict(module: nn.Module, name: str) -> None:
-    """From now on the state dict of a module holds a stored weight as two plain tensors, and the module loads these, or
-    the weight in high precision."""
+    """Makes a module save a weight in FP8 as two plain tensors, and load these or the weight in high precision."""
     names: set[str] | None = vars(module).get("stored_weights")
     if names is None:
         names = module.stored_weights = set()  # type: ignore[assignment]
@@ -38,7 +37,7 @@ def keep_in_state_dict(module: nn.Module, name: str) -> None:
 
 
 def decode_codes(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """A weight that comes as codes, for a module that keeps it in high precision: its numbers take their place."""
+    """Decodes codes in a state dict for a module that keeps the weight in high precision."""
     weight = module._parameters.get("weight")
     scale_inv = state.get(key := f"{prefix}weight{SCALE_SUFFIX}")
     if weight is None or scale_inv is None or is_quantized_weight(_local(weight)):
@@ -47,11 +46,11 @@ def decode_codes(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
 
 def dequantize_state_dict(state: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """A state dict with the numbers of weights that are stored as codes, for a model that knows nothing of codes.
+    """Decodes the weights of a state dict, for a model without codes.
 
     Args:
-        state: with NAME and NAME_scale_inv, as models with FP8 weights and Hugging Face's FP8 checkpoints have them.
-        dtype: of these weights then.
+        state: with NAME and NAME_scale_inv, as from models with FP8 weights and Hugging Face's FP8 checkpoints.
+        dtype: of the decoded weights.
     Raises:
         ValueError: scales that fit no codes.
 
@@ -71,7 +70,7 @@ def dequantize_state_dict(state: Mapping[str, Any], dtype: torch.dtype = torch.b
 
 
 def infer_spec(codes: Tensor, scale_inv: Tensor) -> QuantizationSpec:
-    """How codes were cast, judged by the number of scales: those that fit in several ways decode alike in all of them.
+    """The spec of codes, from the number of scales. If several specs fit, all of them decode alike.
 
     Codes in uint8 are E2M1, one a byte, as recipe "nvfp4" has them.
 
@@ -109,7 +108,7 @@ def _local(value: Any) -> Any:
 
 
 def _saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """What was a stored weight in a state dict becomes two plain tensors."""
+    """Splits a weight in FP8 in a state dict into two plain tensors."""
     names: set[str] = module.stored_weights  # type: ignore[assignment]
     for name in names:
         value = state.get(prefix + name)
@@ -123,7 +122,7 @@ def _saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any)
 
 
 def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight that FSDP2 has sharded, as DTensors over the same ranks."""
+    """Codes and scales of a weight sharded by FSDP2, as DTensors over the same ranks."""
     from torch.distributed.tensor import DTensor, Replicate
 
     grid = (*value.shape[:-2], *weight.spec.granularity.grid_shape(tuple(value.shape[-2:])))
@@ -149,7 +148,7 @@ def _loaded(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Codes and scales of a state dict become one weight; numbers in high precision stay, for `copy_` casts them."""
+    """Joins codes and scales of a state dict into one weight; numbers in high precision stay: `copy_` casts them."""
     names: set[str] = module.stored_weights  # type: ignore[assignment]
     for name in names:
         key, own = prefix + name, cast(Any, module._parameters[name])

@@ -1,6 +1,6 @@
 """Stores the weights of a model only in FP8, and gives them back: `convert(weights=...)`.
 
-A parameter stays the object that it was: optimizers, tied modules and names keep it (torch.utils.swap_tensors).
+A parameter stays the same object for optimizers, tied modules and names (torch.utils.swap_tensors).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Held(NamedTuple):
     """Full name."""
     parameter: Tensor
     owners: tuple[tuple[nn.Module, str], ...]
-    """Modules that have it, and under which name."""
+    """The modules that have it, and its name in each."""
     layers: tuple[tuple[str, QuantizedLayer], ...]
-    """Layers whose weight it is, or holds."""
+    """The layers that multiply it or a part of it."""
 
 
 def held_weights(model: nn.Module) -> list[Held]:
@@ -53,8 +53,7 @@ def held_weights(model: nn.Module) -> list[Held]:
 
 
 def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None, kept: bool = False) -> None:
-    """Raises, before anything is changed, where a recipe casts the weight of a layer in a way that one set of codes
-    does not serve.
+    """Raises, before any change, if one set of codes cannot serve both casts of a layer's weight.
 
     Raises:
         ValueError: which layer, why, and what to choose; an unknown word for the weights; or high precision is to be
@@ -79,7 +78,7 @@ def move_weights(model: nn.Module, weights: Weights | None, *, keep_high_precisi
     """Stores the weights of ottava layers only as codes, where their recipe casts them, or gives them back.
 
     Returns:
-        full name of a parameter -> why it stays as it is, for those that do.
+        full name of each parameter that is not stored in FP8 -> why.
     Raises:
         ValueError: codes would have to be rounded to other codes.  RuntimeError: a graph of a backward holds one.
     """
@@ -119,7 +118,7 @@ def give_back(model: nn.Module) -> None:
 
 
 def stored_text(model: nn.Module, unstored: Mapping[str, str]) -> list[str]:
-    """Lines of a report on the weights that are stored in FP8, and on those that are not; none: nobody asked."""
+    """Lines of a report on the weights that are stored in FP8, and on the others; none without weights="fp8"."""
     held = [one.parameter for one in held_weights(model)]
     own = [weight for weight in held if isinstance(weight, QuantizedWeight)]
     lines = [f"  {name}: {reason}" for name, reason in unstored.items()]
@@ -130,7 +129,7 @@ def stored_text(model: nn.Module, unstored: Mapping[str, str]) -> list[str]:
 
 
 def _spec_of(held: Held) -> tuple[QuantizationSpec | None, str]:
-    """How a parameter is stored; None and the reason: it stays as it is."""
+    """(the spec to store a parameter with, ""), or (None, the reason not to)."""
     parts = [layer for _, layer in held.layers if isinstance(layer, Part)]
     wanted = {layer.resolved.cells("weight")[0] for _, layer in held.layers}
     own = {id(layer) for _, layer in held.layers} | {id(module) for module, _ in held.owners if _holds(module, parts)}
@@ -161,7 +160,7 @@ def put_weight(name: str, old: Tensor, weight: Tensor, *, requires_grad: bool) -
     """Gives a parameter other memory; it stays the object that it was.
 
     Raises:
-        RuntimeError: something still needs what it holds.
+        RuntimeError: another object still needs its memory.
     """
     new, grad = nn.Parameter(weight, requires_grad), old.grad
     try:

@@ -96,7 +96,7 @@ class ByteTransformer(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.d_model)
         self.layers = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = self.norm_class(config.d_model, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        self.lm_head = Linear(config.d_model, VOCABULARY, bias=False, recipe="bf16")
         table = RotaryEmbedding(config.d_model // config.heads, base=config.rope_theta)(torch.arange(sequence_length))
         self.register_buffer("cos", table.cos, persistent=False)
         self.register_buffer("sin", table.sin, persistent=False)

@@ -366,12 +366,12 @@ def _from_cache(cache: Path, name: str, key: str) -> Built | None:
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:
-    told = _run([*compiler, "--version"])
+    described = _run([*compiler, "--version"])
     try:
         own_version = version("ottava")
     except PackageNotFoundError:  # run from its sources
         own_version = ""
-    parts = [shlex.join(compiler), told.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
+    parts = [shlex.join(compiler), described.stdout, own_version, cpu(), platform.machine(), platform.libc_ver()[1]]
     trial = [_LOADS, *_own_trial(source)]  # the library has passed these
     parts += [*_FLAGS, *(path.read_text("utf-8") for path in [source, *sorted(source.parent.glob("*.h")), *trial])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

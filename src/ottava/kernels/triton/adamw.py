@@ -1,7 +1,7 @@
 """AdamW's step of one parameter on an NVIDIA GPU: one launch that reads and writes each number once.
 
-torch's foreach operations read and write weights and moments several times, and decode what is stored in 16 bits into
-memory of its own. The bits are those of torch's foreach operations on a GPU.
+torch's foreach operations read and write weights and moments several times, and decode 16-bit weights and moments into
+new memory. The bits are those of torch's foreach operations on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WIDE = (torch.float32, torch.bfloat16)
 
 
 def supports_adamw(weight: Tensor, extra: Tensor | None, gradient: Tensor, mean: Tensor, square: Tensor) -> str | None:
-    """Why this kernel does not step such tensors, of which `step_adamw` has the arguments; None if it does.
+    """Why `step_adamw` does not step such tensors, its first five arguments; None if it does.
 
     Example:
         >>> supports_adamw(*[torch.ones(2)] * 5)
@@ -68,7 +68,7 @@ def step_adamw(
     Args:
         weight: fp32 or bf16, contiguous, as all others are.
         extra: of a bf16 weight: its fp32 master, or int16, the remainder that `ottava.optim.weights` describes.
-        gradient, mean, square: fp32 or bf16; of these two what the last step has left.
+        gradient, mean, square: fp32 or bf16; mean and square are the moments after the last step.
         step: the number of this step, from 1.
         lr, betas, eps, weight_decay: as in `AdamW`.
     """

@@ -1,14 +1,14 @@
-"""Device code: the Triton kernels behind `triton.quantize`, imported by it when the first one is launched.
+"""Device code: the Triton kernels behind `triton.quantize`, which imports them at the first launch.
 
-All of it is written from x: one tile of x (R, C) is read once, in fp32, or made there (`rows_device_code`). It gives
-the codes of x, and those of x.T by writing the tile transposed. Blocks and scales of x.T are those of x with rows and
-columns swapped, so a mode says, in the orientation of x, who shares a scale:
+A kernel reads each tile of x (R, C) once, in fp32, or computes it (`rows_device_code`). It writes the codes of x, and
+the codes of x.T by writing the tile transposed. Blocks and scales of x.T are those of x with rows and columns swapped,
+so a mode names the elements that share a scale in the orientation of x:
 
     "tensor"  all        "rows"  a row of x        "cols"  a row of x.T        "blocks"  BR x BC elements of x
 
-Magnitudes are compared as integers: without the sign bit the bits of floats are ordered like their magnitudes, infinity
-and NaN on top, so that a maximum keeps NaN (a float maximum drops it) and may be taken atomically. Divisions are
-`div_rn`: Triton's own `/` is off by an ulp. Everything else follows `scaling.compute_scale` and `rounding` to the bit.
+The kernels compare magnitudes as integers: without the sign bit the bits of floats are ordered like their magnitudes,
+infinity and NaN on top, so a maximum keeps NaN (a float maximum drops it) and may be atomic. Divisions are `div_rn`,
+because Triton's `/` is off by an ulp. Everything else follows `scaling.compute_scale` and `rounding` to the bit.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _encode(
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
     normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # an ulp of this power of two is the smallest subnormal: the addition rounds, and the code stands in the last bits
+    # an ulp of this power of two is the smallest subnormal: the addition rounds, and the last bits are the code
     POWER: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     tiny = _bits(_float(magnitude) + _float(tl.zeros_like(magnitude) + POWER)) - POWER
     code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
@@ -136,7 +136,7 @@ def _factor(
     E8M0_SHIFT: tl.constexpr,
     E8M0_MANTISSA: tl.constexpr,
 ):
-    """What a tile is multiplied with; writes scale_inv, and amax where the tile holds whole blocks.
+    """The factor of each element of a tile; writes scale_inv, and amax where the tile holds whole blocks.
 
     stride_r, stride_c: of the grid of blocks in memory, in the orientation of x.
     """
@@ -192,7 +192,7 @@ def amax_kernel(
     FLAG: tl.constexpr = False,
     DTYPE: tl.constexpr = "",
 ):
-    """Bits of the amax of all of x, of its rows and of its columns, as asked for; the buffers begin at 0."""
+    """Bits of the amax of all of x, of its rows and of its columns, as requested; the buffers begin at 0."""
     r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
     x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
@@ -247,7 +247,7 @@ def cast_kernel(
 
     SHARED: x and x.T have one scale for each element, and it is that of MODE.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the amax pass read last is still in L2
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: L2 still holds the tiles that the amax pass read last
     r, c, row_tile, col_tile = tile_place(tile, rows, cols, TR, TC)
     x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     magnitude = _bits(x) & 0x7FFFFFFF
@@ -381,7 +381,7 @@ def roll_kernel(
     inside = j < length
     here = tl.load(window_ptr, mask=inside, other=0.0)
     before = tl.load(window_ptr - 1, mask=inside & (j > 0), other=0.0)
-    tl.debug_barrier()  # every thread has read before one writes to where its neighbour reads
+    tl.debug_barrier()  # all threads have read before a thread overwrites its neighbour's input
     window = tl.where(touched, tl.where(j == 0, last, before), here)
     tl.store(window_ptr, window, mask=inside)
     magnitude = tl.max(tl.where((j == 0) | (not NEWEST), _bits(window), 0), axis=0)
@@ -446,7 +446,7 @@ def statistics_kernel(
     TR: tl.constexpr,
     TC: tl.constexpr,
 ):
-    """Adds what a cast did to one tile in `every` to a slot, in the order of `triton.statistics._NUMBERS`.
+    """Adds the sums over one tile in `every` of a cast to a slot, in the order of `triton.statistics._NUMBERS`.
 
     Which tiles: those whose number is phase modulo every. Does nothing where *on_ptr is 0.
     """
@@ -494,5 +494,5 @@ def statistics_kernel(
         if BINS > 0:
             found = tl.histogram(tl.reshape(bits >> 21, (TR * TC,)), BINS)
             place = tl.arange(0, BINS)
-            found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and what is not there
+            found -= tl.where(place == 0, TR * TC - live, 0)  # zeros, and places beyond the edge
             tl.atomic_add(slot_ptr + NUMBERS + place, found.to(tl.float64), mask=found > 0)

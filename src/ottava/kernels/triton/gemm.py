@@ -3,9 +3,8 @@
     y = (a * scale_inv_a) @ (b * scale_inv_b).T + bias        scales per tensor, per row, 1x128 and 128x128
 
 Hopper's tensor cores keep about 14 bits of a sum of FP8 products. cuBLASLt promotes the sum to fp32 every 128 products
-(slow accumulation) or never (fast). Here the interval is one number of a configuration, with values in between. All but
-those partial sums is as in the reference: fp32 totals, scales after the sum (after each block of K), then the bias, and
-ONE rounding.
+(slow accumulation) or never (fast). Here the interval is one number of a configuration, with values in between. The
+rest is as in the reference: fp32 totals, scales after the sum (after each block of K), then the bias, and ONE rounding.
 
 `gemm_choice` measures on the device which configuration runs, and whether this kernel or torch's does; without a
 measurement torch's runs. `gemm_device_code` holds the device code; the first plan imports Triton.
@@ -105,7 +104,7 @@ def configs(
 ) -> tuple[Config, ...]:
     """The configurations that may run a call; without a measurement the first one runs.
 
-    Without fast_accum only those that promote every 128 products, like cuBLASLt's slow accumulation; with it all.
+    With fast_accum all; without it those that promote every 128 products, like cuBLASLt's slow accumulation.
 
     Example:
         >>> import ottava

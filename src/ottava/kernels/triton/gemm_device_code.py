@@ -1,9 +1,8 @@
-"""Device code of the FP8 GEMM: the Triton kernel behind `triton.gemm`, imported by it with the first launch.
+"""Device code of the FP8 GEMM: the Triton kernel behind `triton.gemm`, which imports it at the first launch.
 
 One program a multiprocessor walks over the tiles of the result. Tiles of a and b come through tensor descriptors (TMA
 on Hopper), which read zeros beyond the edges, so M, N and K may be ragged. Hopper's tensor cores keep about 14 bits of
-a sum of FP8 products; PROMOTE decides how many steps along K may gather there before they are added to an fp32 total in
-registers.
+a sum of FP8 products; after PROMOTE steps along K the kernel adds their sum to an fp32 total in registers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["TensorDescriptor", "gemm_kernel"]
 
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row tile, column tile): GROUP rows of tiles, column by column; what runs at once shares a and b in L2."""
+    """(row tile, column tile): GROUP rows of tiles, column by column; neighbours share a and b in L2."""
     first = tile // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
     within = tile % (GROUP * tiles_n)
@@ -26,7 +25,7 @@ def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _scales(ptr, index, first, size, stride_row, EACH: tl.constexpr):
-    """The scales of the rows `index`, of which `first` is the first: EACH its own, or one per 128 rows or for all."""
+    """The scales of the rows `index`, from row `first` on: EACH its own, or one per 128 rows or for all."""
     if EACH:
         return tl.load(ptr + index * stride_row, mask=index < size, other=0.0)
     return tl.zeros(index.shape, tl.float32) + tl.load(ptr + first // 128 * stride_row)
@@ -60,7 +59,7 @@ def gemm_kernel(
 ):
     """y (m, n) = (a * scale_a) @ (b * scale_b).T + bias; a (m, k), b (n, k) are FP8 codes.
 
-    A_EACH, B_EACH: each row has its own scale. BLOCKS: there is one for each BK of K, else one for all of it.
+    A_EACH, B_EACH: each row has its own scale. BLOCKS: a scale for each BK of K, else one for all of K.
     PROMOTE: steps of BK between promotions, 0 for none (with BLOCKS each step is one). DESCRIBED: y is a descriptor.
     """
     tiles_m, tiles_n, steps = tl.cdiv(m, BM), tl.cdiv(n, BN), tl.cdiv(k, BK)

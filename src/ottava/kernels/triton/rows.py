@@ -122,7 +122,7 @@ def normed(
     eps: float,
     zero_centered: bool,
 ) -> UnmadeRows:
-    """The rows of a norm, of which the statistics are made now; x (M, K) is one that `supports_rows` takes."""
+    """The rows of a norm; computes their statistics now. `supports_rows` must take x (M, K)."""
     m, k = x.shape
     statistics = x.new_empty(2, m, dtype=torch.float32)
     launched(x, gamma, beta)

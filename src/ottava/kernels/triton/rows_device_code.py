@@ -1,8 +1,8 @@
-"""Device code that makes the rows that are cast, where a tile is loaded: of a norm or an activation, or the gradient of
-an activation.
+"""Device code of a norm, an activation or its gradient in front of a cast: it computes a tile of the rows where the cast
+loads it.
 
 The formulas are those of `nn.norms` and `nn.activations`, operation by operation in fp32, rounded where torch rounds.
-exp, erf and tanh are CUDA's own (libdevice), as torch's kernels have them: Triton's are approximations.
+exp, erf and tanh are CUDA's (libdevice), as in torch's kernels: Triton's are approximations.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def load_rows(
     FLAG: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """A tile in fp32, 0 beyond the edges: x itself (MAKE ""), or what is made of it, rounded to the dtype of x and then
-    to DTYPE, "bf16" or "fp16", where that is another.
+    """A tile in fp32, 0 beyond the edges: of x itself (MAKE ""), or of the rows of a norm or an activation, rounded to
+    the dtype of x and then to DTYPE, "bf16" or "fp16", if that is another.
 
     "rmsnorm" and "layernorm" read (mean, rstd) of each row beside x, (2, rows), and gamma and beta (cols) where they
     are not None; FLAG: gamma is added to 1. The others are activations; FLAG: with a gate, in the first half of the
@@ -148,7 +148,7 @@ def rows_kernel(
     TR: tl.constexpr,
     TC: tl.constexpr,
 ):
-    """The rows themselves, y (rows, cols), for casts that these kernels do not make: the numbers that they cast."""
+    """Writes the rows themselves, y (rows, cols), for other casts: the same numbers that these kernels cast."""
     r, c, _, _ = tile_place(tl.program_id(0), rows, cols, TR, TC)
     y = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
     where = y_ptr + r.to(tl.int64)[:, None] * cols + c[None, :]

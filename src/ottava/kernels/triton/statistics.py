@@ -59,12 +59,12 @@ def supports_statistics(x: Tensor, x_q: QuantizedTensor) -> str | None:
 
 
 def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
-    """A slot of nothing yet: fp64, a number for each field but `exponents`, whose bins come last.
+    """An empty slot: fp64, a number for each field except `exponents`; the bins of `exponents` come last.
 
     Args:
-        fields: what is asked for -> bins, 0 for a number; `exponents` may be left out.
+        fields: name -> bins, 0 for a number; `exponents` is optional.
     Raises:
-        ValueError: other fields are asked for than the kernel sums.
+        ValueError: the fields are not those that the kernel sums.
     """
     bins = fields.get("exponents", 0)
     refuse_other_sums("triton_statistics", fields, dict.fromkeys(_NUMBERS, 0) | ({"exponents": bins} if bins else {}))
@@ -74,13 +74,13 @@ def new_slot(device: torch.device | str, fields: Mapping[str, int]) -> Tensor:
 
 
 def fill_slot(slot: Tensor, x: Tensor, x_q: QuantizedTensor, *, every: int, phase: Tensor, on: Tensor) -> None:
-    """Adds what the cast of x (R, C) to x_q did to some tiles of 16 x 128 elements.
+    """Adds the sums over some tiles of 16 x 128 elements of the cast of x (R, C) to x_q.
 
     Args:
-        slot: from `new_slot`, which decides whether there is a histogram; changed in place.
+        slot: from `new_slot`; its fields decide whether it has a histogram. The kernel changes it in place.
         every: one tile in so many.
-        phase: int64 (), on the device: tiles are looked at whose number, along rows, is phase modulo every.
-        on: int32 (), on the device: 0 for nothing at all.
+        phase: int64 (), on the device: the kernel reads tiles whose number, along rows, is phase modulo every.
+        on: int32 (), on the device: 0 reads nothing.
     Raises:
         ValueError: every is less than 1.
     """

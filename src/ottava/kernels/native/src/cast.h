@@ -1,4 +1,4 @@
-// What quantize.cpp is asked for: by Python, and by measure.cpp.
+// The arguments of quantize.cpp, for Python and for measure.cpp.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@ extern "C" struct Cast {  // native.quantize._Cast
 };
 
 extern "C" struct CastJob {  // native.quantize._JOB
-  const void* x;  // (rows, cols) of the dtype that the library is for, `stride` elements from row to row
+  const void* x;  // (rows, cols) in the library's dtype, `stride` elements from row to row
   int64_t rows, cols, stride, block_rows, block_cols;
   const Cast* cast;
-  const float* given;      // the scale to use, or null
+  const float* given;      // the scale to use; null: compute it
   uint8_t* out;            // (rows, cols), contiguous
   float *scale_inv, *amax;  // one a block, column by column where `turned`
-  float* staged;  // of a cast with one scale, or null: raised to amax, whether that is not finite, and whether another
-                  // scale than the given one was taken
+  float* staged;  // three maxima of a cast with one scale, or null: amax, 1 if it is not finite, 1 if another scale than
+                  // the given one was used
   int64_t turned, threads;
 };

@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
-constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
+constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking another thread
 
 inline float finished(float v, float*) { return v; }
 inline uint16_t finished(float v, uint16_t*) {
@@ -57,8 +57,8 @@ void walk(const uint8_t* codes, int64_t rows, int64_t cols, int64_t block_rows, 
 
 }  // namespace
 
-// codes, out: (rows, cols), contiguous; scales: one a block. special: the first code that is no number, -1 if none.
-// half: out is bf16 instead of fp32
+// codes, out: (rows, cols), contiguous; scales: one a block. special: the first code that is no number, -1 if there is
+// none. half: whether out is bf16 instead of fp32
 extern "C" void ottava_decode(const uint8_t* codes, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
                               const float* scales, int mantissa_bits, int bias, int bits, int special, void* out,
                               int half, int threads) {

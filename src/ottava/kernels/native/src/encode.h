@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t CLOSE = 2048;  // elements that are still in a first-level cache when they are read again
+constexpr int64_t CLOSE = 2048;  // elements that stay in a first-level cache until they are read again
 
 struct Encoder {  // constants of a format, by value: a store through uint8_t* may alias anything behind a pointer
   int32_t shift, largest, smallest, magic, nan_code, sign_shift, sign_bit, nan_sign;
@@ -20,12 +20,12 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
     magic = (shift << 23) | bias;
     sign_shift = 32 - c.bits;
     sign_bit = 1 << (c.bits - 1);
-    nan_code = c.nan_code < 0 ? (1 << (c.bits - 1)) - 1 : c.nan_code;  // a format without NaN ends with its largest
+    nan_code = c.nan_code < 0 ? (1 << (c.bits - 1)) - 1 : c.nan_code;  // without a NaN code: the largest number
     nan_sign = c.nan_code < 0 ? 0 : sign_bit;
   }
 
   // Adding 2**(e + 23 - mantissa bits) to a number of exponent e rounds it to a whole number of quanta, which the sum's
-  // low bits then count, implied one included: that one carries into the exponent field, which starts one too low.
+  // low bits then count, with the implied bit: that bit carries into the exponent field, which starts one too low.
   inline int32_t operator()(float v) const {  // not of NaN
     const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = smaller(a, largest);
     const int32_t exponent = larger(clamped & INFINITE, smallest);
@@ -78,7 +78,7 @@ __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, En
   return is_nan(v) ? code.of_nan(v) : uint8_t(code(v));
 }
 
-// Pieces of a known length: a loop of unknown length is compiled several times over, for each length of its rest.
+// Pieces of a known length: the compiler would repeat a loop of unknown length for each length of its rest.
 template <class T, class Factor>
 __attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
   if (n >= 64) return encode_pieces<T, 64>(x, out, n, factor, code);
@@ -88,14 +88,14 @@ __attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, in
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
 
-template <class T, class Factor>  // puts right what `encode` made of NaN: rare enough not to burden every number with it
+template <class T, class Factor>  // corrects the codes of NaN after `encode`: NaN is too rare for a check of every number
 __attribute__((noinline)) void encode_nans(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++)
     if (const float v = T::value(x[i]) * factor[i]; is_nan(v)) out[i] = code.of_nan(v);
 }
 
-// What codes are made with by words, see words.h; nothing where they are not made so.
+// The state of encoding by words, see words.h; empty if that way does not run.
 Steps steps_of([[maybe_unused]] float factor, [[maybe_unused]] const Cast& c) {
   Steps steps;
 #if OTTAVA_WORDS
@@ -116,7 +116,7 @@ inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out
   encode_words<false>(reinterpret_cast<const int16_t*>(x), out, n, Bases{&steps.base, n}, steps);
 }
 
-template <class T>  // the scale is known: one pass
+template <class T>  // for a known scale: one pass
 __attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n,
                                                           float factor, Encoder code) {
   typename T::Int most = 0;

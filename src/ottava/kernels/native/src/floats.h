@@ -1,4 +1,4 @@
-// What the C++ kernels share: floats as bits, and how an element of x becomes fp32, exactly.
+// Shared by the C++ kernels: the bits of floats, and the exact conversion of an element of x to fp32.
 
 #pragma once
 
@@ -58,7 +58,7 @@ inline uint16_t to_bf16(float x) {
 struct Decoder {
   int32_t shift, sign_shift, magnitudes, rebias, smallest_normal, special;
 
-  // special: magnitude from which on codes are infinity and NaN; beyond all of them if there is none
+  // special: the first magnitude that is infinity or NaN; beyond all magnitudes if the format has neither
   Decoder(int mantissa_bits, int bias, int bits, int special_code) {
     shift = 23 - mantissa_bits;
     sign_shift = 32 - bits;

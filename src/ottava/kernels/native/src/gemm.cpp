@@ -1,17 +1,16 @@
 // y (M, N) = epilogue(sum over k of a[m, k] * b[n, k]) on codes of up to 8 bits, with fp32 accumulation and ONE rounding.
 //
-// Codes and their products are exact in bf16 x bf16 -> fp32, so with AVX512-BF16 nothing is lost by multiplying there.
-// Elsewhere the same walk runs on fp32. Both operands are decoded by table while they are packed, or, where they are bf16
-// numbers themselves (no codes), widened:
+// Codes and their products are exact in bf16 x bf16 -> fp32, so AVX512-BF16 multiplies them without loss. On other CPUs
+// the same walk multiplies in fp32. Packing decodes both operands by table, or widens operands that are bf16 numbers:
 //
 //   b   panels of NR columns of y:   words[panel][unit][NR]     a unit is 2 steps of k in bf16 (one word), 1 in fp32
-//   a   blocks of rows of y:         words[row][unit], or words[rows of MR][unit][MR] where a lies column by column
+//   a   blocks of rows of y:         words[row][unit], or words[rows of MR][unit][MR] if a lies column by column
 //
-// A word of a is broadcast against NR words of b. Scales, three ways:
+// The tile multiplies a broadcast word of a with NR words of b. Scales enter in one of three ways:
 //   plain   one scale a row of a and of b: they multiply the finished sum
 //   fold    power-of-two scales along k: a row's largest goes to the epilogue, the rest into the operand's exponents,
-//           exactly; refused (then: steps) where the smallest product would leave fp32's normal range
-//   steps   any scales along k: the sum of each step is scaled on its own
+//           exactly. If the smallest product would leave fp32's normal range, `steps` runs instead
+//   steps   any scales along k: they multiply the sum of each step
 // One thread computes a tile from first k to last, so the bits do not depend on the number of threads.
 #include "gemm.h"
 
@@ -36,12 +35,12 @@ inline uint16_t to_fp16(float x) {
 #endif
 }
 
-// Some vectors of finished values -> bf16 in memory.
+// Rounds some vectors of finished values to bf16 and stores them.
 template <int N, class V>
 inline __attribute__((always_inline)) void put_bf16(const V* v, uint16_t* to) {
   constexpr int LANES = sizeof(V) / 4;
 #if OTTAVA_LEVEL == 3
-  uint32_t special = 0;  // the instruction takes subnormals for zeros, and keeps what a NaN carries
+  uint32_t special = 0;  // the instruction flushes subnormals and keeps the payload of a NaN
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) special |= is_nan_or_subnormal((Z)v[j]);
   if (__builtin_expect(special == 0, 1)) {
@@ -52,32 +51,32 @@ inline __attribute__((always_inline)) void put_bf16(const V* v, uint16_t* to) {
 #endif
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) {
-    const V x = v[j];  // a copy: sums that are indexed at run time would not stay in registers
+    const V x = v[j];  // a copy: sums indexed at run time would not stay in registers
     for (int i = 0; i < LANES; i++) to[j * LANES + i] = to_bf16(x[i]);
   }
 }
 
-// What sums of a tile become: rows of y, times the scales of theirs and of their columns, plus the bias.
+// Turns the sums of a tile into rows of y: times the scales of rows and columns, plus the bias.
 struct Epilogue {
-  const float *of_a, *of_b, *bias;  // of the panel's columns, as many as it is wide
-  char* y;                          // where the tile begins
+  const float *of_a, *of_b, *bias;  // for the panel's columns, one entry a column
+  char* y;                          // the first element of the tile
   int64_t type, stride, rows, columns;
 };
 
 // --- the register tile: MR rows of a against NR columns of y, over units of k ----------------------------------------
 
-// What a tile is to become: its sums over some units, scaled step by step or not, added to earlier ones or not.
+// The job of a tile: its sums over some units, with or without scales a step, added to earlier sums or not.
 struct Tile {
   float* sums;          // MR x NR, row by row
   bool more;            // whether there are earlier sums to add to
   const float* of_a;    // STEPS: scales of the rows of a, and of the rows of b (columns of y); else null
   const float* of_b;
-  const Epilogue* end;  // null: these are not yet the last units
-  const char* ahead;    // what will be read after this block of tiles, and how much of it to fetch with each unit
+  const Epilogue* end;  // null: more units follow
+  const char* ahead;    // the bytes that the next block of tiles reads, and how many of them each unit prefetches
   int64_t ahead_step;
 };
 
-// Values in fp32 or fp16, or in a panel that is narrower than others.
+// Stores values in fp32 or fp16, or those of a narrow last panel.
 template <int NR>
 void put_rows(const float* values, const Epilogue& e) {
   for (int64_t r = 0; r < e.rows; r++, values += NR) {
@@ -206,7 +205,7 @@ struct Walk {
 
   int64_t spans() const { return larger<int64_t>(SPAN / (chunk * Isa::NR * 4), 1) * chunk; }
 
-  // Rows [m0, m0 + rows) of y x one panel that begins at column n0. `after`: what is read next, which is fetched meanwhile.
+  // Rows [m0, m0 + rows) of y x one panel that begins at column n0. `after`: the bytes that it prefetches meanwhile.
   void block(const Word* packed_a, int64_t m0, int64_t rows, const Word* panel, int64_t n0, float* sums,
              const Memory& after) const {
     const int64_t width = b.side.rows, columns = smaller<int64_t>(Isa::NR, width - n0), size = y.type == 0 ? 4 : 2;
@@ -242,7 +241,7 @@ struct Walk {
     }
   }
 
-  // Few rows: each thread has all of a, packs a panel, and multiplies it while L2 still holds it.
+  // For few rows: each thread has all of a, packs a panel of b, and multiplies it while the panel is in L2.
   bool run_few(int threads) const {
     const int64_t m = a.side.rows, panels = ceil_div(b.side.rows, Isa::NR), tiles = ceil_div(m, MR);
     const int64_t a_words = ceil_div(tiles * layout.tile, 16) * 16 + 64;  // whole cache lines: the panel follows
@@ -264,7 +263,7 @@ struct Walk {
     return true;
   }
 
-  // Those of some rows, where they lie together.
+  // The scales of some rows, if they lie together.
   static Memory codes(const Operand& o, int64_t r0, int64_t rows) {
     const int64_t size = o.side.table ? 1 : 2;
     return {o.side.codes + r0 * o.side.row_stride * size, o.side.col_stride == 1 ? rows * o.k * size : 0};
@@ -332,7 +331,7 @@ int ottava_gemm_level() { return OTTAVA_LEVEL; }
 // Steps of k in a word: scales change between words.
 int ottava_gemm_unit() { return Chosen::UNIT; }
 
-// The mode that ran, or -1: no memory.
+// Returns the mode that ran, or -1 if there was no memory.
 int ottava_gemm(const Call* call) {
   const int64_t k = call->k, step = call->step;
   Operand a(call->a, k), b(call->b, k);

@@ -1,4 +1,4 @@
-// Operands of gemm.cpp: their scales, and codes decoded into the words that its register tiles read.
+// Operands of gemm.cpp: it reads their scales and decodes their codes into words for the register tiles.
 #pragma once
 // Instruction sets, as `native.gemm.LEVELS` numbers them: 0 any; x86-64 1 to 3; aarch64 4 and 5.
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -14,7 +14,7 @@
 #else
 #define OTTAVA_BEST 0
 #endif
-#ifndef OTTAVA_LEVEL  // the one that this library is for
+#ifndef OTTAVA_LEVEL  // the instruction set of this library
 #define OTTAVA_LEVEL OTTAVA_BEST
 #elif OTTAVA_LEVEL > OTTAVA_BEST || (OTTAVA_BEST > 3 && OTTAVA_LEVEL > 0 && OTTAVA_LEVEL < 4)
 #error "OTTAVA_LEVEL: this CPU has no such instruction set"
@@ -28,13 +28,13 @@
 #endif
 
 extern "C" {
-struct Side {             // as gemm.py lays it out: eight bytes each
+struct Side {             // as gemm.py packs it: eight bytes a field
   const uint8_t* codes;   // (rows, k), or bf16 numbers
   int64_t rows, row_stride, col_stride;  // one of the strides is 1
   const float* scale_inv;
   int64_t scale_row_stride, scale_col_stride;
-  int64_t block_rows, block_cols;  // of one scale; block_cols >= k: one block
-  const float* table;              // 256 numbers: what the codes stand for; null: there are bf16 numbers in their place
+  int64_t block_rows, block_cols;  // size of the block of one scale; block_cols >= k: one block a row
+  const float* table;              // the value of each of 256 codes; null: `codes` points to bf16 numbers
 };
 struct Result {  // y
   void* data;
@@ -46,7 +46,7 @@ struct Call {
   Side a, b;
   Result y;
   int64_t k;
-  int64_t step;   // number of k over which no scale of either side changes, whole units; k or more: none changes
+  int64_t step;   // steps of k over which no scale changes, in whole units; k or more: no scale changes along k
   int64_t exact;  // whether the scales along k are powers of two
   int64_t threads;
 };
@@ -57,16 +57,16 @@ namespace {
 constexpr int MR = 6;             // rows of a register tile
 constexpr int ROWS = 96;          // rows of a that one task decodes, at most
 constexpr int64_t CHUNK = 512;    // steps of k in one fp32 sum; sums of chunks are added: shorter chains, less error
-constexpr int64_t SPAN = 128 << 10;   // bytes of a panel that a tile walks through before the next tile's turn: L2 keeps them
-constexpr int64_t FEW_ROWS = 512, FEW_BYTES = 1 << 20;  // of a: every thread packs it whole, for itself
-constexpr int64_t PANEL_BYTES = 8 << 20;  // packed b that is kept at once: it should stay in a last-level cache
+constexpr int64_t SPAN = 128 << 10;   // bytes of a panel: each tile in turn reads them from L2
+constexpr int64_t FEW_ROWS = 512, FEW_BYTES = 1 << 20;  // limits of a: every thread packs all of it for itself
+constexpr int64_t PANEL_BYTES = 8 << 20;  // of packed b at a time: it should stay in a last-level cache
 constexpr int FOLD_OCTAVES = 94;  // 126 - 16 (E5M2 x E5M2's smallest product is 2**-32)
 
 enum Mode { PLAIN = 0, FOLD = 1, STEPS = 2 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// --- instruction sets: vectors of fp32, and what one unit of k does to a sum -----------------------------------------
+// --- instruction sets: vectors of fp32, and the sum of one unit of k -------------------------------------------------
 
 template <int LANES>
 struct Vector {
@@ -79,7 +79,7 @@ struct Fp32 {  // words are fp32 numbers
   typedef typename Vector<LANES>::type V;
   typedef float Word;
   static inline __attribute__((always_inline)) V step(V sum, V b, const Word* a) {
-    V x = *a - V{};  // *a in all lanes; plus would have to add: -0 + 0 is 0
+    V x = *a - V{};  // *a in all lanes; minus costs no addition, while plus would: -0 + 0 is 0
 #if defined(__FMA__)
     if constexpr (LANES >= 8) {
       __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(b));
@@ -140,7 +140,7 @@ Tables make_tables(const float* values) {
   return t;
 }
 
-// What stands at a place of an operand, as fp32.
+// One element of an operand, as fp32.
 struct Codes {
   const uint8_t* codes;
   const float* table;
@@ -160,7 +160,7 @@ struct Operand {
   Array<float> step_scale;  // STEPS: [chunk][row]
   Array<int32_t> exponent;  // FOLD: [step][row], at most 0, none if there is one step
 
-  Operand(const Side& side, int64_t k)  // false row_scale: no memory
+  Operand(const Side& side, int64_t k)  // row_scale is false if there was no memory
       : side(side), tables(make_tables(side.table)), k(k), steps(ceil_div(k, side.block_cols)),
         padded(ceil_div(side.rows, 64) * 64 + 64), row_scale(padded) {
     if (!row_scale) return;
@@ -250,12 +250,12 @@ void pack_slowly(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_
     }
 }
 
-// The same for words of one fp32 number where scales do not come in: W rows side by side, of `count` in all.
+// The same for words of one fp32 number without scales: W rows side by side, of `count` in all.
 template <int W, class Numbers>
 void pack_fp32(const Operand& o, const Numbers numbers, int64_t r0, int64_t count, int64_t u0, int64_t u1,
                int64_t stride, float* out) {
   const Side& s = o.side;
-  constexpr int64_t AT_ONCE = 64;  // units: what is written for them stays in L1
+  constexpr int64_t AT_ONCE = 64;  // units: the words written for them stay in L1
   for (int64_t i = 0; i < count; i += W, out += W * stride) {
     const int64_t r = r0 + i, rows = between<int64_t>(s.rows - r, 0, W);
     if (rows < W) fill(out, (u1 - u0) * W, 0.0f);
@@ -278,7 +278,7 @@ void pack_fp32(const Operand& o, const Numbers numbers, int64_t r0, int64_t coun
   }
 }
 
-// Any words, by the fastest way that there is without AVX512-VBMI.
+// Words of any kind, by the fastest way without AVX512-VBMI.
 template <class Isa, int W>
 void pack_any(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_t u1, int64_t stride,
               typename Isa::Word* out) {
@@ -329,7 +329,7 @@ void pack_panel(const Operand& o, int64_t r0, int64_t u0, int64_t u1, typename I
   pack_any<Isa, Isa::NR>(o, r0, Isa::NR, u0, u1, u1 - u0, out);
 }
 
-// How a block of a lies once it is packed: the word of row i of tile t and unit u at [t * tile + i * row + u * unit].
+// The layout of a packed block of a: the word of row i of tile t and unit u is at [t * tile + i * row + u * unit].
 struct Layout {
   int64_t tile, row, unit;
 };
@@ -338,7 +338,7 @@ template <class Isa>
 Layout layout_of_a(const Operand& o) {
   const int64_t units = ceil_div(o.k, Isa::UNIT);
 #if defined(OTTAVA_FAST_PACK)
-  if (o.side.table) {  // stride is no power of two: rows would share cache sets
+  if (o.side.table) {  // the stride is no power of two, because rows would share cache sets
     const int64_t stride = ceil_div(units, 32) * 32 + 16;
     return o.side.col_stride == 1 ? Layout{MR * stride, stride, 1} : Layout{MR * units + 8, 1, MR};
   }
@@ -357,7 +357,7 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
       for (int64_t i = count; i % MR; i++) std::memset(out + i * layout.row, 0, layout.row * 4);
       return;
     }
-    constexpr int TILES = 64 / MR;  // of the 64 rows that are decoded at once, 60 are whole tiles
+    constexpr int TILES = 64 / MR;  // decoding takes 64 rows at a time; 60 of them are whole tiles
     for (int64_t i = 0; i < count; i += TILES * MR)
       for (int64_t u = 0; u < units; u++) {
         Z x[5] = {};

@@ -1,5 +1,5 @@
-// 64 codes at a time for gemm.h, where AVX512-VBMI looks bytes up in a table: words of two bf16 numbers, as level 3
-// wants them.
+// Decodes 64 codes at a time for gemm.h into words of two bf16 numbers, which level 3 reads. AVX512-VBMI looks the bytes
+// up in a table.
 #pragma once
 
 namespace {
@@ -57,8 +57,8 @@ OTTAVA_INLINE void transpose(const uint32_t* in, int64_t in_stride, uint32_t* ou
   }
 }
 
-// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: how
-// far on from a code those lie that are fetched for later.
+// Rows that lie row by row, as words[row][unit]; units [u0, u1), u0 a multiple of 32, whole 32s are written. `ahead`: the
+// distance from a code to the codes that it prefetches.
 void decode_rows(const Operand& o, const Decoder& decode, int64_t r0, int64_t count, int64_t u0, int64_t u1,
                  uint32_t* out, int64_t stride, int64_t ahead) {
   for (int64_t i = 0; i < count; i++) {
@@ -91,7 +91,7 @@ OTTAVA_INLINE void decode_unit(const Operand& o, const Decoder& decode, int64_t 
                                                        Z* x) {
   const uint8_t* codes = o.side.codes + r0 + 2 * u * o.side.col_stride;
   int64_t n = o.side.rows - r0;
-  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // every column lies elsewhere: no hardware sees it coming
+  for (int64_t at = AHEAD * 2; at < AHEAD * 2 + 2; at++) {  // columns lie far apart, so no hardware prefetches them
     __builtin_prefetch(codes + at * o.side.col_stride, 0, 2);
     __builtin_prefetch(codes + at * o.side.col_stride + 63, 0, 2);
   }
@@ -111,8 +111,8 @@ OTTAVA_INLINE void decode_unit(const Operand& o, const Decoder& decode, int64_t 
     for (int j = 0; j < 4; j++) x[j] = shift(x[j], exponent_words(e + r0 + 16 * j));
 }
 
-// Words of 64 rows, one unit -> the places of the first `tiles` tiles of 6. Each store has 2 words too many, which the
-// next unit's overwrites: units come in ascending order, and between two tiles there is room.
+// Stores one unit's words of 64 rows into the first `tiles` tiles of 6. Each store writes 2 words too many, and the next
+// unit's store overwrites them: units come in ascending order, and there is room between two tiles.
 OTTAVA_INLINE void store_tiles(const Z* x, int64_t tiles, uint32_t* to, int64_t stride) {
   static_assert(MR == 6, "the shifts below");
 #define OTTAVA_TILE(t)                                                                                          \

@@ -1,8 +1,9 @@
 // The NEON-BF16 level of gemm.cpp: BFMMLA, 2 x 2 sums over 4 steps of k in one instruction.
 //
-// Twice the products of BFDOT, four times those of BFMLALB. It rounds to odd, so a rounding may be off by a whole ulp
-// where others are off by half of one, but there are half as many: the bound of one fp32 accumulation holds. It flushes
-// subnormal numbers, which do not occur: sums are multiples of the smallest product, which is normal (FOLD_OCTAVES).
+// An instruction computes twice the products of BFDOT and four times those of BFMLALB. It rounds to odd: a rounding may
+// be off by one ulp instead of half an ulp, but there are half as many roundings, so the bound of one fp32 accumulation
+// holds. It flushes subnormal numbers. None occur: sums are multiples of the smallest product, a normal number
+// (FOLD_OCTAVES).
 #pragma once
 
 namespace {

@@ -1,8 +1,8 @@
-// Sums about casts, see measure.h; and the casts themselves, where nobody made them yet.
+// Sums over casts, see measure.h. It makes the casts first if the caller has none.
 
 #include "measure.h"
 
-#ifndef OTTAVA_TYPE  // of x: a library each
+#ifndef OTTAVA_TYPE  // the type of x: each has its own library
 #define OTTAVA_TYPE BFloat16
 #endif
 
@@ -37,7 +37,7 @@ void measure_scales(const Job& job, const Library& library) {
     const double scale_inv = double(job.scale_inv[i]);
     if (!(scale_inv > 0)) continue;
     const int32_t bits = bits_of(job.scale_inv[i]);
-    const bool power = (bits & 0x7fffff) == 0 && bits < INFINITE;  // of two: the same number, and no logarithm
+    const bool power = (bits & 0x7fffff) == 0 && bits < INFINITE;  // a power of two: the exponent is its logarithm
     const double octaves = power ? double(127 - (bits >> 23)) : -__builtin_log2(scale_inv);
     count++;
     first += octaves;
@@ -47,7 +47,7 @@ void measure_scales(const Job& job, const Library& library) {
   }
   const float amax = float(job.extent[LARGEST_FINITE]);
   if (!job.predicted || !(amax > 0)) return;
-  float scale, scale_inv;  // of the latter each scale has exactly one: that of an unchanged amax has no error at all
+  float scale, scale_inv;  // an inverse has exactly one scale, so an unchanged amax gives no error
   library.scales(&amax, 1, job.cast, &scale, &scale_inv);
   const double error = first + __builtin_log2(double(scale_inv));
   job.sums[places[sum::n_predicted]] = 1;
@@ -55,13 +55,13 @@ void measure_scales(const Job& job, const Library& library) {
   job.extremes[extreme::scale_error_min] = -error;
 }
 
-// scratch: of each thread.
+// scratch: one a thread.
 template <class T>
 void measure(const Job& job, const Library& library, Scratch* scratch, int threads) {
   const int64_t bands = (job.rows + BAND - 1) / BAND, chunks = (job.cols + CHUNK - 1) / CHUNK;
   const bool histograms = job.detail >= EXPONENTS;
   const int share = int(between<int64_t>(job.rows * job.cols / 16384, 1, threads));
-  // without histograms, bands can be taken apart: their groups' sums are added in the same order
+  // without histograms threads share a band: the sums of its groups are added in the same order
   const int64_t span = histograms || bands >= 2 * share ? BAND : GROUP, spans = (job.rows + span - 1) / span;
   const int team = int(smaller<int64_t>(spans, share));
   for (int i = 0; i < team; i++) {
@@ -151,17 +151,17 @@ int run(const Job& job, const Library& library, Scratch* scratch, int threads) {
 }  // namespace
 
 #define OTTAVA_NAME(name, bins) #name " " #bins " "
-// Name and bins of what is summed, in the order of `Library::places`; then of what is merged by the largest.
+// Names and bins of the sums, in the order of `Library::places`; then the names of the extremes.
 extern "C" const char* ottava_sums() { return OTTAVA_SUMS(OTTAVA_NAME); }
 extern "C" const char* ottava_extremes() { return OTTAVA_EXTREMES(OTTAVA_NAME); }
 
-// Fills sums and extremes of n jobs; one is shared among the threads, of several each thread takes some. Returns 0, or 1
-// if there was no memory.
+// Fills sums and extremes of n jobs. All threads share a single job; several jobs are dealt to the threads. Returns 0, or
+// 1 if there was no memory.
 extern "C" int ottava_measure(const Job* jobs, int64_t n, const Library* library, int threads) {
   const int team = int(between<int64_t>(n, 1, threads));
   const Team scratch(n == 1 ? threads : team);
   if (scratch.each == nullptr) return 1;
-  // not in a region of one thread: one inside it is nested, for which libgomp makes threads anew every time
+  // not inside a region of one thread: libgomp makes new threads for every nested region
   if (n == 1) return run<OTTAVA_TYPE>(*jobs, *library, scratch.each, threads);
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) reduction(| : failed)

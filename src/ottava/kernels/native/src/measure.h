@@ -1,8 +1,8 @@
-// The walk of measure.cpp over bands of 128 rows: what debug/measure.py adds up in tensors, element by element in
-// registers. What a row adds up to is in numbers.h; here are histograms.
+// The walk of measure.cpp over bands of 128 rows. It computes in registers, element by element, the sums that
+// debug/measure.py computes with tensors. This file has the histograms, numbers.h the sums of a row.
 //
-// Counts and histograms are exact. Each band has sums of its own, which are added in the order of the bands, so that
-// threads change no bit.
+// Counts and histograms are exact. Each band has its own sums, which are added in the order of the bands, so the number
+// of threads changes no bit.
 
 #pragma once
 
@@ -15,18 +15,18 @@ typedef int Quantize(const CastJob* job);
 typedef void Scales(const float* amax, int64_t n, const Cast* cast, float* scale, float* scale_inv);
 }
 
-extern "C" struct Library {  // native.measure._Library: of quantize.cpp, and of tally.py
-  Quantize* quantize;  // null where no job asks for it
+extern "C" struct Library {  // native.measure._Library: functions of quantize.cpp, and the layout of tally.py
+  Quantize* quantize;  // null if no job casts
   Scales* scales;
-  const int64_t* places;  // where each of OTTAVA_SUMS begins in a vector of `width` numbers
+  const int64_t* places;  // the first place of each of OTTAVA_SUMS in a vector of `width` numbers
   int64_t width;
 };
 
 namespace {
 
 constexpr int GRANULARITIES = 4, EXPONENT_BINS = bins::exponents, RELATIVE_BINS = bins::below_row;
-// Additions to memory are what a histogram costs. Where numbers lie close together, which they do, two are done in one:
-// bins below amax that are NEAR, STEPS from the bin of an element in one block to that in another, a WINDOW of exponents.
+// A histogram costs additions to memory. Most numbers lie close together, so one addition counts two of them: bins within
+// NEAR of the amax, at most STEPS between the bins of an element in two blocks, exponents in one WINDOW.
 constexpr int NEAR = 96, STEPS = 32, WINDOW = 64;
 constexpr int QUARTER_OCTAVE = 21, TOP_BIN = (127 << 23) >> QUARTER_OCTAVE;
 constexpr int64_t WAVE = 16;  // bands in flight
@@ -34,15 +34,15 @@ constexpr int64_t WAVE = 16;  // bands in flight
 typedef double D2 __attribute__((vector_size(16), may_alias));
 typedef uint16_t Half __attribute__((may_alias));
 
-struct Scratch {  // of one thread
+struct Scratch {  // one thread's
   Stretch stretch;
-  Array<float> blocks[GRANULARITIES];  // amaxes: row, 1x128, 1x32, 128x128 of a band
-  Array<char> x;                       // a band in rows, where it lies in columns
+  Array<float> blocks[GRANULARITIES];  // the amaxes of a band: row, 1x128, 1x32, 128x128
+  Array<char> x;                       // a band turned into rows, if it lies in columns
   Array<uint8_t> codes;
   alignas(64) D2 below[GRANULARITIES][RELATIVE_BINS];  // energy and count
-  D2 joint[2][(NEAR + 1) * (STEPS + 1)];  // of two granularities at once: place in the larger block, steps to that in the other
-  uint32_t exponents[EXPONENT_BINS], pairs[WINDOW * WINDOW];  // of two neighbours at once
-  alignas(64) int32_t places[CHUNK], bins[CHUNK];  // for each element: where it is in `pairs`; in `joint`, or in `below`
+  D2 joint[2][(NEAR + 1) * (STEPS + 1)];  // two granularities at once: a bin, and steps to the other's
+  uint32_t exponents[EXPONENT_BINS], pairs[WINDOW * WINDOW];  // two neighbours at once
+  alignas(64) int32_t places[CHUNK], bins[CHUNK];  // of each element: its index in `pairs`; in `joint` or in `below`
   alignas(64) float square[CHUNK];
   alignas(64) D2 energy[CHUNK];
 };
@@ -54,13 +54,13 @@ struct Walk {
   const int64_t* places;
   const Rows<T> numbers;
   const float amax;
-  const int32_t lowest;  // beyond this one, bins of exponents are in the window
+  const int32_t lowest;  // the window holds the bins of exponents above this one
 
   Walk(const Job& j, const int64_t* p)
       : job(j), places(p), numbers(j, p), amax(float(j.extent[LARGEST_FINITE])),
         lowest(larger((bits_of(amax) >> QUARTER_OCTAVE) - WINDOW + 1, 0)) {}
 
-  // A band of rows; or, where histograms are not asked for, some groups of one.
+  // Walks over a band of rows or, without histograms, over some groups of a band.
   void band(int64_t top, int64_t rows, Scratch& s, double* out, double* extremes) const {
     const Int* x = static_cast<const Int*>(job.x) + top * job.x_row;
     const uint8_t* codes = job.codes + top * job.code_row;
@@ -109,9 +109,9 @@ struct Walk {
   }
 
  private:
-  // Adds what was counted two at once to the histograms.
+  // Adds the counts of pairs to the histograms.
   void apart(Scratch& s) const {
-    for (int second = 0; second < WINDOW; second++)  // in place 0 are zeros
+    for (int second = 0; second < WINDOW; second++)  // place 0 counts zeros
       for (int first = 0; first < WINDOW; first++) {
         const uint32_t count = s.pairs[second * WINDOW + first];
         if (count && first) s.exponents[lowest + first] += count;
@@ -178,7 +178,7 @@ struct Walk {
 
   void chunk(const Int* x, int64_t n, const Blocks& blocks, float unit, Scratch& s) const {
     alignas(64) Int some[CHUNK];
-    if (n % LANES) {  // zeros change nothing: they are not counted
+    if (n % LANES) {  // the padding is zeros, which count nowhere
       std::memset(some, 0, sizeof(some));
       std::memcpy(some, x, size_t(n) * sizeof(Int));
       x = some;
@@ -190,34 +190,34 @@ struct Walk {
 
   static inline float one_if_zero(float f) { return f > 0 ? f : 1.0f; }
 
-  struct Blocks {  // the amaxes of the blocks that a chunk is part of
+  struct Blocks {  // the amaxes of the blocks around a chunk
     float row, chunk, square;
     const float* thirty;
-    bool close;  // so that any element is in bins of `joint`
+    bool close;  // close enough for the bins of `joint`, for every element
 
     Blocks(float r, float c, float s, const float* t, int64_t n)
         : row(one_if_zero(r)), chunk(one_if_zero(c)), square(c > 0 ? s : 1.0f), thirty(t), close(!(c > 0) || steps(c, s)) {
       for (int64_t i = 0; i < n; i++) close = close && (!(t[i] > 0) || steps(t[i], r));
     }
-    static bool steps(float inner, float outer) {  // bins grow a little apart: they are quarters of octaves, not their roots
+    static bool steps(float inner, float outer) {  // quarters of octaves, not their roots, so bins grow
       return TOP_BIN - (bits_of(inner / outer) >> QUARTER_OCTAVE) < STEPS - 3;
     }
   };
 
-  // Divides magnitudes by the amax of their block, as exactly as bins need it.
+  // Divides magnitudes by the amax of their block, as exactly as the bins need.
   struct Divided {
     static constexpr bool SHORT = sizeof(Int) == 2;
     float by;
 
     // Quotients of numbers of 11 bits or fewer lie on the edge of a bin or 2**-14 off it: a product with an inverse that
-    // is 2**-16 too large is in the same bin. `unit` brings blocks that are close to where inverses are normal numbers.
+    // is 2**-16 too large is in the same bin. `unit` moves close blocks to magnitudes with normal inverses.
     Divided(float amax, float unit) : by(SHORT ? 1 / (amax * unit) * (1 + 0x1p-16f) : amax) {}
     inline Ints operator()(Floats magnitude, Floats in_units) const {
       return as<Ints>(SHORT ? in_units * by : magnitude / by) >> QUARTER_OCTAVE;
     }
   };
 
-  // For each element of a chunk the places it is counted at; gives the bits of the smallest magnitude but for zeros.
+  // Finds the counters of each element of a chunk; returns the bits of the smallest magnitude above zero.
   inline int32_t vectors(const Int* x, int64_t n, const Blocks& blocks, float unit, Scratch& s) const {
     const bool in_blocks = job.detail >= BLOCKS;
     const Divided by_row(blocks.row, unit), by_chunk(blocks.chunk, unit), by_square(blocks.square, unit);
@@ -245,17 +245,17 @@ struct Walk {
     return smallest < MAGNITUDE ? smallest + 1 : 0;
   }
 
-  static inline Ints from_the_top(Ints bin) {  // NEAR for an amax, 0 for what is not near
+  static inline Ints from_the_top(Ints bin) {  // NEAR for an amax, 0 for bins that are not near
     const Ints place = bin - (TOP_BIN - NEAR);
     return place > 0 ? place : Ints{};
   }
 
-  // smallest: the bits of that magnitude but for zeros, 0 if all are.
+  // smallest: the bits of the smallest magnitude above zero, 0 if all elements are zeros.
   void count_exponents(const Int* x, int64_t n, int32_t smallest, float largest, Scratch& s) const {
     const int32_t bottom = smallest >> QUARTER_OCTAVE, top = bits_of(largest) >> QUARTER_OCTAVE;
     if (smallest == 0) return;
     if (bottom > lowest && top < lowest + WINDOW) {
-      for (int64_t i = 0; i < n; i += 2) s.pairs[s.places[i] + s.places[i + 1]]++;  // after the last one there is a zero
+      for (int64_t i = 0; i < n; i += 2) s.pairs[s.places[i] + s.places[i + 1]]++;  // a zero follows the last element
       return;
     }
     for (int64_t i = 0; i < n; i++) {

@@ -1,5 +1,5 @@
-// The numbers of a tally that rows add up to: counts, sums, extremes and each row's own SQNR. measure.h walks over
-// bands and adds histograms where they are asked for; both tiers have these from here, so their bits are the same.
+// Counts, sums, extremes and the SQNR of each row, for a tally. measure.h walks over bands and adds histograms on
+// request. Looks with and without histograms take these numbers from here, so their bits are the same.
 //
 // Counts are exact. Sums: fp32 in the lanes of a vector for at most 1024 columns, then fp64 lanes for 32 rows.
 
@@ -11,7 +11,7 @@
 #include "floats.h"
 #include "simd.h"
 
-#if OTTAVA_WIDE  // then few rows need care
+#if OTTAVA_WIDE  // few rows need the careful path then
 #define OTTAVA_CAREFUL __attribute__((noinline, cold))
 #else
 #define OTTAVA_CAREFUL __attribute__((noinline))
@@ -19,25 +19,25 @@
 
 extern "C" struct Job {  // native.measure._Job
   const void* x;
-  const uint8_t* codes;    // null: cast x first, as `cast` says
-  const float* scale_inv;  // null with them
+  const uint8_t* codes;    // null: cast x first, with the settings of `cast`
+  const float* scale_inv;  // null if codes is
   const Cast* cast;
   const float* given;      // the scale of that cast; null: the current one
-  const double* extent;    // of the tensor that x is part of, see Extent
+  const double* extent;    // the extent of the whole tensor, see Extent
   int64_t rows, cols, x_row, x_col, code_row, code_col;  // strides in elements; one of each pair is 1
   int64_t block_rows, block_cols, grid_cols, scale_count;
   int32_t mantissa_bits, bias, bits, special_code, detail, tie_clips, predicted, by_whole;
   double clip;
-  const float* squares;  // of a sample: amaxes of the 128x128 blocks that its rows are from; null: x is all there is
-  int64_t square_rows;   // of x from each of them
+  const float* squares;  // for a sample: amaxes of the 128x128 blocks around its rows; null: x is the whole tensor
+  int64_t square_rows;   // rows of x from each of these blocks
   double* sums;      // (width), zeros
   double* extremes;  // see OTTAVA_EXTREMES
 };
 
 namespace {
 
-enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native.measure.DETAILS: each has what those before it have
-// What is summed, by its name in debug/tally.py, and the bins of a histogram; the library says which it knows.
+enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native.measure.DETAILS: each includes those before it
+// The sums, by their names in debug/tally.py, and the bins of histograms. The library exports this list.
 #define OTTAVA_SUMS(X) \
   X(n, 0) X(n_nonzero, 0) X(n_underflow, 0) X(n_subnormal, 0) X(n_overflow, 0) X(n_rows, 0) \
   X(sx, 0) X(sabs, 0) X(sxx, 0) X(sx4, 0) X(see, 0) X(sxe, 0) X(srel, 0) \
@@ -46,7 +46,7 @@ enum Detail { NUMBERS, EXPONENTS, BLOCKS };  // native.measure.DETAILS: each has
   X(below_1x32, 164) X(energy_below_1x32, 164) X(below_128x128, 164) X(energy_below_128x128, 164) \
   X(n_scales, 0) X(scale_log2, 0) X(scale_log2_squared, 0) \
   X(n_total, 0) X(n_casts, 0) X(n_nonfinite, 0) X(n_predicted, 0) X(scale_error, 0)
-// What is merged by the largest, minima negated, in the order of that file.
+// The extremes, merged by the largest, with minima negated, in the order of debug/tally.py.
 #define OTTAVA_EXTREMES(X) \
   X(amax, 0) X(amin, 0) X(max_error, 0) X(scale_max, 0) X(scale_min, 0) X(scale_error_max, 0) X(scale_error_min, 0)
 
@@ -56,7 +56,7 @@ namespace sum { enum { OTTAVA_SUMS(OTTAVA_NUMBER) }; }
 namespace extreme { enum { OTTAVA_EXTREMES(OTTAVA_NUMBER) COUNT }; }
 namespace bins { OTTAVA_SUMS(OTTAVA_BINS) }
 constexpr int SUMS = 7, SQNR_BINS = bins::row_sqnr, SPREAD_BINS = bins::block_spread;
-constexpr int64_t PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns, those summed in fp32 last; rows
+constexpr int64_t PIECE = 32, STRETCH = 1024, GROUP = 32;  // columns of a piece, columns of a sum in fp32, rows of a group
 
 #if !OTTAVA_WIDE
 inline Doubles as_doubles(Floats v) {
@@ -72,7 +72,7 @@ inline double total(Doubles d) {  // as a tree
 }
 #endif
 
-struct Decibels {  // where bins of SQNR begin, as error over signal
+struct Decibels {  // the lower edges of SQNR bins, as error over signal
   double begin[SQNR_BINS];
 
   constexpr Decibels() : begin() {
@@ -80,8 +80,8 @@ struct Decibels {  // where bins of SQNR begin, as error over signal
     for (int bin = 0; bin < SQNR_BINS; bin++, ratio *= 0.89125093813374552995) begin[bin] = ratio;  // 10 ** -0.05
   }
 
-  // Not by a logarithm, which costs as much as a hundred elements: bits of a float are one, of straight lines between
-  // powers of two, and at most half a bin too many.
+  // A logarithm costs as much as a hundred elements. The bits of a float are a logarithm in straight lines between powers
+  // of two; it is at most half a bin too large.
   int bin(double ratio) const {
     const float bins = (float(127 << 23) - float(bits_of(float(ratio)))) * float(6.0205999132796239 / (1 << 23)) + 1e-4f;
     const int most = int(between(bins, 0.0f, SQNR_BINS - 1.0f));
@@ -90,22 +90,22 @@ struct Decibels {  // where bins of SQNR begin, as error over signal
 };
 constexpr Decibels DECIBELS;
 
-// Exponent of the power of two that brings an amax into [1, 2); a subnormal one as far as can be.
+// The exponent of the power of two that brings an amax into [1, 2), or a subnormal amax as near as possible.
 inline int32_t exponent_of_unit(float amax) {
   return between(127 - (amax > 0 ? larger(bits_of(amax) >> 23, 1) : 127), -126, 126);
 }
 inline float unit_of(float amax) { return float_of((exponent_of_unit(amax) + 127) << 23); }
 
-struct Group {  // of at most 32 rows
+struct Group {  // at most 32 rows
   Doubles sums[SUMS];
   int64_t nonzero, kept, subnormal, infinite;
   Floats max_error;  // in lanes
 };
 
-struct Stretch {  // of a row, and of the thread that is there
-  alignas(64) float scale[STRETCH + LANES];  // of each column, times `factor`; where there is one for all, of LANES
+struct Stretch {  // a part of a row, and scratch of its thread
+  alignas(64) float scale[STRETCH + LANES];  // one a column, times `factor`; LANES of them if all columns share one
   float least[STRETCH / PIECE];              // the smallest of each piece
-  uint32_t spread[4][SPREAD_BINS];           // of chunks: neighbours, which are alike, do not wait for each other
+  uint32_t spread[4][SPREAD_BINS];           // of chunks, in turns: alike neighbours would wait for one counter
 };
 
 template <class T>
@@ -117,7 +117,7 @@ struct Rows {
   const float amax;
   const bool clean;  // all of the tensor is finite
 #if OTTAVA_WIDE
-  alignas(64) uint8_t low[128], high[128];  // bytes of codes as BF16 numbers, which they are exactly; but for bit 7
+  alignas(64) uint8_t low[128], high[128];  // the two bytes of each code as a BF16 number (exact), without bit 7
 #endif
 
   Rows(const Job& j, const int64_t* p)
@@ -136,14 +136,14 @@ struct Rows {
     return magnitude >= T::infinity ? Int(0) : magnitude;
   }
 
-  // The octaves that the amax of a block of 1x128 lies below the tensor's.
+  // Octaves from the amax of a 1x128 block up to the tensor's amax.
   inline int32_t spread_of(float most) const {
-    const int32_t octaves = bits_of(most) >= 1 << 23 ? (bits_of(amax) - bits_of(most)) >> 23  // rounds down, as it should
+    const int32_t octaves = bits_of(most) >= 1 << 23 ? (bits_of(amax) - bits_of(most)) >> 23  // the shift rounds down
                                                      : (bits_of(amax / most) >> 23) - 127;
     return between(octaves, 0, SPREAD_BINS - 1);
   }
 
-  // Amaxes of the chunks of a row; gives that of all of it.
+  // Fills the amaxes of the chunks of a row; returns the amax of the row.
   __attribute__((noinline)) float look(const Int* x, float* chunks, Stretch& s) const {
     Int most_of_all = 0;
     for (int64_t left = 0, c = 0; left < job.cols; left += CHUNK, c++) {
@@ -164,7 +164,7 @@ struct Rows {
     return most;
   }
 
-  // Adds a row. largest, chunks: its amax, and those of its chunks.
+  // Adds a row. largest, chunks: the amaxes of the row and of its chunks.
   __attribute__((noinline)) void add(const Int* x, const uint8_t* codes, int64_t number, float largest, const float* chunks, Stretch& s, Group& group,
            double* out, double* extremes) const {
     const int32_t exponent = exponent_of_unit(largest);
@@ -172,7 +172,7 @@ struct Rows {
     double once;
     std::memcpy(&once, &once_bits, sizeof(once));
     const double twice = once * once;
-    const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // sums are of x * unit, x ** 2 ...
+    const double units[] = {once, once, twice, twice * twice, twice, twice, 1.0};  // rows sum x * unit, (x * unit) ** 2 ..
     Row row;
     if (!swift(x, codes, number, exponent, s, row)) careful(x, codes, number, unit_of(largest), s, row = Row{});
     if (row.clipped < 0) clipped(x, codes, number, chunks, largest, s, out);
@@ -188,7 +188,7 @@ struct Rows {
     out[places[sum::row_sqnr] + DECIBELS.bin(total(row.sums[4]) / signal)]++;
   }
 
-  // Adds rows that were summed, of so many elements; gives how many of these are not zero.
+  // Adds the sums of rows with so many elements; returns how many elements are not zero.
   __attribute__((noinline)) int64_t finish(const Group& group, int64_t elements, Stretch& s, double* out, double* extremes) const {
     double& worst = extremes[extreme::max_error];
     for (int l = 0; l < LANES; l++) worst = larger(worst, double(group.max_error[l]));
@@ -206,8 +206,8 @@ struct Rows {
  private:
   struct Row {
     Doubles sums[SUMS];
-    int64_t nonzero, kept, subnormal, infinite, clipped;  // clipped: -1 where nobody looked
-    float smallest;                                       // 0 if all are
+    int64_t nonzero, kept, subnormal, infinite, clipped;  // clipped: -1 if not counted
+    float smallest;                                       // 0 if all elements are zeros
     Floats max_error;
   };
 
@@ -232,7 +232,7 @@ struct Rows {
       range = {smaller(range.low, bits_of(one)), larger(range.high, bits_of(one))};
       for (int64_t piece = i / PIECE; piece * PIECE < end; piece++) s.least[piece] = smaller(s.least[piece], one);
       const Floats scale = spread(one * factor);
-      for (int64_t k = i; k < end; k += LANES) std::memcpy(s.scale + k, &scale, sizeof(scale));  // the next one writes over it
+      for (int64_t k = i; k < end; k += LANES) std::memcpy(s.scale + k, &scale, sizeof(scale));  // excess is overwritten
     }
     return range;
   }
@@ -265,7 +265,7 @@ struct Rows {
       const float scale = scales[each ? i : 0], magnitude = float_of(bits_of(T::value(x[i])) & MAGNITUDE);
       const double end = job.clip * double(scale), size = double(magnitude * unit);
       const bool clips = job.tie_clips ? size >= end : size > end;
-      // where even the scale of a block underflowed, an element is lost, not clipped
+      // if the scale of the block underflowed, the element is lost, not clipped
       count += bits_of(magnitude) < INFINITE && clips && float_of(decode(codes[i])) * scale != 0;
     }
     return count;
@@ -374,9 +374,9 @@ struct Rows {
     return finite;
   }
 
-  // False where a product might be subnormal or infinite.
+  // False if a product might be subnormal or infinite.
   __attribute__((noinline)) bool swift(const Int* x, const uint8_t* codes, int64_t number, int32_t exponent, Stretch& s, Row& row) const {
-    if (!clean && !all_finite(x)) return false;  // by row, so that a part of a tensor adds up as it does in the whole
+    if (!clean && !all_finite(x)) return false;  // by row: the same sums in a part of a tensor
     const int32_t least_code = smaller(1 - job.bias - job.mantissa_bits, 0);  // exponents of codes: the smallest ..
     const int32_t last_code = larger((1 << (job.bits - 1 - job.mantissa_bits)) - job.bias, 0);  // .. and beyond the largest
     const int32_t low_scale = 1 - least_code - smaller(exponent, 0), high_scale = 253 - last_code - larger(exponent, 0);
@@ -421,7 +421,7 @@ struct Rows {
     Counts a = sums.counts;
     const C8x64 low0 = load<C8x64>(low), low1 = load<C8x64>(low + 64), high0 = load<C8x64>(high), high1 = load<C8x64>(high + 64);
     C8x64 order;
-    for (int i = 0; i < 64; i++) order[i] = char(i % 8 + i / 16 * 8 + i / 8 % 2 * 32);  // in which bytes are mixed below
+    for (int i = 0; i < 64; i++) order[i] = char(i % 8 + i / 16 * 8 + i / 8 % 2 * 32);  // the code below mixes bytes like this
     I16x32 first;
     for (int i = 0; i < 32; i++) first[i] = int16_t(i / 2);
     const I16x32 second = first + 16;

@@ -6,7 +6,7 @@
 // Floats are taken apart as signed integers throughout: magnitudes are ordered like their bits, NaN on top, and SSE2
 // and AVX2 have signed compares only. No loop sums anything, so neither threads nor vector widths can change a bit.
 
-#ifndef OTTAVA_TYPE  // of x: a library each, for most programs want one of them
+#ifndef OTTAVA_TYPE  // the type of x: each has its own library, because most programs need only one
 #define OTTAVA_TYPE BFloat16
 #define OTTAVA_CASTS_BF16
 #endif
@@ -18,9 +18,9 @@
 namespace {
 
 constexpr int64_t SPAN = 8192;             // elements of a flat tensor that a thread takes at once
-constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
-constexpr int64_t WORTH_STEPS = 2048;      // elements of one factor for which steps of its own are made
-constexpr int64_t CLOSE_BYTES = 1 << 14;   // of bands that are taken together
+constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking another thread
+constexpr int64_t WORTH_STEPS = 2048;      // elements of one factor that pay for a table of steps
+constexpr int64_t CLOSE_BYTES = 1 << 14;   // of bands that a thread takes together
 constexpr int64_t UNIT_BYTES = 1 << 18;   // of x, read twice: for amax and for the codes
 
 // --- the walk --------------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ struct Walk {
   const Cast* cast;
   const float* given;
   float *scale_inv, *amax, *factor;
-  const Steps* steps;  // of factor 1: powers of two share them
+  const Steps* steps;  // for factor 1: powers of two share them
   int threads;
 };
 
@@ -71,7 +71,7 @@ void row_encode(const Walk& w, const typename T::Int* x, uint8_t* out, const flo
   }
   for (int64_t g = first; g < last; g++, x += w.block_cols, out += w.block_cols, factor++) {
     const int64_t n = smaller(w.block_cols, w.cols - g * w.block_cols);
-    if (n == 16) encode_piece<T, 16>(x, out, OneFactor{*factor}, code);  // no call for so few
+    if (n == 16) encode_piece<T, 16>(x, out, OneFactor{*factor}, code);  // a call would cost more than the work
     else encode<T>(x, out, n, OneFactor{*factor}, code);
     if (nans) encode_nans<T>(x, out, n, OneFactor{*factor}, code);
   }
@@ -81,7 +81,7 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
   return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
 }
 
-// Whether a product may be NaN: one in x, or 0 times an infinite scale.
+// Whether a product may be NaN: x has a NaN, or 0 meets an infinite scale.
 __attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n) {
   int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
   OTTAVA_ROLLED
@@ -123,9 +123,9 @@ void encode_band(const Walk& w, int64_t band, int64_t first, int64_t last, bool 
 }
 
 template <class T>
-void blocks(const Walk& w, int phases, Area a, typename T::Int* most, Encoder code) {  // `most`: a number for each
+void blocks(const Walk& w, int phases, Area a, typename T::Int* most, Encoder code) {  // `most`: one amax a block
   using Int = typename T::Int;
-  const int64_t n = a.last - a.first, step = n == w.grid_cols ? a.bottom - a.top : 1;  // bands whose scales are neighbours
+  const int64_t n = a.last - a.first, step = n == w.grid_cols ? a.bottom - a.top : 1;  // scales of bands are neighbours
   const Int* x = static_cast<const Int*>(w.x) + a.first * w.block_cols;
   if (phases & AMAX) {
     fill(most, (a.bottom - a.top) * n, Int(0));
@@ -155,7 +155,7 @@ inline int thread_number() {
 #endif
 }
 
-// Bands in groups of columns, or groups of bands, that stay in a cache between the phases.
+// Takes bands in groups, or a band in groups of columns, small enough to stay in a cache between the phases.
 template <class T>
 bool bands(const Walk& w, int phases) {
   using Int = typename T::Int;
@@ -175,7 +175,7 @@ bool bands(const Walk& w, int phases) {
   return true;
 }
 
-// Both casts tile by tile, so that the second finds its elements in a cache; a tile is made of whole blocks of either.
+// Makes both casts tile by tile, so that the second finds its elements in a cache. A tile holds whole blocks of both.
 template <class T>
 bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile_cols) {
   using Int = typename T::Int;
@@ -202,7 +202,8 @@ bool bands_of_both(const Walk& a, const Walk& b, int64_t tile_rows, int64_t tile
   return true;
 }
 
-// Blocks as tall as the matrix: every thread looks at some rows, the largest of all decides, then rows are cast.
+// Blocks as tall as the matrix: each thread finds the amaxes of some rows, their maxima give the scales, then the threads
+// cast the rows.
 template <class T>
 bool tall(const Walk& w) {
   using Int = typename T::Int;
@@ -236,7 +237,7 @@ bool tall(const Walk& w) {
   scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
   if (known) return true;
   const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols), one = w.grid_cols == 1;
-  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // amaxes are no longer wanted
+  int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // the amaxes are used up
   const bool by_bases = !one && !nans && bases_of(w, w.factor, w.grid_cols, base);
   if (one && !nans && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);
 #pragma omp parallel for schedule(static) num_threads(w.threads)
@@ -309,7 +310,7 @@ extern "C" void ottava_scales(const float* amax, int64_t n, const Cast* cast, fl
   current_scales(amax, n, *cast, scale, scale_inv);
 }
 
-struct Side {  // one of the two casts that are made from one reading of x
+struct Side {  // one of the two casts from one reading of x
   int64_t block_rows, block_cols;
   const Cast* cast;
   uint8_t* out;

@@ -1,11 +1,11 @@
-// What one reading of a tensor tells, and copies of some of its rows: what is measured of a cast starts here.
+// The extent of a tensor from one reading, and copies of some of its rows. Every measurement of a cast starts here.
 
 #include "base.h"
 #include "extent.h"
 #include "floats.h"
 #include "simd.h"
 
-#ifndef OTTAVA_TYPE  // of x: a library each
+#ifndef OTTAVA_TYPE  // the type of x: each has its own library
 #define OTTAVA_TYPE BFloat16
 #define OTTAVA_TAKES_CODES
 #endif
@@ -50,7 +50,7 @@ double rounded(float x, int mantissa_bits, int emin, float largest) {
   return result <= double(largest) ? result : __builtin_inf();
 }
 
-struct Byte {  // what is only copied
+struct Byte {  // a code: it is only copied
   using Int = uint8_t;
 };
 
@@ -80,7 +80,7 @@ void squares_of(const typename T::Int* x, int64_t row_step, int64_t col_step, in
   }
 }
 
-// One item in sizeof(Wide) / sizeof(Item), the one that lies `at` in its group: out of numbers as wide as a group.
+// Takes item number `at` of each group of sizeof(Wide) / sizeof(Item) items; it reads a group as one wide number.
 template <class Wide, class Item>
 void narrow(const Item* from, int64_t at, int64_t n, Item* __restrict to) {
   if constexpr (sizeof(Wide) > sizeof(Item)) {
@@ -91,7 +91,7 @@ void narrow(const Item* from, int64_t at, int64_t n, Item* __restrict to) {
   }
 }
 
-// Columns `stride` apart, of whose `height` items one in `step` is taken, from item `at` on -> rows.
+// Turns columns into rows: `stride` items from column to column, every `step`-th of `height` items from item `at` on.
 template <class Item>
 void transpose_some(const Item* from, int64_t stride, int64_t height, int64_t at, int64_t step, int64_t rows, int64_t cols,
                     Item* to, int64_t to_stride) {
@@ -113,13 +113,13 @@ void transpose_some(const Item* from, int64_t stride, int64_t height, int64_t at
   }
 }
 
-// Rows of a matrix of `height` rows, those of n bands (first, the one after the last, step), one below the other; where
-// `squares` is given also the largest finite magnitudes of the blocks of 128x128 that each band is in.
+// Copies the rows of n bands (first, end, step) of a matrix of `height` rows, one below the other; with `squares` also
+// the largest finite magnitudes of the 128x128 blocks around each band.
 template <class T>
 void take(const void* from, int64_t row_step, int64_t col_step, int64_t height, int64_t cols, const int64_t* bands,
           int64_t n, void* to, float* squares, int threads) {
   using Int = typename T::Int;
-  // of columns few at a time for all bands: each lies in a page of memory of its own
+  // takes few columns at a time, for all bands: each column lies in another page of memory
   const int64_t width = col_step == 1 ? WIDTH : CHUNK, strips = (cols + width - 1) / width;
   const int64_t chunks = (cols + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -146,8 +146,8 @@ void take(const void* from, int64_t row_step, int64_t col_step, int64_t height, 
 
 }  // namespace
 
-// x: (rows, cols). Fills extent, amaxes rounded to bf16 (as == 1), to fp16 (2), or not (0): rounding is monotonic, so that
-// is the extent of x in that dtype, unless it rounds to infinity. Returns whether all is finite.
+// x: (rows, cols). Fills extent with amaxes rounded to bf16 (as == 1), fp16 (2) or not at all (0). Rounding is monotonic, so
+// they are the amaxes of x in that dtype, unless an element rounds to infinity. Returns whether all are finite.
 extern "C" int ottava_survey(const void* x, int as, int64_t rows, int64_t cols, int64_t stride, double* extent,
                              int threads) {
   const int team = int(between<int64_t>(rows * cols / 65536, 1, larger(threads, 1)));

@@ -1,5 +1,5 @@
-// Scales from amaxes, bit for bit those of scaling.compute_scale: one loop a format, without branches, for blocks may be
-// as small as 16.
+// Scales from amaxes, bit for bit as scaling.compute_scale gives them. Each format has one loop without branches,
+// because blocks may be as small as 16.
 #pragma once
 
 #include <cfloat>
@@ -14,7 +14,7 @@ enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TW
 
 inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
 
-// The exponent of a power of two as fp32, down to its smallest subnormal number 2**-127 that a scale may be.
+// A power of two in fp32 from its exponent, down to 2**-127, the smallest scale, which is subnormal.
 inline float power_of_two(int32_t exponent) { return float_of(exponent > -127 ? (exponent + 127) << 23 : 1 << 22); }
 
 inline float floor_power_of_two(float x) {

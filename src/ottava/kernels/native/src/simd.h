@@ -1,8 +1,8 @@
-// Vectors, for all kernels: in what GCC and clang share of them; then instructions of AVX512 by name, one function each.
-// Compilers have those in immintrin.h, which takes them longer to read (0.2 to 0.35 s) than most kernels take to compile.
+// Vectors for all kernels: first the extensions that GCC and clang share, then AVX512's instructions, one function each.
+// Compilers offer these in immintrin.h, but reading it takes 0.2 to 0.35 s, longer than compiling most kernels.
 //
-//   Floats, Ints, Shorts, Bytes   LANES elements, as many as a register has fp32 numbers; Doubles: half as many, HalfFloats
-//   Z                             64 bytes of AVX512, of whatever
+//   Floats, Ints, Shorts, Bytes   LANES elements, as many as fp32 numbers fit a register; Doubles: half as many, HalfFloats
+//   Z                             64 bytes of AVX512, elements of any type
 //   U8x64, I16x32, ..             elements by kind, bits and number; C8x64: bytes as GCC's builtins call them
 //
 // In names of functions 8, 16, 32 and 64 are bits of an element: all16(x) has x in every 16 bits.
@@ -40,7 +40,7 @@ template <class To> inline To load(const void* from) { To to; std::memcpy(&to, f
 inline Floats spread(float f) { return Floats{} + f; }
 inline Ints spread(int32_t i) { return Ints{} + i; }
 
-// GCC 12 converts vectors of integers one by one, but by the instructions that do it
+// GCC 12 converts vectors of integers one element at a time, except by these instructions
 #if defined(__AVX512F__) && !defined(__clang__)
 typedef char C __attribute__((vector_size(16)));
 inline Ints widened(Shorts x) { return as<Ints>(__builtin_ia32_pmovsxwd512_mask(x, Ints{}, -1)); }
@@ -92,7 +92,7 @@ template <> struct Line<int32_t> {
   static inline V high(V a, V b) { return SHUFFLED(V, a, b, 2, 6, 3, 7); }
 };
 
-// N x N items, N vectors of N: shuffled like cards log2(N) times, rows are columns.
+// Transposes N x N items in N vectors: log2(N) rounds, each interleaves the vectors like two halves of a pack of cards.
 template <class Item, int N>
 inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t to_stride) {
   using V = typename Line<Item>::V;
@@ -113,14 +113,14 @@ inline void transpose_square(const Item* from, int64_t stride, Item* to, int64_t
   for (int i = 0; i < N; i++) std::memcpy(to + i * to_stride, &cards[i], sizeof(V));
 }
 
-// More than a row of n items has, so that rows below each other are not in the same places of a cache.
+// A stride longer than a row of n items, so that rows below each other do not share cache sets.
 template <class Item> constexpr int64_t padded(int64_t n) { return n + 64 / int64_t(sizeof(Item)); }
 
-template <class Item>  // columns `stride` apart -> rows; so many columns at a time that lines of a cache are written whole
+template <class Item>  // columns `stride` apart -> rows; takes enough columns at a time to write whole cache lines
 const Item* transpose(const Item* from, int64_t stride, int64_t rows, int64_t cols, Item* to, int64_t to_stride) {
   constexpr int N = 16 / int(sizeof(Item)), LINE = 4 * N;
   const int64_t high = rows / N * N, wide = cols / N * N;
-  const int64_t tall = to_stride * int64_t(sizeof(Item)) % 512 ? LINE : N;  // or lines that are read whole, where it pays
+  const int64_t tall = to_stride * int64_t(sizeof(Item)) % 512 ? LINE : N;  // or to read whole cache lines, where that pays
   for (int64_t left = 0; left < wide; left += LINE)
     for (int64_t top = 0; top < high; top += tall)
       for (int64_t col = left; col < smaller(left + LINE, wide); col += N)
@@ -158,9 +158,9 @@ OTTAVA_OF_TWO(min8_unsigned, "vpminub")
 OTTAVA_OF_TWO(add8_saturated, "vpaddusb")
 OTTAVA_OF_TWO(subtract8_saturated, "vpsubusb")
 OTTAVA_OF_TWO(subtract16_saturated, "vpsubusw")
-OTTAVA_OF_TWO(packed_unsigned, "vpackuswb")  // 16 bits to 8, saturated: of each 128 bits those of a, then those of b
+OTTAVA_OF_TWO(packed_unsigned, "vpackuswb")  // 16 bits to 8, saturated: in each 128 bits first a's, then b's
 OTTAVA_OF_TWO(packed_signed, "vpacksswb")
-OTTAVA_OF_TWO(low8, "vpunpcklbw")  // of the lower half of each 128 bits: an element of a, one of b, ..
+OTTAVA_OF_TWO(low8, "vpunpcklbw")  // in the lower half of each 128 bits: an element of a, an element of b, ..
 OTTAVA_OF_TWO(high8, "vpunpckhbw")
 OTTAVA_OF_TWO(low32, "vpunpckldq")
 OTTAVA_OF_TWO(high32, "vpunpckhdq")
@@ -168,22 +168,22 @@ OTTAVA_OF_TWO(low64, "vpunpcklqdq")
 OTTAVA_OF_TWO(high64, "vpunpckhqdq")
 OTTAVA_OF_TWO(even128, "vshufi32x4 $0x88,")  // the first and third 128 bits of a, then of b
 OTTAVA_OF_TWO(odd128, "vshufi32x4 $0xdd,")
-OTTAVA_OF_TWO(ordered64, "vpermq")  // b in the order that a gives
+OTTAVA_OF_TWO(ordered64, "vpermq")  // the elements of b in the order of the indices in a
 #undef OTTAVA_OF_TWO
 
 OTTAVA_INLINE Z a_or_b_and_c(Z a, Z b, Z c) { __asm__("vpternlogd $0xf8, %2, %1, %0" : "+v"(a) : "v"(b), "v"(c)); return a; }
 
-template <int N>  // 32 bits each: from the Nth of a on, then of b
+template <int N>  // 32-bit elements: from the Nth of a on, then from b
 OTTAVA_INLINE Z from32(Z a, Z b) { Z z; __asm__("valignd %3, %1, %2, %0" : "=v"(z) : "v"(a), "v"(b), "i"(N)); return z; }
 
-// What index says of 64 words: those of a, and past them those of b.
+// The words at these indices of 64 words: first those of a, then those of b.
 OTTAVA_INLINE Z chosen16(Z a, Z index, Z b) { __asm__("vpermi2w %2, %1, %0" : "+v"(index) : "v"(a), "v"(b)); return index; }
 
-#if defined(__AVX512VBMI__)  // of 128 bytes
+#if defined(__AVX512VBMI__)  // indices into 128 bytes
 OTTAVA_INLINE Z chosen8(Z a, Z index, Z b) { __asm__("vpermi2b %2, %1, %0" : "+v"(index) : "v"(a), "v"(b)); return index; }
 #endif
 
-// Masks have a bit for each element. Where one is 0: nothing is read or written, the element is 0.
+// Masks have a bit for each element. An element with bit 0 is not read or written; it is 0.
 OTTAVA_INLINE Z load8(const void* from, uint64_t mask) {
   Z z;
   __asm__("vmovdqu8 %1, %0%{%2%}%{z%}" : "=v"(z) : "m"(*(const char(*)[64])from), "Yk"(mask));
@@ -226,7 +226,7 @@ OTTAVA_INLINE Z plus16_where(uint32_t mask, Z a, Z b) {
   return a;
 }
 
-// The largest of words that are not negative.
+// The largest of words; none is negative.
 OTTAVA_INLINE int16_t largest16(Z a) {
   Z half, quarter;
   __asm__("vextracti64x4 $1, %1, %t0\n\tvpmaxsw %t1, %t0, %t0" : "=&v"(half) : "v"(a));
@@ -239,7 +239,7 @@ OTTAVA_INLINE int16_t largest16(Z a) {
 }  // namespace
 #endif
 
-// --- AVX512 with VBMI, by builtins of GCC, which are named anew at times; OTTAVA_WIDE is 1 where they are there -------
+// --- AVX512 with VBMI, by builtins of GCC, which some versions rename; OTTAVA_WIDE is 1 if this compiler has them -----
 
 #define OTTAVA_WIDE 0
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__has_builtin) && !defined(__clang__)
@@ -254,7 +254,7 @@ OTTAVA_INLINE int16_t largest16(Z a) {
     __has_builtin(__builtin_ia32_ptestmw512) && __has_builtin(__builtin_ia32_punpckhbw512_mask) && \
     __has_builtin(__builtin_ia32_punpcklbw512_mask) && __has_builtin(__builtin_ia32_rcp14ps512_mask) && \
     __has_builtin(__builtin_ia32_vcvtph2ps512_mask) && __has_builtin(__builtin_ia32_vfmaddps512_mask) && \
-    __has_builtin(__builtin_ia32_vpermt2varqi512_mask)  // GCC changes their names at times
+    __has_builtin(__builtin_ia32_vpermt2varqi512_mask)  // some versions of GCC rename them
 #undef OTTAVA_WIDE
 #define OTTAVA_WIDE 1
 #endif
@@ -265,7 +265,7 @@ OTTAVA_INLINE int16_t largest16(Z a) {
 namespace {
 
 
-constexpr int NEAREST = 4;  // rounding as the mode says
+constexpr int NEAREST = 4;  // rounding by the current mode
 
 template <class To, class From> inline To low_part(const From& from) { To to; std::memcpy(&to, &from, sizeof(to)); return to; }
 inline HalfFloats high_half(Floats v) { return __builtin_ia32_extractf32x8_mask(v, 1, HalfFloats{}, -1); }

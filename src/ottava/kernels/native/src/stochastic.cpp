@@ -7,7 +7,7 @@
 #include "base.h"
 #include "floats.h"
 
-#ifndef OTTAVA_TYPE  // of x
+#ifndef OTTAVA_TYPE  // the type of x
 #define OTTAVA_TYPE BFloat16
 #endif
 
@@ -23,8 +23,8 @@ extern "C" struct Job {  // native.stochastic._Job
 
 namespace {
 
-constexpr int PIECE = 64;  // elements that are cast together; a multiple of four, for these share a counter
-constexpr int64_t SMALLEST_SHARE = 16384;  // elements for which another thread is worth waking
+constexpr int PIECE = 64;  // elements of one round; a multiple of four, because four elements share a counter
+constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking another thread
 
 struct Keys {
   uint32_t first[10], second[10];
@@ -69,7 +69,7 @@ inline void random_bits(const Keys& keys, uint64_t number, int32_t* __restrict o
 }
 
 struct Encoder {
-  uint32_t to_fixed;  // beyond an int32_t, until an exponent is taken off it
+  uint32_t to_fixed;  // too large for an int32_t until an exponent is subtracted
   int32_t largest, smallest, shift, sign_shift, sign_bit, nan_code, nan_sign;
 
   explicit Encoder(const Job& job) {
@@ -83,7 +83,7 @@ struct Encoder {
     nan_sign = job.nan_code < 0 ? 0 : sign_bit;
   }
 
-  // Quanta with 24 bits behind the point: the product is exact, and what the conversion cuts off no random number reaches.
+  // Quanta with 24 bits behind the point: the product is exact, and no random number reaches the bits that are cut off.
   inline uint8_t operator()(float v, int32_t random) const {
     const int32_t b = bits_of(v), a = b & MAGNITUDE, clamped = smaller(a, largest);
     const int32_t exponent = larger(clamped & INFINITE, smallest);

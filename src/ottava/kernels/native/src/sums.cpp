@@ -1,25 +1,25 @@
-// What a Linear does besides GEMMs and casts, at the speed of memory: the checksum that its weight cache believes, and
-// the sum of a gradient's rows, which is the gradient of the bias. Both give the same bits for any number of threads.
+// The rest of a Linear beside GEMMs and casts, at the speed of memory: the checksum for its weight cache, and the sum of
+// a gradient's rows, which is the gradient of the bias. Both give the same bits for any number of threads.
 #include "base.h"
 #include "floats.h"
 
 extern "C" {
-struct Sums {     // as native.sums lays it out
+struct Sums {     // as native.sums packs it
   const void* x;  // rows one after the other, columns side by side
   int64_t type;   // 0 fp32, 1 bf16, 2 fp16
   int64_t rows, columns, row_stride;
   void* out;
-  int64_t in_bf16;  // whether out is; else it is fp32
+  int64_t in_bf16;  // whether out is bf16; else it is fp32
   int64_t threads;
 };
 }
 
 namespace {
 
-constexpr int64_t SEGMENT = 1 << 18;  // bytes hashed on their own; native.sums._SEGMENT
-constexpr int LANES = 32;             // 64-bit words that are hashed side by side
+constexpr int64_t SEGMENT = 1 << 18;  // bytes of one hash; native.sums._SEGMENT
+constexpr int LANES = 32;             // 64-bit words hashed side by side
 constexpr int64_t ROWS = 64;          // rows of one partial sum: shorter chains, less error
-constexpr int64_t COLUMNS = 4096;     // columns that one task sums: its partial sums stay in a first-level cache
+constexpr int64_t COLUMNS = 4096;     // columns of one task: its partial sums stay in a first-level cache
 
 // Multiplication by an odd number and the shift are both one to one, so one changed bit always changes the hash.
 inline uint64_t mix(uint64_t hash, uint64_t word) {
@@ -50,7 +50,7 @@ void sum_band(const typename Type::Int* x, int64_t rows, int64_t row_stride, int
     for (int64_t c = 0; c < columns; c++) out[c] += Type::value(x[c]);
 }
 
-// Each task reads whole lines of some rows, as memory likes it. The sums of the bands are added in their order.
+// Each task reads whole cache lines of some rows. The sums of the bands are added in their order.
 template <class Type>
 bool sum_columns(const Sums& call) {
   const auto* x = static_cast<const typename Type::Int*>(call.x);
@@ -88,7 +88,7 @@ uint64_t ottava_checksum(const uint8_t* bytes, int64_t n, uint64_t* hashes, int 
   return hash;
 }
 
-// 0, or 1 if there was no memory.
+// Returns 0, or 1 if there was no memory.
 int ottava_column_sums(const Sums* call) {
   const auto sum = call->type == 0 ? sum_columns<Float32> : call->type == 1 ? sum_columns<BFloat16> : sum_columns<Float16>;
   return sum(*call) ? 0 : 1;

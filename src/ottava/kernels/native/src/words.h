@@ -1,13 +1,13 @@
-// Codes of BF16 numbers by 16-bit words, 64 at a time: three times as fast as in fp32, where the CPU looks bytes up in
-// a table (AVX512-VBMI: Ice Lake, Zen 4 and later). Elsewhere `Steps::make` says no, and the loops in fp32 run.
+// Codes of BF16 numbers by 16-bit words, 64 at a time: three times as fast as in fp32. It needs a CPU that looks bytes up
+// in a table (AVX512-VBMI: Ice Lake, Zen 4 and later). On others `Steps::make` returns false, and the fp32 loops run.
 //
 // A BF16 number has 7 bits of mantissa, and among normal codes a step in its exponent is 2**mantissa bits codes. So
 //
 //   code = (exponent - first exponent) * 2**mantissa bits + table[mantissa]
 //
-// holds exactly, rounded product and ties included, if the table has been made by the loop in fp32, for one binade. The
-// few codes below are as many steps, each at some number: counted, where any number of the 64 is there. Scales that are
-// powers of two share a table: theirs only move it.
+// holds exactly, rounded product and ties included, if the fp32 loop makes the table, for one binade. Each of the few
+// codes below begins at some number: if any of the 64 numbers is that small, the code counts the beginnings passed. All
+// powers of two share one table: such a scale only moves it.
 #pragma once
 
 #include "simd.h"
@@ -20,20 +20,19 @@
 
 constexpr int32_t LEAST_FACTOR = 27 << 23, LARGEST_FACTOR = 227 << 23;  // beyond, products may be subnormal or infinite
 
-struct Steps {  // of one factor
+struct Steps {  // for one factor
   bool made = false;
-  alignas(64) uint8_t table[128];  // for each mantissa: what is to be added to the magnitude's upper bits
-  int16_t first;                   // from base: where code 1 begins
-  // Codes 1, 2, .., as far as steps between them are equal: how far past `first` each begins, or (from on), past the one
-  // that a byte is counted from; that one's distance from the first where it is a new one, else -1.
+  alignas(64) uint8_t table[128];  // for each mantissa: the addend to the magnitude's upper bits
+  int16_t first;                   // from base: the magnitude at which code 1 begins
+  // For codes 1, 2, .. with equal steps between them: from_on has the distance from the code's origin, an earlier code or
+  // itself; counted_from has the distance of a code that is an origin from `first`, else -1.
   uint32_t from_on[16];
   int32_t counted_from[16];
-  int16_t base;                    // bits of a power of two
-  int32_t normal, count, shift;    // normal: from base, where products are normal numbers of the format
+  int16_t base;                    // the bits of a power of two
+  int32_t normal, count, shift;    // normal: from base, the first magnitude with a normal product in the format
   uint8_t largest, sign;
 
-  // The bases of n factors that are powers of two, for steps made with a factor of 1; false where one is not, or is not
-  // taken.
+  // Finds the bases of n factors, for steps made with factor 1; false if a factor is no power of two or out of range.
   __attribute__((noinline)) bool bases(const float* factor, int64_t n, int16_t* out) const {
     int32_t others = 0;
     OTTAVA_ROLLED
@@ -45,7 +44,7 @@ struct Steps {  // of one factor
     return others == 0;
   }
 
-  template <class Encode>  // encode(bits of BF16 numbers, codes, how many): with that factor, in fp32
+  template <class Encode>  // encode(bits of BF16 numbers, codes, count) casts with that factor in fp32
   bool make(float factor, int mantissa_bits, int emin, uint8_t largest_code, uint8_t sign_bit, Encode encode) {
     const bool fits = bits_of(factor) >= LEAST_FACTOR && bits_of(factor) <= LARGEST_FACTOR;
     if (!fits || mantissa_bits < 1 || mantissa_bits > 4) return false;
@@ -62,7 +61,7 @@ struct Steps {  // of one factor
       for (int i = 0; i < 4; i++) at += codes[4 * k + i] <= k;
       if (k == 0) first = int16_t(start = zero = at);
       counted_from[k] = at - start > 254 || k == 0 ? (start = at) - zero : -1;
-      from_on[k] = uint32_t(at - start) * 0x01010101;  // in each byte
+      from_on[k] = uint32_t(at - start) * 0x01010101;  // the same in each byte
     }
     const float smallest = float_of((127 + emin) << 23);
     normal = (bits_of(smallest / factor) >> 16) - 1;
@@ -70,7 +69,7 @@ struct Steps {  // of one factor
     base = int16_t(normal & 0x7f80);
     normal -= base;
     first = int16_t(first - base);
-    int16_t binade[128];  // the first that holds normal numbers only
+    int16_t binade[128];  // the first binade of normal numbers only
     for (int m = 0; m < 128; m++) binade[m] = int16_t(base + 0x80 + m);
     encode(binade, codes, 128);
     for (int m = 0; m < 128; m++) table[m] = uint8_t(codes[m] - count - (m >> shift));
@@ -80,12 +79,12 @@ struct Steps {  // of one factor
 
 struct Bases {
   const int16_t* first;
-  int64_t block;  // how many numbers each is for
+  int64_t block;  // numbers of one factor
 };
 
 #if OTTAVA_WORDS
 
-struct Table {  // what encoding takes, in registers
+struct Table {  // the constants of encoding, in registers
   const Steps& steps;
   const Z low_table, high_table, low_bytes, order, before_first, steps_end, largest, sign;
   const int sign_shift;
@@ -118,7 +117,7 @@ struct Table {  // what encoding takes, in registers
     return ordered64(order, a_or_b_and_c(code, shifted(packed_signed(a, b), sign_shift), sign));
   }
 
-  // Counts steps where some number is among them. Past the last one `code` is right.
+  // Counts steps for the numbers among them. Past the last step `code` is right.
   OTTAVA_INLINE Z counted(Z past_a, Z past_b, Z code) const {
     const Z zero{}, one = all8(1), a = max16(past_a, zero), b = max16(past_b, zero);
     Z count = zero, past = zero;
@@ -135,7 +134,7 @@ struct Table {  // what encoding takes, in registers
   }
 };
 
-// n numbers of a row. LOOK: gives their largest magnitude, which may be NaN; its codes then mean nothing.
+// Encodes n numbers of a row. LOOK: returns their largest magnitude; if it is NaN, the codes mean nothing.
 template <bool LOOK>
 __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, int64_t n, Bases bases, const Steps& steps) {
   Table table(steps);  // not const: g++ 12 would keep it in memory
@@ -173,7 +172,7 @@ OTTAVA_INLINE int16_t largest_word(const int16_t* x, int64_t n) {
   return largest16(most);
 }
 
-#else  // no steps are ever made
+#else  // `make` always returns false
 
 template <bool LOOK>
 inline int16_t encode_words(const int16_t*, uint8_t*, int64_t, Bases, const Steps&) { return 0; }
