@@ -1,5 +1,5 @@
-"""Device code of a norm, an activation or its gradient in front of a cast: it computes a tile of the rows where the cast
-loads it.
+"""Device code of a norm, an activation or its gradient in front of a cast: it computes each tile of the rows where
+the cast loads it.
 
 The formulas are those of `nn.norms` and `nn.activations`, operation by operation in fp32, rounded where torch rounds.
 exp, erf and tanh are CUDA's (libdevice), as in torch's kernels: Triton's are approximations.
