@@ -1,8 +1,8 @@
-"""Casts of one rank's shard of a matrix, with the scales that the whole matrix has.
+"""Casts one rank's shard of a matrix with the scales of the whole matrix.
 
 A block that reaches over all ranks (a tensor, a row whose columns are split) needs the largest magnitude of all ranks.
 The ranks reduce their amaxes before the cast, so the codes of all shards joined are those of the joined matrix, bit for
-bit, and a GEMM may gather codes in place of numbers. Blocks that lie on one rank need nothing.
+bit, and a GEMM may gather codes instead of numbers. Blocks on one rank need no agreement.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ottava.scaling import PER_TENSOR, Scale, amax
 
 
 class AgreedCast:
-    """What a door casts with where its matrix is split; in place of `casts.cast_both`.
+    """The cast of a door whose matrix is split over ranks; it replaces `casts.cast_both`.
 
     Args:
         group: the ranks that hold the shards.
@@ -45,11 +45,11 @@ class AgreedCast:
         staged: Tensor | None = None,
         plans: dict[Any, CastPlan] | None = None,
     ) -> Both:
-        """As `casts.cast_both`; the amax is that of all ranks, and nothing is staged."""
+        """As `casts.cast_both`, with the largest amax of all ranks; it stages nothing."""
         known = spec or spec_t
         assert known is not None
         if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
-            # predicted, and alike on all ranks; on an accelerator the host would wait to learn this
+            # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
         row = None if spec is None else self._cast(x, spec, self.dim, scale, plans)
         if row is not None and spec == spec_t and row.spec.granularity.transposes:
@@ -84,14 +84,15 @@ class AgreedCast:
         )
 
     def _two_levels(self, largest: Tensor, spec: QuantizationSpec) -> Scale:
-        """NVFP4's scales: a block's own, below the one of the whole tensor, which the ranks agree on."""
+        """NVFP4's scales: one a block, below the scale of the whole tensor, on which the ranks agree."""
         finite = torch.where(largest.isfinite(), largest, 0.0)
         top = self._largest(finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1))
         both = spec.scale_of(torch.cat([largest.reshape(-1, 1), top]))  # the tensor's amax among its blocks
         return Scale(both.scale[:-1].reshape(largest.shape), both.scale_inv[:-1].reshape(largest.shape))
 
     def _largest(self, amaxes: Tensor) -> Tensor:
-        """Of all ranks, entry by entry; infinite where one has a NaN, whose order no collective promises."""
+        """The largest of all ranks, entry by entry; infinite if a rank has a NaN, because collectives do not order
+        NaN."""
         amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
         return amaxes

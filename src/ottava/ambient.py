@@ -33,14 +33,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Update = Literal["step", "autocast"]
 Part = Literal["all", "forward", "backward"]
-"""The doors that a boundary covers: all, those of input and weight, or those of grad_output."""
+"""The doors of a boundary: all, input and weight ("forward"), or grad_output ("backward")."""
 
 
 class Rolls(Protocol):
     """The part of `state.ScalingState` that an autocast uses."""
 
     def update(self, part: Part = "all") -> None:
-        """A boundary of all doors, or of those of the forward or the backward."""
+        """Makes a boundary of all doors, or of the doors of the forward or the backward."""
 
     @property
     def predicts(self) -> bool:
@@ -48,7 +48,7 @@ class Rolls(Protocol):
 
 
 class Session:
-    """The states that ran inside an autocast with a boundary of its own: calibration, and TransformerEngine's timing.
+    """The states that ran inside an autocast that makes boundaries: calibration, and TransformerEngine's timing.
 
     A boundary covers whole models, so a rank on which a layer was idle agrees with one on which it ran.
     """
@@ -62,12 +62,12 @@ class Session:
         self._states[id(state)] = state
 
     def claim_backward(self) -> bool:
-        """True for the first caller: the backward of the first layer is the last to end."""
+        """True for the first caller, because the backward of the first layer ends last."""
         first, self._claimed = not self._claimed, True
         return first
 
     def close(self, part: Part) -> None:
-        """The boundary."""
+        """Makes the boundary."""
         for state in self._states.values():
             state.update(part)
 
@@ -91,9 +91,9 @@ class Ambient:
     """The settings of the innermost `autocast`."""
 
     recipe: Recipe | None = None
-    """For every layer; None leaves each layer its own."""
+    """For every layer; None: each layer keeps its recipe."""
     enabled: bool = True
-    """False: torch's own linear everywhere."""
+    """False: torch's linear everywhere."""
     calibrating: bool = False
     """High precision, but every door stages the amax of its tensor."""
     accumulator: Accumulator | None = None
@@ -101,7 +101,7 @@ class Ambient:
     group: ProcessGroup | None = None
     """The ranks that share amaxes."""
     session: Session | None = None
-    """Set if this autocast, or one around it, is a boundary of its own."""
+    """Set if this autocast, or an autocast around it, makes boundaries."""
     ear: Ear = field(default_factory=Ear, repr=False, compare=False)
     """Notes that a layer has read these settings."""
 

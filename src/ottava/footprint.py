@@ -1,8 +1,8 @@
-"""What a training run keeps in memory, predicted before it runs: weights, gradients, masters, moments, activations.
+"""Predicts the memory of a training run before it runs: weights, gradients, masters, moments, activations.
 
-The optimizer's share is not computed from formulas: a twin of the optimizer steps copies of the parameters on the meta
-device, which have no memory, and the bytes of what it made are summed. So every optimizer of torch is understood, and
-the prediction is what a step makes.
+It needs no formulas for the optimizer's share: a twin of the optimizer steps copies of the parameters on the meta
+device, which have no memory, and the module adds up the bytes of the states. So it works for every optimizer of torch,
+and the prediction equals the bytes after a step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Memory:
     weights: int
     """Bytes of the parameters: of codes and scales where they are stored in FP8."""
     kept: int
-    """Bytes of the values that FP8 weights were made of, where they are kept; an optimizer's first step frees them."""
+    """Bytes of the kept values before the cast of FP8 weights; an optimizer's first step frees them."""
     buffers: int
     """Bytes of the model's buffers, such as the histories of predicted scales."""
     gradients: int
     """Bytes of all gradients at the end of a backward."""
     masters: int
-    """Bytes of what the optimizer keeps beside the weights."""
+    """Bytes of the optimizer's copies of the weights."""
     moments: int
-    """Bytes of everything else that it keeps, step counts included."""
+    """Bytes of the optimizer's other states, step counts included."""
     tokens: int
     """Rows of the activations in one forward."""
     activations: int
@@ -83,12 +83,12 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None, *, tokens: int 
 
     Args:
         model: on any device; the meta device needs no memory.
-        optimizer: any of torch's or of `ottava.optim` over its parameters; None: nothing is kept beside the weights.
-        tokens: rows of the activations in one forward, for what ottava's linear layers keep for backward. What norms,
-            attention and activation functions keep beside them is not predicted, nor torch.autocast: the activations
-            have the dtype of the weights.
+        optimizer: an optimizer of torch or of `ottava.optim` over its parameters; None: no optimizer.
+        tokens: rows of the activations in one forward; they give the bytes that ottava's linear layers keep for
+            backward. The prediction leaves out norms, attention and activation functions, and knows no torch.autocast:
+            activations have the dtype of the weights.
     Raises:
-        TypeError: the model is no nn.Module, the optimizer none of torch's, or tokens no whole number.
+        TypeError: the model is no nn.Module, the optimizer no torch optimizer, or tokens no whole number.
         ValueError: tokens below 1, an optimizer of another model, or one whose step needs a closure or reads numbers,
             as LBFGS and Adafactor do, before its first step.
     Edge cases: sharded parameters count with the shard of this process.
@@ -141,7 +141,7 @@ def memory(model: nn.Module, optimizer: Optimizer | None = None, *, tokens: int 
 
 
 def _stepped(optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """What an optimizer keeps of each parameter after a step, on the meta device where it has made no step yet."""
+    """An optimizer's state of each parameter after a step; on the meta device if it has made no step yet."""
     missing: list[dict[str, Any]] = []
     found: list[Mapping[str, Any]] = []
     for group in optimizer.param_groups:
@@ -196,7 +196,7 @@ def _kept(layer: QuantizedLayer, tokens: int) -> int:
 
 
 def _cast_weight(layer: QuantizedLayer) -> int:
-    """Bytes of the operand W.T (K, N) that a layer keeps, where it is not the weight's own memory."""
+    """Bytes of the operand W.T (K, N) that a layer keeps, without memory that it shares with the weight."""
     _, col = layer.resolved.cells("weight")
     weight = layer.weight
     if col is None:

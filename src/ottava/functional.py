@@ -8,8 +8,8 @@
 An operand in high precision passes through its door unchanged; no code here asks "is it FP8?". Backward keeps the
 operands of x.T and w.T as the recipe casts them (FP8 codes, not BF16), and only those that a gradient needs. A norm or
 an activation may stand in front of the input's door (`Producer`). An `Exchange` may gather operands of other ranks
-between cast and GEMM, and sum results over ranks. A layer without them pays no call. In high precision the same
-Producer runs in front of torch's own linear (`produced`), so its formulas stand once.
+between cast and GEMM, and sum results over ranks. They cost other layers no call. In high precision the same Producer
+runs in front of torch's linear (`produced`), so it has one set of formulas.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Exchange(Protocol):
     """Stands between casts and GEMMs if ranks hold parts of the weight: see `nn.sharding`."""
 
     def gather(self, tensor: str, operand: Operand, dim: int) -> Operand:
-        """The tokens of all ranks, as the codes and scales that these have cast.
+        """The tokens of all ranks, as codes and scales from the casts of the ranks.
 
         tensor: "input" or "grad_output"; dim: where its tokens are: 0 in x (M, K), 1 in x.T (K, M).
         """
@@ -97,11 +97,11 @@ class Call:
         before: Call | None = None,
     ) -> None:
         self.doors, self.recipe, self.plans = doors, recipe, {} if plans is None else plans
-        self.input_shape = input_shape  # None: compiled code runs the call without a word
+        self.input_shape = input_shape  # None: compiled code runs the call
         self.produce, self.exchange = produce, exchange
         self.dtype: torch.dtype | None = None
         self.records: dict[str, GemmRecord] = {}  # by "fprop", "dgrad", "wgrad"
-        self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's own linear would keep its input
+        self.saved_bytes = self.high_precision_bytes = 0  # kept for backward; torch's linear would keep its input
         self.cast_specs: tuple[QuantizationSpec | None, ...] = ()
         """The specs of x and of x.T to which the forward has cast its input."""
         self.remark = ""
@@ -148,7 +148,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *paramete
 
 
 def produced(produce: Producer, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """The rows of a Producer as an operation of its own: a stand-alone norm, or rows in high precision.
+    """The rows of a Producer as a separate operation: a stand-alone norm, or rows in high precision.
 
     Args:
         x: any shape that the Producer takes.
@@ -278,7 +278,7 @@ def backward_gemms(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), each where it is needed.
+    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), as needed.
 
     Args:
         x_col, w_col: the operands of x.T (K, M) and w.T (K, N).

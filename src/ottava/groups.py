@@ -28,8 +28,8 @@ _WRAPS = ("module", "_fsdp_wrapped_module")
 
 
 def when_wrapped(tell: Callable[[nn.Module, nn.Module], None]) -> None:
-    """From now on calls tell(wrapper, model) whenever a DistributedDataParallel or a FullyShardedDataParallel takes a
-    model."""
+    """Registers tell(wrapper, model), to be called whenever a DistributedDataParallel or a FullyShardedDataParallel
+    takes a model."""
 
     def hook(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if name in _WRAPS and submodule is not None and vars(module).get("process_group") is not None:
@@ -85,7 +85,7 @@ def agree(
     """Returns if all ranks of a group have the same specs. Rank 0 compares itself with all, the others with rank 0.
 
     Args:
-        names: of the doors; a rank without any says so, and does not wait for others.
+        names: of the doors; a rank without doors reports that, and does not wait for others.
         specs: the predicted spec of each door, or None.
     Raises:
         RuntimeError: ranks differ, and the message names the ranks and the first different door; or a rank is silent.
@@ -145,7 +145,7 @@ def take_part_in_join(wrapper: nn.Module, shadow: Callable[[nn.Module], None]) -
 
 
 class _Join(JoinHook):
-    """torch's own hook, and then ours."""
+    """torch's hook, and then ours."""
 
     def __init__(self, wrapper: DistributedDataParallel, shadow: Callable[[nn.Module], None], **settings: Any) -> None:
         self._theirs = DistributedDataParallel.join_hook(wrapper, **settings)

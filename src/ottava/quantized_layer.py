@@ -1,6 +1,6 @@
 """The interface of a quantized layer for state, receipt, calibration, tuning, planning, watch and replay.
 
-Every layer that casts for a GEMM of its own implements it: a Linear, a norm with a linear behind it, experts.
+Every layer that casts for a GEMM implements it: a Linear, a norm with a linear behind it, experts.
 `nn.layer` runs such a layer.
 """
 
@@ -17,7 +17,7 @@ from ottava.recipe import Recipe
 
 
 class QuantizedLayer(nn.Module):
-    """A module whose GEMMs run as a recipe says, with three doors of its own."""
+    """A module with three doors whose GEMMs run under a recipe."""
 
     name: str
     """Full name in the converted model; override patterns match it."""

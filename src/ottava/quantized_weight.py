@@ -1,9 +1,9 @@
 """A parameter that is stored only as FP8 codes and scales: `QuantizedWeight`.
 
 To autograd, optimizers, DDP, FSDP2 and state dicts it is a parameter of its outer dtype; in memory it is `codes` and
-`scale_inv`. It takes the few operations that training needs (to be held, moved, copied, sharded, filled); every other
-one is refused by name, so that no weight is dequantized in silence. Its door (`quantizer.WeightQuantizer`) hands the
-stored codes to both GEMMs. New numbers come in through `requantize_`, whose source is an optimizer's master copy.
+`scale_inv`. It supports the few operations that training needs: moving, copying, sharding, filling. It refuses all
+others by name, so that nothing dequantizes a weight silently. Its door (`quantizer.WeightQuantizer`) hands the stored
+codes to both GEMMs. `requantize_` stores new numbers, usually from an optimizer's master copy.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _Sizes = tuple[int, ...]
 
 
 class QuantizedWeight(Tensor):
-    """A weight (N, K), or a stack of them (G, N, K), of which memory holds codes and scales only.
+    """A weight (N, K), or a stack (G, N, K), that memory holds only as codes and scales.
 
     Args:
         codes: in spec.format.storage_dtype, contiguous; the shape of the weight.
         scale_inv: fp32, one entry a block: spec.granularity.grid_shape((N, K)), with G in front for a stack.
         spec: how it was cast; `stored_spec` of a recipe's cell.
-        dtype: that it has for everybody else: float32, bfloat16 or float16. Its gradient has it too.
-        requires_grad: as of any tensor.
-        high_precision: the numbers that the codes were made of, where they are kept.
-        matrix: the shape that the scales belong to, where the weight is a flat view.
+        dtype: outer dtype, which other code and the gradient see: float32, bfloat16 or float16.
+        requires_grad: as for any tensor.
+        high_precision: the numbers before the cast, or None.
+        matrix: the shape of the whole weight, if this one is a flat view.
     Raises:
         TypeError, ValueError: codes, scales or dtype do not fit.
 
-    An in-place operation that gives it new numbers casts them: `copy_` from a plain tensor, and the random fills of
-    torch.nn.init. `w.copy_(w.dequantize())` changes no bit. Arithmetic is refused.
+    In-place operations that write new numbers cast them: `copy_` from a plain tensor, and the random fills of
+    torch.nn.init. `w.copy_(w.dequantize())` changes no bit. Arithmetic raises TypeError.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -53,14 +53,14 @@ class QuantizedWeight(Tensor):
     scale_inv: Tensor
     spec: QuantizationSpec
     high_precision: Tensor | None
-    """What the codes were last made of, in the outer dtype and on the CPU; None: not kept (`drop_high_precision`)."""
+    """The numbers before the last cast, in the outer dtype and on the CPU; None: not kept (`drop_high_precision`)."""
     matrix: _Sizes
     group: dist.ProcessGroup | None
     """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
     sent: bool
-    """Whether all ranks of a DistributedDataParallel have been given its codes."""
+    """Whether all ranks of a DistributedDataParallel have its codes."""
     lent: Lent | None
-    """What FSDP2's last gather has brought; None: the weight owns its memory."""
+    """The state of FSDP2's last gather; None: the weight owns its memory."""
 
     @staticmethod
     def __new__(
@@ -140,7 +140,7 @@ class QuantizedWeight(Tensor):
         torch.autograd.graph.increment_version(self)
 
     def drop_high_precision(self) -> None:
-        """Frees the numbers that the codes were made of; an optimizer that has made its master copy calls it."""
+        """Frees the numbers before the cast; an optimizer calls it after it has made its master copy."""
         self.high_precision = None
 
     def share_memory_(self) -> QuantizedWeight:
@@ -188,7 +188,7 @@ class QuantizedWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: _Sizes, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP2 gathers of each shard: codes and scales, as bytes that every backend moves."""
+        """The tensors that FSDP2 gathers of each shard: codes and scales, as bytes, which every backend moves."""
         self.group = mesh.get_group()
         if outer_size[0] != (shards := mesh.size()) * self.shape[0]:
             raise ValueError(
@@ -201,7 +201,7 @@ class QuantizedWeight(Tensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole weight, of what was gathered; it shares its memory."""
+        """The whole weight from the gathered tensors; it shares their memory."""
         if out is not None:  # it has this memory already
             return None
         data, *scales = all_gather_outputs
@@ -278,7 +278,7 @@ def quantized_weight(
 
 
 def stored_spec(spec: QuantizationSpec) -> QuantizationSpec:
-    """How a weight of that cell is stored: the amax of what is stored is known, so no scale is ever predicted.
+    """The spec to store a weight of that cell with: the amax of the numbers is known, so it predicts no scale.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -403,7 +403,7 @@ def _each(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Qu
 
 
 def _new_zeros(func: Any, weight: QuantizedWeight, size: Sequence[int], **settings: Any) -> Tensor:
-    """Of its own kind where it is a weight with more or fewer rows, as FSDP2 asks for one; else a plain tensor."""
+    """A QuantizedWeight for FSDP2, which asks for a weight with more or fewer rows; else a plain tensor."""
     if len(size) != weight.dim() or tuple(size[1:]) != tuple(weight.shape[1:]) or settings.get("dtype"):
         return _plain_like(func, weight, size, **settings)
     codes = func(weight.codes, size, **settings)
@@ -451,7 +451,7 @@ def _fill_(func: Any, weight: QuantizedWeight, *args: Any, **settings: Any) -> Q
 
 
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """A plain tensor, for DistributedDataParallel alone, which sends it to ranks that have the codes already."""
+    """A plain tensor, only for DistributedDataParallel, which sends it to ranks that have the codes already."""
     weight = next((t for t in tensors if isinstance(t, QuantizedWeight) and not t.sent), None)
     if weight is not None:
         raise NotImplementedError(

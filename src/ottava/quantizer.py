@@ -1,4 +1,4 @@
-"""The one door between high precision and FP8.
+"""The only door between high precision and FP8.
 
 A Linear owns three: input, weight and grad_output. Each takes a matrix and gives the operand of x and the operand of
 x.T, as the recipe's cells ask. Code that watches or changes casts wraps this door. The door's buffers hold all state of
@@ -75,9 +75,9 @@ class Quantizer(nn.Module):
         columnwise: bool = True,
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
-        """x (R, C) -> (operand of x, operand of x.T); None for an operand that is not wanted.
+        """x (R, C) -> (operand of x, operand of x.T); None for an operand without a cell.
 
-        Unmade rows come only where `refuse_unmade` says None.
+        It takes unmade rows only if `refuse_unmade` returns None.
 
         record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
 
@@ -100,7 +100,7 @@ class Quantizer(nn.Module):
         return row, col
 
     def refuse_unmade(self, rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | None:
-        """Why this door wants rows that have been made; None if a kernel may make them while it casts."""
+        """Why this door needs made rows; None if a kernel may make them while it casts."""
         if (self._forward_hooks or self._forward_pre_hooks) or (
             torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
         ):
@@ -330,12 +330,12 @@ class WeightQuantizer(Quantizer):
         columnwise: bool = True,
         record: bool = True,
     ) -> tuple[Operand | None, Operand | None]:
-        """As `Quantizer.forward`; of a weight that is stored in FP8 the stored codes, and no cast."""
+        """As `Quantizer.forward`; for a weight in FP8 it returns the stored codes, without a cast."""
         if isinstance(x, QuantizedWeight):
             lent = x.lent
             if record and lent is not None and lent.amax is not None and self.spec is not None:
                 self._see(lent.amax, x.scale_inv)
-            elif record and self.spec is not None:  # whoever goes back to a BF16 weight finds a history
+            elif record and self.spec is not None:  # a later BF16 weight finds a history
                 seen_amax = x.scale_inv.amax() * self.spec.format.max
                 self._stage(seen_amax, torch.zeros_like(seen_amax))
             if lent is not None:  # a forward without gradients, and saved tensors that a hook takes, are run again
@@ -363,7 +363,7 @@ class WeightQuantizer(Quantizer):
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
             if record and not seen and self._predicts(row_spec, col_spec):
-                row = col = None  # evaluation made them, and staged no amax
+                row = col = None  # evaluation made the casts, and staged no amax
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
         one_cast = row_spec.granularity.transposes and row_spec == col_spec
         if wants_col and one_cast and on_cpu and isinstance(row, QuantizedTensor):
@@ -384,7 +384,7 @@ class WeightQuantizer(Quantizer):
         """Whether the door may keep a cast on an accelerator, or use a kept one."""
         self._uses += record
         if _capturing(x) and self.graph is None:
-            self._frozen_in = True  # a user's graph: its replays may change the weight without a word
+            self._frozen_in = True  # a user's graph: its replays may change the weight unnoticed
         return record and self._reused and not self._frozen_in
 
     def __getstate__(self) -> dict[str, Any]:
@@ -392,7 +392,7 @@ class WeightQuantizer(Quantizer):
 
 
 def _without_amaxes(operand: Operand | None) -> Operand | None:
-    """The door keeps no amaxes of blocks: nobody asks for them later."""
+    """Drops amaxes of blocks: no code asks for them later."""
     if not isinstance(operand, QuantizedTensor) or operand.amax is None or operand.amax.numel() == 1:
         return operand
     return QuantizedTensor(operand.data, operand.scale_inv, operand.spec, operand.dtype)

@@ -124,7 +124,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _decode_e4m3(codes: Tensor) -> Tensor:
-    """Moves the bits of E4M3 into fp32's fields, on a CPU: torch's own conversion takes ten times as long."""
+    """Moves the bits of E4M3 into fp32's fields, on a CPU: torch's conversion takes ten times as long."""
     bits = codes.view(torch.int8).to(torch.int32)
     bits <<= 20  # mantissa and exponent to the low end of fp32's fields, the sign to bit 31
     bits &= -0x78000001  # clears the sign extension in the upper exponent bits

@@ -113,7 +113,7 @@ def _decided_once(stored: str, row: str | None, col: str | None) -> tuple[str, b
 
 
 def shared_bytes(operand: Operand | None, weight: Tensor) -> int:
-    """Bytes of an operand that are the weight's own memory: whoever keeps it keeps nothing more."""
+    """Bytes of an operand that share the weight's memory, so that keeping the operand costs nothing."""
     if not isinstance(weight, QuantizedWeight) or not isinstance(operand, QuantizedTensor):
         return 0
     pairs = ((operand.data, weight.codes), (operand.scale_inv, weight.scale_inv))

@@ -123,7 +123,7 @@ def _closely(x: Tensor) -> str | None:
     kind = type(x)
     if hasattr(x, "device_mesh"):
         raise TypeError(
-            f"got a {kind.__name__}, of which this rank holds a part. Split its layer with the styles of "
+            f"got a {kind.__name__}; this rank holds only a part of it. Split its layer with the styles of "
             "ottava.distributed, or with torch's before ottava.convert; or shard weights with "
             "torch.distributed.fsdp.fully_shard, which gathers them before they are read"
         )
@@ -143,5 +143,5 @@ def _closely(x: Tensor) -> str | None:
     if held == 0:
         raise TypeError("got a tensor whose memory has been freed (its storage has 0 bytes), as FSDP does after use")
     if address == 0:
-        return "got a tensor without memory of its own, as torch.func (vmap, grad, functionalize) makes them"
+        return "got a tensor without memory, as torch.func (vmap, grad, functionalize) makes them"
     return "got a tensor that is negated when it is read" if x.is_neg() else None

@@ -119,9 +119,8 @@ def load_fp8(
                     raise ValueError(f"load_fp8: recipe {recipe.name!r} cannot use {one.key}: {reason}. Take 'bf16'")
             return _put_in(model, folder, recipe, stored, plain, tensors, device)
     except (UntrustedError, OSError) as error:
-        reason = (
-            error if isinstance(error, UntrustedError) else f"{error.filename or ''} cannot be read: {error.strerror}"
-        )
+        found_by_us = isinstance(error, UntrustedError)
+        reason = str(error) if found_by_us else f"{error.filename or ''} cannot be read: {error.strerror}"
         raise UntrustedError(f"load_fp8: {folder}: {reason}") from error
 
 
