@@ -1,4 +1,4 @@
-"""What a Llama block keeps for backward: plain torch beside ottava's modules, bytes a token and feature.
+"""Bytes that a Llama block keeps for backward, a token and feature: plain torch beside ottava's modules.
 
 Proportions of Llama 3 8B at a quarter of its width: F = 3.5 d, heads of 128, four query heads a key and value head.
 """
@@ -61,7 +61,7 @@ def blocks() -> Iterator[tuple[str, _Block]]:
         ['plain torch', 'plain torch, fused norm', 'bf16, save bf16']
     """
     wide = (HEADS + 2 * KV_HEADS) * WIDTH // HEADS
-    # torch's own RMSNorm is composed of operations that each keep fp32 on a CPU; on a GPU it keeps what ours does
+    # torch's RMSNorm on a CPU consists of operations that each keep fp32; on a GPU it keeps as much as ours
     for name, norm in (("plain torch", nn.RMSNorm), ("plain torch, fused norm", RMSNorm)):
         qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, wide, bias=False))
         yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), _PlainMLP(norm)).bfloat16()

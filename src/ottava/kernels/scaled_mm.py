@@ -198,7 +198,8 @@ def _rows(scale_inv: Tensor, rows: int, padded: int) -> Tensor:
 
 
 def _block_scales(x_q: QuantizedTensor, rows: int) -> tuple[Tensor, ScalingType]:
-    """Outer dimension first in memory: entries of one block of K lie side by side (1x128), or those of K (128x128)."""
+    """Outer dimension first in memory: entries of one block of K lie side by side (1x128), or the entries of K
+    (128x128)."""
     scale_inv = x_q.scale_inv
     if x_q.spec.granularity == BLOCK_1X128:  # (rows, K / 128) -> the same with strides (1, rows)
         padded = nn.functional.pad(scale_inv, (0, 0, 0, rows - scale_inv.shape[0]), value=1.0)

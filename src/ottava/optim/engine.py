@@ -1,12 +1,12 @@
-"""The one step of every optimizer here: read in FP32, update, write back.
+"""The step of every optimizer here: read in FP32, update, write back.
 
     gradient, weight, states in FP32  ->  `update`, the rule of an optimizer  ->  weight and states as they are stored
 
-A rule sees lists of FP32 tensors and changes them in place, with torch's foreach operations. What is stored in FP32 is
-updated where it lies. All else is decoded a few slices at a time, so that a step needs little memory beside the state.
-A rule may have a kernel that does all this at once for some storages; `Engine.ran` says which ran, and why.
-The rule and the storages do not know each other: a new optimizer is a subclass with a rule, a new storage an entry of
-`storage.STORAGES` or a class of `weights`.
+A rule sees lists of FP32 tensors and changes them in place, with torch's foreach operations. The engine updates FP32
+tensors where they lie, and decodes all others a few slices at a time, so that a step needs little memory beside the
+state. A rule may have a kernel that does all this at once for some storages; `Engine.ran` names the code that ran, and
+why. The rule and the storages do not know each other: a new optimizer is a subclass with a rule, a new storage an entry
+of `storage.STORAGES` or a class of `weights`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ottava.optim.weights import Piece, WeightStore, choose
 from ottava.quantized_weight import is_quantized_weight
 
 STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable")
-"""Options that belong to an optimizer, not to its state: a loaded state takes them over."""
+"""Options of an optimizer, not of its state: they stay when a state is loaded."""
 
 POSITIVE = "exp_avg_sq"
-"""The one state that is a denominator."""
-_SAVED_AT = "saved_at"  # the step at which entries that torch's optimizers do not know were true
+"""The state that is a denominator."""
+_SAVED_AT = "saved_at"  # the step up to which entries that torch's optimizers do not know are valid
 _SLICE = 1 << 18  # elements decoded at once on a CPU: its FP32 numbers fit into a second-level cache
 _ACCELERATOR_SLICE = 1 << 26
 _GRANULE = 2048  # slices are multiples of every group
@@ -47,12 +47,12 @@ class State(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rule works on: lists of equal length, FP32 or wider."""
+    """The input of a rule: lists of equal length, FP32 or wider."""
 
     weights: list[Tensor]
     """Changed in place."""
     gradients: list[Tensor]
-    """Read only: they may be the parameters' own."""
+    """Read only: they may be the `.grad` of the parameters."""
     states: Mapping[str, list[Tensor]]
     """Changed in place."""
     steps: list[Tensor]
@@ -66,7 +66,7 @@ class Engine(Optimizer):
     """
 
     ran: Sequence[Counter[str]] = ()
-    """What the last step ran, for each group: "triton", or "foreach" with the reason -> number of parameters."""
+    """The code of the last step, for each group: "triton", or "foreach" with the reason -> number of parameters."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "stochastic_rounding", "capturable"):
@@ -85,11 +85,11 @@ class Engine(Optimizer):
         raise NotImplementedError
 
     def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
-        """Updates a whole parameter by one kernel; or says why not, and leaves it to `update`."""
+        """Updates a whole parameter by one kernel; or returns why not, and leaves it to `update`."""
         return "no kernel has this rule"
 
     def elementwise(self, group: Mapping[str, Any]) -> bool:
-        """Whether the rule treats each element alone, so that slices may be updated one after the other."""
+        """Whether the rule treats each element alone, so that the engine may update slice after slice."""
         return True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Engine(Optimizer):
         Raises:
             TypeError: a gradient is sparse.
         Edge cases: an infinity or NaN in a gradient makes the element's states and weight NaN, as torch's optimizers
-            do; other elements of its group in FP8 or int8 are not touched by it. Skip such a step, as GradScaler does.
+            do, but not other elements of its group in FP8 or int8. Skip such a step, as GradScaler does.
         """
         loss = None
         if closure is not None:
@@ -169,7 +169,7 @@ class Engine(Optimizer):
                 yield store, piece
 
     def _prepare(self, parameter: Tensor, store: WeightStore, group: Mapping[str, Any]) -> None:
-        """Makes what is missing of a parameter's state: at its first step, and after a state of another kind."""
+        """Makes missing parts of a parameter's state: at its first step, and after a state of another kind."""
         state, storage, local = self.state[parameter], STORAGES[group["moments"]], _local(parameter)
         if "step" not in state:
             device = parameter.device if group["capturable"] else torch.device("cpu")
@@ -205,8 +205,8 @@ class Engine(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, or of torch's optimizer of the same name.
 
-        FP32 moments are cast to what this optimizer keeps, and a master in FP32 becomes the kind that it keeps, at the
-        parameter's next step. The options `master`, `moments`, `stochastic_rounding` and `capturable` stay as they are.
+        It casts FP32 moments to its storage, and turns a master in FP32 into its kind of master at the parameter's next
+        step. The options `master`, `moments`, `stochastic_rounding` and `capturable` do not change.
 
         Raises:
             ValueError: other groups, or a state of a rule that this optimizer does not have (amsgrad).
@@ -257,10 +257,10 @@ class Engine(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as torch's: moments in FP32, by torch's names, so that torch's optimizer loads it.
 
-        Moments in FP8 or int8 stand beside their scales, with which they are cast to the same codes when they are
-        loaded. A master has its own entry. torch's optimizer carries these entries along unchanged; what it has stepped
-        since is noticed when its state comes back, and they are made anew. Sharded parameters have no scales there,
-        because a state may be loaded into other shards.
+        With moments in FP8 or int8 it also holds their scales, so that loading gives the same codes. A master has its
+        own entry. torch's optimizer carries these entries along unchanged; if it has stepped since, this optimizer
+        notices when it loads the state, and makes them anew. Sharded parameters have no scales there, because other
+        shards may load the state.
         """
         result = super().state_dict()
         order = {id(p): key for g, s in _pairs(self, result) for p, key in zip(g["params"], s["params"], strict=True)}
@@ -288,7 +288,7 @@ def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dic
 
 
 def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tensor) -> None:
-    """Casts a moment that has arrived in FP32 (or in this storage's codes already) to what the optimizer keeps."""
+    """Casts a moment in FP32 (or already in this storage's codes) to the optimizer's storage."""
     arrived = {one.name: _local(state.pop(one.name))}
     arrived |= {one.name + name: state.pop(one.name + name) for name in _scales() if one.name + name in state}
     given, own = arrived[one.name], storage.empty(_local(parameter))
@@ -336,7 +336,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sharded(tensor: Any, like: Tensor) -> Any:
-    """A tensor with an entry for each element of a shard, as a shard itself; anything else as it is."""
+    """Makes a DTensor of a tensor with an entry for each element of a shard; returns anything else unchanged."""
     if not hasattr(like, "to_local") or not isinstance(tensor, Tensor) or tensor.shape != _local(like).shape:
         return tensor
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
@@ -345,7 +345,7 @@ def _sharded(tensor: Any, like: Tensor) -> Any:
 
 
 def _wide(store: WeightStore, piece: Piece) -> bool:
-    """Whether nothing has to be decoded."""
+    """Whether nothing needs decoding."""
     wide = all(one[""].itemsize >= 4 for one in piece.moments.values())
     return store.in_place and wide and piece.gradient.dtype == piece.weight.dtype
 
@@ -376,7 +376,7 @@ def _slices(piece: Piece, storage: Storage) -> Iterator[Piece]:
 def _batches(
     pieces: Iterable[tuple[WeightStore, Piece]],
 ) -> Iterator[list[tuple[WeightStore, Piece]]]:
-    """Pieces that are updated together: of one storage, device and dtype; all that need no decoding, else a few."""
+    """Pieces to update together, of one storage, device and dtype: all that need no decoding, else a few."""
     open_batches: dict[Any, list[tuple[WeightStore, Piece]]] = {}
     for store, piece in pieces:
         wide = _wide(store, piece)

@@ -11,13 +11,13 @@ from ottava.errors import need
 
 
 def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
-    """From now on the `.grad` of 16-bit parameters is FP32, and micro-batches are added there without rounding to BF16.
+    """Makes the `.grad` of 16-bit parameters FP32, so that the sum over micro-batches is not rounded to BF16.
 
     Each backward still gives BF16 numbers; their sum is FP32 (Megatron's `main_grad`). torch's clipping, GradScaler and
-    `zero_grad` work as before. It costs 2 bytes an element, and torch's own optimizers refuse such gradients.
+    `zero_grad` work as before. It costs 2 bytes an element, and torch's optimizers refuse such gradients.
 
     Args:
-        parameters: those of a model, before its first backward.
+        parameters: of a model, before its first backward.
     Raises:
         RuntimeError: a parameter has a gradient already.  TypeError: no parameters, such as a model.
 

@@ -23,7 +23,7 @@ class Muon(Engine):
     """Muon with a choice of how weights and momentum are stored; the common arguments are those of `AdamW`.
 
     Args:
-        params: matrices. A group with "adamw": True is updated by AdamW's rule: embeddings, heads, gains and biases.
+        params: matrices. A group with "adamw": True takes AdamW's rule: embeddings, heads, gains and biases.
         betas, eps: of these groups.
         momentum: of the running mean of gradients.
         weight_decay: decoupled.
@@ -80,7 +80,7 @@ class Muon(Engine):
         return ADAMW_STATES if group["adamw"] else (State("momentum_buffer"),)
 
     def elementwise(self, group: Mapping[str, Any]) -> bool:
-        """No: all elements of a matrix make the update of each."""
+        """False: the update of each element depends on the whole matrix."""
         return bool(group["adamw"])
 
     def update(self, work: Work, group: Mapping[str, Any]) -> None:

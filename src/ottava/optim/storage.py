@@ -1,8 +1,8 @@
 """How an optimizer keeps one number for each element of a parameter: FP32, BF16, FP8 or int8.
 
-Each storage turns FP32 numbers into named tensors and back. It knows one more fact about a state: whether it is
-positive, as the second moment of AdamW is, which stands in a denominator. There a number that is not zero never becomes
-zero, because the quotient would explode.
+Each storage turns FP32 numbers into named tensors and back. It knows one fact about a state: whether it is positive,
+like the second moment of AdamW, a denominator. There a nonzero number never becomes zero, because the quotient would
+explode.
 
     fp32   4 bytes an element
     bf16   2 bytes
@@ -32,10 +32,10 @@ Moments = Literal["fp32", "bf16", "fp8", "int8"]
 """Names of the storages."""
 
 Stored = dict[str, Tensor]
-"""What a storage keeps of one state: the tensor "" has an entry for each element, others one for each group."""
+"""The tensors of one state in a storage: the tensor "" has an entry for each element, others one for each group."""
 
 _OCTAVES = 16 * math.log(E4M3.max**2 / 2, 2)
-_SMALLEST = 2.0**-126  # a smaller magnitude is kept as zero: fp32's subnormal numbers have lost bits already
+_SMALLEST = 2.0**-126  # a smaller magnitude becomes zero: fp32's subnormal numbers have lost bits already
 
 
 class Storage(Protocol):
@@ -49,11 +49,11 @@ class Storage(Protocol):
         ...
 
     def read(self, stored: Sequence[Stored], *, positive: bool) -> list[Tensor]:
-        """The FP32 numbers of several states, flat: in memory of their own, or the stored memory itself."""
+        """The FP32 numbers of several states, flat: in new memory, or the stored memory itself."""
         ...
 
     def write(self, stored: Sequence[Stored], values: Sequence[Tensor], *, positive: bool, keep: bool = False) -> None:
-        """Stores FP32 numbers, which it may overwrite; keep: with the scales that are there."""
+        """Stores FP32 numbers, which it may overwrite; keep: with the present scales."""
         ...
 
 
@@ -82,7 +82,7 @@ class Wide:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Storages with a scale for each group of elements; all groups of a call are cast at once."""
+    """Storages with a scale for each group of elements; a call casts all groups at once."""
 
     groups: ClassVar[Mapping[str, int]]
     dtypes: ClassVar[Mapping[str, torch.dtype]]

@@ -24,12 +24,12 @@ def rewarm(optimizer: Optimizer, steps: int, *, done: int = 0) -> RemovableHandl
     """Lowers the learning rate in the next steps of an optimizer, and lets it rise to its schedule.
 
     After a switch to FP8, or to another storage of states, gradients and moments do not fit each other for a while, and
-    full steps may throw the model back. The factor applies within each step only, on top of whatever schedule.
+    full steps may throw the model back. The factor applies only within each step, on top of any schedule.
 
     Args:
         optimizer: any of torch's or of `ottava.optim`; its lr are numbers.
-        steps: how many steps are lowered: the first to 1 / (steps + 1), the last to steps / (steps + 1).
-        done: how many of them are done already, in a run that was resumed.
+        steps: number of steps with a lower rate: the first with 1 / (steps + 1), the last with steps / (steps + 1).
+        done: how many of these steps a resumed run has done.
     Returns:
         A handle; `.remove()` ends the warm-up at once.
     Raises:

@@ -7,8 +7,8 @@
     FP8, master="fp32"               4 bytes more; codes and scales are written in the same step, from the master
     FP8, master="remainder"          2 bytes more: the distance from the code to the master, in 2**-15 of the code's ulp
 
-A master starts from the values in high precision that an FP8 weight was made of, if it keeps them, and frees them. A
-master that starts from the codes keeps their rounding error for ever (TransformerEngine #1121).
+If an FP8 weight keeps its values from before the cast, the master starts from them and frees them. A master that starts
+from the codes keeps their rounding error for ever (TransformerEngine #1121).
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
 from ottava.rounding import decode, encode_, random_bits
 
 Master = Literal["fp32", "remainder"]
-"""What a parameter may have beside it."""
+"""The choices of `master`."""
 
 
 class Piece(NamedTuple):
-    """A parameter, or a slice of its flat elements, with all that belongs to these elements."""
+    """A parameter, or a slice of its flat elements, with the state of these elements."""
 
     parameter: Tensor
-    """The whole one."""
+    """The whole parameter."""
     weight: Tensor
     """The elements, in the parameter's memory."""
     gradient: Tensor
-    """Of these elements."""
+    """The gradient of these elements."""
     step: Tensor
     """Steps of the parameter, this one included; FP32 ()."""
     state: Mapping[str, Tensor]
-    """What the weight storage keeps for these elements."""
+    """The weight storage's tensors for these elements."""
     moments: Mapping[str, Stored]
     """The states of the update rule, as they are stored."""
     place: int
-    """Of the parameter in its optimizer: a key of its random numbers."""
+    """The place of the parameter in its optimizer: a key of its random numbers."""
     start: int
     """First element."""
 
 
 class WeightStore(Protocol):
-    """Where the FP32 value of a parameter comes from, and where it goes."""
+    """Reads and writes the FP32 value of a parameter."""
 
     in_place: ClassVar[bool]
-    """Whether `read` gives the parameter's own memory."""
+    """Whether `read` returns the parameter's memory."""
     whole: ClassVar[bool]
-    """Whether the parameter is written as a whole only."""
+    """Whether `write` needs the whole parameter."""
     keys: ClassVar[tuple[str, ...]]
     """Names of its tensors in the optimizer's state; each has an entry for each element."""
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Makes these tensors where they are missing, from what another storage has left in the state."""
+        """Makes missing tensors, from the state of another storage."""
         ...
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Plain:
         return [piece.weight for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
-        """Nothing is left to do."""
+        """Nothing to do: `read` returned the parameter's memory."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Remainder:
     """A BF16 parameter and 16 bits that make it an FP32 master: bits of the master = bits of the weight + remainder.
 
     The bits of the weight are the upper half of the sum. The remainder is a signed number, so the weight is the master
-    rounded to the nearest; between two equally near numbers it is the larger magnitude, because the remainder cannot
-    tell from which side a tie came.
+    rounded to the nearest; between two equally near numbers it is the larger magnitude, because a remainder cannot
+    hold a tie in both directions.
     """
 
     in_place: ClassVar[bool] = False
@@ -245,7 +245,7 @@ def _drop_masters(state: dict[str, Any]) -> None:
 
 
 def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The FP32 value of a parameter from the state that another storage has left; else its initial value."""
+    """The FP32 value of a parameter from the state of another storage; else its initial value."""
     if "master" in state:
         master: Tensor = state["master"]
         return master

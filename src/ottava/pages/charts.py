@@ -1,4 +1,4 @@
-"""Line charts as SVG text: inline in a report, with the colours of its CSS, or as a file of its own.
+"""Line charts as SVG text: inline in a report, with the colours of its CSS, or as a separate file.
 
 A chart is data (`Chart`: lines, bands, axes). `render` turns it into one <svg> with nice ticks, a legend, a title and a
 description for screen readers. Tooltips read its numbers as JSON. Colour-blind readers can tell Okabe and Ito's colours

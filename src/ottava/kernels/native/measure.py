@@ -1,5 +1,5 @@
 """Sums about casts in C++ (src/measure.cpp), for `debug.measure`: one walk, with the requested histograms, and with the
-casts themselves if nobody has made them yet.
+casts themselves if the caller has none.
 
 The caller gives the library the name and place of each sum, and the library names the sums that it computes. This file
 knows neither tallies nor statistics.
