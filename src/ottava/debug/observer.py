@@ -118,8 +118,8 @@ def known_or_last(value: float) -> float:
 
 
 def in_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a door, a weight that is stored only as codes as the numbers that these stand for, exactly; none
-    where the recipe decodes such a weight, for nothing is cast then."""
+    """The arguments of a door, with an FP8 weight decoded exactly; () if the recipe decodes such a weight, because it
+    casts nothing then."""
     weight, cell, *rest = args
     if not is_quantized_weight(weight):
         return args

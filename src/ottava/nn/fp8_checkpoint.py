@@ -118,10 +118,10 @@ def load_fp8(
                 if row is not None and (reason := refuse_weight(one.spec, row, col)):
                     raise ValueError(f"load_fp8: recipe {recipe.name!r} cannot use {one.key}: {reason}. Take 'bf16'")
             return _put_in(model, folder, recipe, stored, plain, tensors, device)
-    except (UntrustedError, OSError) as error:
-        found_by_us = isinstance(error, UntrustedError)
-        reason = str(error) if found_by_us else f"{error.filename or ''} cannot be read: {error.strerror}"
-        raise UntrustedError(f"load_fp8: {folder}: {reason}") from error
+    except UntrustedError as error:
+        raise UntrustedError(f"load_fp8: {folder}: {error}") from error
+    except OSError as error:
+        raise UntrustedError(f"load_fp8: {folder}: {error.filename or ''} cannot be read: {error.strerror}") from error
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -87,7 +87,7 @@ def _one_weight(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _produced(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """X is what the layer's own norm or activation makes of the argument: made again, unless the layer returns it."""
+    """X is the result of the layer's norm or activation: computed again, unless the layer returns it."""
     with torch.no_grad():
         x = output[1:] if isinstance(output, tuple) else tuple(map(module.rows, tensors_of(args)))
     yield Part("", x, module.weight, _first(output))
@@ -99,7 +99,7 @@ def _normed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outpu
 
 
 def _headed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Iterator[Part]:
-    """What comes out is a loss: only X and W are seen."""
+    """The output is a loss: the watch sees only X and W."""
     yield Part("", (args[0],) if args else (), getattr(module, "weight", None))
 
 

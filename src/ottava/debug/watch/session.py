@@ -145,7 +145,7 @@ class Watch:
             self.rank = torch.distributed.get_rank()
         if model is not None:
             names = [name for name, module in model.named_modules() if module._parameters]
-            for name, parameter in model.named_parameters():  # experts are layers of their own
+            for name, parameter in model.named_parameters():  # each expert is a layer
                 names += [name, *(f"{name}.{i}" for i in range(parameter.shape[0] if parameter.dim() == 3 else 0))]
             self._check_patterns(names)
         self.writer = RunWriter(folder, rank=self.rank, append=append, step=step, patient=True)
