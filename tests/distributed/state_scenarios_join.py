@@ -44,13 +44,6 @@ def uneven_batches(world: World) -> None:
         same_everywhere(world, model)
 
 
-def current_scales_in_join(world: World) -> None:
-    """A rank without batches has nothing to exchange where no scale is predicted."""
-    wrapped = ddp(network("tensorwise"))
-    with wrapped.join():
-        train(world, wrapped, range(1 if world.rank == 0 else 2))
-
-
 def join_refuses(world: World) -> None:
     """Settings under which a rank without batches could not take part."""
     wrapped = ddp(network(), broadcast_buffers=False)
