@@ -128,7 +128,7 @@ def gemm(
     if torch.compiler.is_compiling():
         return _compiled(a, b, out_dtype, bias, fast_accum, compute, profile, c)
     start = c if profile is not None and profile.emulated else None
-    after = None if c is start else c  # a sum in fp32 gets c, then the bias
+    after = None if c is None or c is start else c.detach()  # a sum in fp32 gets c, then the bias
     settings = (fast_accum, compute, backend, profile)
     if after is None:
         plan = plan_gemm(a, b, out_dtype, bias, *settings)
