@@ -119,8 +119,8 @@ def gemm(
         tensor([[16.,  0.],
                 [ 0., 16.]], dtype=torch.bfloat16)
         >>> gemm(a, b, out_dtype=torch.float32, accumulator="hopper", c=torch.full((2, 2), 1 / 3))  # 14 bits of c
-        tensor([[16.3320,  0.3333],
-                [ 0.3333, 16.3320]])
+        tensor([[16.3329,  0.3333],
+                [ 0.3333, 16.3329]])
     """
     profile = None if accumulator is None else get_accumulator(accumulator)
     if c is not None:
