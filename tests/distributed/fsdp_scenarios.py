@@ -222,7 +222,7 @@ def bytes_on_the_wire(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
     width, wide = 128 * world.size, 256 * world.size
 
-    def gathered(way: Callable[..., Any], recipe: str, **settings: Any) -> _Counted:
+    def gathered(way: Callable[..., Any], recipe: str, **settings: Any) -> Counted:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, wide, bias=False), nn.Linear(wide, width, bias=False))).bfloat16()
         ottava.convert(model, recipe)
@@ -230,7 +230,7 @@ def bytes_on_the_wire(world: World) -> None:
             way(module, mesh=mesh, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(2):  # the first makes what is made once
-            with _Counted() as sent:
+            with Counted() as sent:
                 x = torch.randn(64, width, generator=torch.Generator().manual_seed(step)).bfloat16()
                 model(x).float().square().mean().backward()
                 optimizer.step()
@@ -257,7 +257,7 @@ def bytes_on_the_wire(world: World) -> None:
     assert numbers * 2 <= both.bytes["gather"] <= numbers * 2 * 1.02  # one gather for both passes: the bytes of BF16's
 
 
-class _Counted(torch.utils._python_dispatch.TorchDispatchMode):
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
     """Bytes that this rank puts into collectives."""
 
     def __init__(self) -> None:
@@ -268,8 +268,9 @@ class _Counted(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith("c10d."):
-            kind = "gather" if "gather" in name else "agree" if "allreduce" in name else "other"
-            tensors = args[1] if kind == "gather" else args[0]
+            words = {"gather": "gather", "allreduce": "agree", "alltoall": "exchange", "reduce_scatter": "scatter"}
+            kind = next((kind for word, kind in words.items() if word in name), "other")
+            tensors = args[kind in ("gather", "exchange", "scatter")]
             tensors = tensors if isinstance(tensors, list | tuple) else [tensors]
             self.bytes[kind] = self.bytes.get(kind, 0) + sum(t.nbytes for t in tensors)
             self.calls[kind] = self.calls.get(kind, 0) + 1

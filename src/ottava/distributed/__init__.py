@@ -1,5 +1,6 @@
-"""Many processes on torch's own engine: FP8 under `parallelize_module`, and a check that ranks agree."""
+"""Many processes on torch's own engine: FP8 under `parallelize_module`, FSDP2 and DDP, and a check that ranks agree."""
 
+from ottava.distributed.gradients import FP8ReduceScatter, fp8_gradient_hook
 from ottava.distributed.shard import fully_shard
 from ottava.distributed.styles import (
     ColwiseParallel,
@@ -14,9 +15,11 @@ from ottava.distributed.verify import verify
 __all__ = [
     "ColwiseParallel",
     "ExpertParallel",
+    "FP8ReduceScatter",
     "PrepareInput",
     "RowwiseParallel",
     "SequenceParallel",
+    "fp8_gradient_hook",
     "fully_shard",
     "tensor_parallel_plan",
     "verify",

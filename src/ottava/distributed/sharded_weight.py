@@ -22,17 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from ottava.agreement import AgreedCast
 from ottava.casts import quantize
+from ottava.distributed.wire import exponent_bytes, from_exponent_bytes
 from ottava.nn.sharding import all_gather
 from ottava.quantized_tensor import Lent, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, stored_spec
-from ottava.rounding import floor_log2, power_of_two
 from ottava.scaling import PER_TENSOR, amax
 
 Cells = tuple[QuantizationSpec, QuantizationSpec]
 """Of W (N, K) and of W.T (K, N)."""
 W, W_T = 0, 1
 """The two sides of a weight; also the dimension of the operand along which the ranks split it."""
-_E8M0_BIAS = 127
 
 
 @dataclass
@@ -345,7 +344,7 @@ def _to_bytes(cast: QuantizedTensor, side: int, size: int) -> Tensor:
     if _rows_of(cast.spec, side) is None:
         return torch.zeros(size, dtype=torch.uint8, device=cast.device)
     grid = (cast.scale_inv.t() if side else cast.scale_inv).reshape(-1)
-    sent = (floor_log2(grid) + _E8M0_BIAS).to(torch.uint8) if _in_a_byte(cast.spec) else grid.view(torch.uint8)
+    sent = exponent_bytes(grid) if _in_a_byte(cast.spec) else grid.view(torch.uint8)
     return nn.functional.pad(sent, (0, size - sent.numel()))
 
 
@@ -363,7 +362,7 @@ def _operand(
     if known is None:
         high, wide = _grid(spec, side, sent.rows, codes.shape[1])
         used = scales[:, : high * wide * (1 if _in_a_byte(spec) else 4)].contiguous()
-        numbers = power_of_two(used.long() - _E8M0_BIAS).float() if _in_a_byte(spec) else used.view(torch.float32)
+        numbers = from_exponent_bytes(used) if _in_a_byte(spec) else used.view(torch.float32)
         known = numbers.view(-1, wide)[: _grid(spec, side, sent.height, codes.shape[1])[0]]
         known = known.t().contiguous() if side else known
     if side:
