@@ -54,6 +54,21 @@ def refusal(wrapper: nn.Module) -> str:
     )
 
 
+def need_plain(wrapper: nn.Module, model: nn.Module) -> None:
+    """Refuses a model that tensor parallelism has split, whose weights DistributedDataParallel cannot send.
+
+    Raises:
+        TypeError: with the name of such a parameter, and what to call instead.
+    """
+    split = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+    if split is not None and isinstance(wrapper, DistributedDataParallel):
+        raise TypeError(
+            f"DistributedDataParallel: {split} is a DTensor, split over ranks; torch's DistributedDataParallel sends "
+            "plain tensors. Give the model a mesh of two dimensions and call "
+            "ottava.distributed.fully_shard(model, mesh=mesh['dp']) in its place"
+        )
+
+
 def mesh_group(model: nn.Module | None) -> dist.ProcessGroup | None:
     """The group of the largest mesh over which parameters of a model are sharded; a part of it may hold others."""
     meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")] if model else []

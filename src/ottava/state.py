@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from ottava.advice import Advice
 from ottava.ambient import Part
 from ottava.errors import need
-from ottava.groups import agree, ddp_around, joining, mesh_group, refusal, take_part_in_join, when_wrapped
+from ottava.groups import agree, ddp_around, joining, mesh_group, need_plain, refusal, take_part_in_join, when_wrapped
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
@@ -449,6 +449,8 @@ def living_states() -> list[ScalingState]:
 def _wrapped(wrapper: nn.Module, model: nn.Module) -> None:
     """Tells the states of a model about its wrapper; ranks compare their specs, ranks without layers too."""
     states = list(dict.fromkeys(layer.scaling_state for layer in quantized_layers(model)))
+    if states:
+        need_plain(wrapper, model)
     for state in states:
         state.wrapped(wrapper)
     _send_codes(wrapper, [p for p in model.parameters() if is_quantized_weight(p)])

@@ -17,6 +17,7 @@ from scaling_samples import differences, network
 SCENARIOS = scenarios_of(
     *("state_scenarios", "state_scenarios_join"),
     *("state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"),
+    "ddp_scenarios",
 )
 SIZES = (2, 3)
 
