@@ -26,7 +26,10 @@ _BLOCK = 128
 _NOT_FINITE = 255  # no E8M0 scale: the block's codes are E5M2
 
 
-def fp8_gradient_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def fp8_gradient_hook(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stub leaves it out
+) -> torch.futures.Future[Tensor]:
     """The mean of the gradients of all ranks, sent as FP8 codes: for `ddp.register_comm_hook(None, fp8_gradient_hook)`.
 
     Args:
@@ -38,12 +41,13 @@ def fp8_gradient_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) 
     It sends 0.50 of BF16's bytes and 0.25 of fp32's, and rounds twice: each rank's gradients and their sum, by at most
     2**-4 of a number. Where the mean is used many times (no fp32 master, tiny learning rates) measure first.
     """
-    buffer = bucket.buffer()
+    buffer, ranks = bucket.buffer(), group or dist.group.WORLD
+    assert ranks is not None  # a DistributedDataParallel calls this
     side = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None  # so that the backward goes on meanwhile
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(buffer.device))
     with torch.cuda.stream(side):
-        _mean_(buffer, group or dist.group.WORLD)
+        _mean_(buffer, ranks)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         future.set_result(buffer)
     return future
