@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ottava import formats
+from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import RefusesUnknownFields
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, GemmRecipe, get_recipe
@@ -63,6 +64,8 @@ class Recipe(RefusesUnknownFields):
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Field -> what to do instead of giving it another value than the default."""
+    ATTENTION: ClassVar[AttentionRecipe | None] = None
+    """What attention casts with fp8_dpa=True; None: the recipe does not take it."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -70,7 +73,10 @@ class Recipe(RefusesUnknownFields):
     backward_override: str | None = None
 
     def __post_init__(self) -> None:
-        for name, advice in {"fp8_mha": _ATTENTION, "fp8_dpa": _ATTENTION, **self.REFUSED}.items():
+        attention = {"fp8_mha": "codes do not leave attention: leave it out"}
+        if self.ATTENTION is None:
+            attention["fp8_dpa"] = "attention has no history; Float8CurrentScaling(fp8_dpa=True) emulates it"
+        for name, advice in {**attention, **self.REFUSED}.items():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise NotImplementedError(
@@ -88,6 +94,8 @@ class Recipe(RefusesUnknownFields):
     def ottava(self) -> OttavaRecipe:
         """The same as a recipe of ottava."""
         recipe = self._cells()
+        if self.fp8_dpa and self.ATTENTION is not None:
+            recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
         if self.backward_override == "high_precision":
             recipe = replace(recipe, dgrad=HIGH_PRECISION, wgrad=HIGH_PRECISION)
         registered = recipe == get_recipe(recipe.name)
@@ -95,6 +103,13 @@ class Recipe(RefusesUnknownFields):
 
     def _cells(self) -> OttavaRecipe:
         raise NotImplementedError(type(self).__name__)
+
+    def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
+        """With E4M3 for gradients, too, where the recipe asks for it."""
+        if self.fp8_format != Format.E4M3:
+            return attention
+        do, dp = (replace(spec, format=formats.E4M3) for spec in (attention.do, attention.dp))
+        return replace(attention, do=do, dp=dp)
 
     def _formats(self, recipe: OttavaRecipe) -> OttavaRecipe:
         """With this recipe's number formats in all cells."""
@@ -184,7 +199,12 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """ottava's "tensorwise": one scale a tensor, from its own amax."""
+    """ottava's "tensorwise": one scale a tensor, from its own amax.
+
+    fp8_dpa: attention runs as `ottava.attention_recipe.AttentionRecipe` says, emulated on every device. QKV, dO, S and
+    dP are cast; O and dQKV stay in high precision, as in TransformerEngine. S and dP have current scales; there they
+    have those of the step before.
+    """
 
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
@@ -195,6 +215,7 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
 
+    ATTENTION: ClassVar[AttentionRecipe | None] = AttentionRecipe(o=None, dqkv=None)
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(
             ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"),
@@ -312,9 +333,6 @@ class CustomRecipe(Recipe):
         raise NotImplementedError(
             "CustomRecipe is not in ottava: an ottava.Recipe is a table of six cells, and ottava.autocast takes it"
         )
-
-
-_ATTENTION = "attention runs in high precision: leave it out"
 
 
 def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], QuantizationSpec]) -> OttavaRecipe:

@@ -156,7 +156,7 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
 
 
 _ATTENTION = "torch.nn.attention.sdpa_kernel chooses how attention runs; a receipt names what ran"
-_FP8_ATTENTION = "attention takes its formats from the recipe"
+_FP8_ATTENTION = "attention takes its formats from the recipe: Float8CurrentScaling(fp8_dpa=True)"
 _FIELD = "give {} to the recipe"
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
