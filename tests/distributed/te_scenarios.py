@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ottava
 import ottava.compat.transformer_engine.pytorch as te
+from ottava.distributed import verify
 
 HIDDEN, FFN, HEADS, GROUPS, TOKENS, BATCH = 64, 128, 8, 4, 32, 4
 RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise")
@@ -208,6 +209,7 @@ def training_agrees_on_scales(world: World) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
+    assert len(verify(layer)) == 64  # all that ranks hold alike is alike
     for name, buffer in layer.named_buffers():
         if name.endswith("scale"):
             everywhere = [torch.empty_like(buffer) for _ in range(world.size)]

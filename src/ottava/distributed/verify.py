@@ -79,6 +79,8 @@ def _said(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         replicated = all(place.is_replicate() for place in tensor.placements)
         return f"{shape} {_bits(tensor.to_local()) if replicated else ' '.join(map(str, tensor.placements))}"
+    if getattr(tensor, "tensor_model_parallel", False):  # a shard of TransformerEngine's modules is a plain parameter
+        return f"{shape} split along dimension {tensor.partition_dim}"  # type: ignore[attr-defined]  # set with the other
     return f"{shape} {_bits(tensor)}"
 
 
