@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.groups import ddp_around
+from ottava.kernels.custom_operator import constant_in_graph
 from ottava.nn.layer import Layer
 from ottava.nn.pieces import local
 from ottava.state import ScalingState
@@ -98,6 +99,7 @@ class Part(Layer):
         return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
 
 
+@constant_in_graph  # runs while tracing
 def bind(owner: nn.Module, parts: Iterable[Part]) -> None:
     """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
     if any(not part.scaling_state.bound for part in parts):
