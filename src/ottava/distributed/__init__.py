@@ -4,6 +4,7 @@ from ottava.distributed.gradients import FP8ReduceScatter, fp8_gradient_hook
 from ottava.distributed.shard import fully_shard
 from ottava.distributed.styles import (
     ColwiseParallel,
+    ContextParallel,
     ExpertParallel,
     PrepareInput,
     RowwiseParallel,
@@ -14,6 +15,7 @@ from ottava.distributed.verify import verify
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "ExpertParallel",
     "FP8ReduceScatter",
     "PrepareInput",

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import SequenceParallel as TorchSequence
 
+from ottava.agreement import AgreedCast
 from ottava.nn.attention import DotProductAttention
 from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
@@ -34,6 +35,7 @@ from ottava.nn.pieces import Piece
 from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.vocabulary import VocabularySharding
+from ottava.quantized_layer import quantized_layers
 
 
 class ColwiseParallel(TorchColwise):
@@ -181,6 +183,32 @@ class ExpertParallel(ParallelStyle):
         if not isinstance(module, MoE):
             raise TypeError(f"ExpertParallel: got a {type(module).__name__}; needs an ottava.nn.MoE")
         ExpertRanks(device_mesh).apply(module, self.src_data_rank)
+        return module
+
+
+class ContextParallel(ParallelStyle):
+    """Layers whose ranks hold parts of each sequence and whole weights: casts per tensor have one scale for all of it.
+
+    Attention between them is torch's: `torch.distributed.tensor.experimental.context_parallel`. The gradients of the
+    weights are sums over ranks, which DistributedDataParallel or fully_shard makes on the mesh of data and context.
+
+    Raises:
+        ValueError: no layer is ottava's.
+    Edge cases: blocks, rows and predicted scales need no exchange. Layers that are split over ranks as well
+        (`ColwiseParallel`) agree with those ranks only.
+
+    Example:
+        >>> plan = {"": ContextParallel()}                             # parallelize_module(model, mesh["cp"], plan)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers = quantized_layers(module)
+        if not layers:
+            raise ValueError("ContextParallel: no layer is ottava's; call ottava.convert first")
+        for layer in layers:
+            if getattr(layer, "sharding", None) is None:
+                tokens = AgreedCast(device_mesh.get_group(), 0)
+                layer.quantizers.input.cast = layer.quantizers.grad_output.cast = tokens
         return module
 
 
