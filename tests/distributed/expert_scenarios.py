@@ -87,7 +87,12 @@ def codes_travel_to_experts(world: World) -> None:
 
     x = tokens(96, 3 + world.rank)
     bf16 = 2 * x.nbytes  # two experts a token
-    for recipe, limit, said in (("blockwise", 0.53, "as codes"), ("tensorwise", 1.0, "uncast"), ("bf16", 1.0, "")):
+    for recipe, limit, said in (
+        ("blockwise", 0.53, "as codes"),
+        ("mxfp8", 0.57, "as codes"),
+        ("tensorwise", 1.0, "uncast"),
+        ("bf16", 1.0, ""),
+    ):
         model = parallelize_module(moe(recipe, 2 * world.size), mesh_of(world), ExpertParallel())
         expert_parallel.all_to_all = counting
         try:
@@ -95,7 +100,7 @@ def codes_travel_to_experts(world: World) -> None:
             step(model, x, x)
         finally:
             expert_parallel.all_to_all = real
-        counts, *there = sent[: 3 if recipe == "blockwise" else 2]
+        counts, *there = sent[: 3 if said == "as codes" else 2]
         assert counts == 8 * 2 * world.size
         assert sum(there) <= limit * bf16, (recipe, there, bf16)
         assert said in str(ottava.receipt(model)), ottava.receipt(model)
