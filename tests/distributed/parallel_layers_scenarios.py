@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from parallel_scenarios import EPS, close, mesh_of, nearest
+from parallel_scenarios import EPS, close, mesh_of, mlp, nearest
 from state_scenarios import World, same_everywhere
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -402,3 +402,42 @@ def layers_of_one_input_share_its_gather(world: World) -> None:
         model.q(own)
         again = step(model, own, dy)
         assert all(torch.equal(one, results[1][name]) for name, one in again.items()) or recipe == "delayed"
+
+
+def weights_stored_as_codes(world: World) -> None:
+    """Codes and scales are split: the bits of one process, also after steps of an optimizer; cuts are named."""
+    x, dy = noise(2, 32, WIDTH), noise(2, 32, WIDTH, seed=2)
+    for recipe in ("tensorwise", "blockwise", "delayed"):
+        whole, model = mlp(recipe, WIDTH, 128 * world.size), mlp(recipe, WIDTH, 128 * world.size)
+        for one in (whole, model):
+            ottava.convert(one, recipe, weights="fp8", keep_high_precision=recipe == "tensorwise")
+        parallelize_module(model, mesh_of(world), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        optimizers = [ottava.optim.AdamW(m.parameters(), lr=1e-2, master="fp32") for m in (whole, model)]
+        for _ in range(2):
+            wanted, got = step(whole, x, dy), step(model, x, dy)
+            for name in ("up.weight", "down.weight", "up.bias"):
+                assert torch.equal(got[name], wanted[name]), (recipe, name)
+            assert close(got["y"], wanted["y"], 2 * world.size)
+            for optimizer in optimizers:
+                optimizer.step()
+            for name, tensor in model.state_dict().items():
+                other = whole.state_dict()[name]
+                whole_tensor = _whole_codes(tensor)
+                assert torch.equal(whole_tensor, other.view(torch.uint8) if other.dtype.itemsize == 1 else other), name
+    for recipe, style, said in (
+        ("rowwise", RowwiseParallel(), "rows, each"),
+        ("blockwise", ColwiseParallel(), "blocks of"),
+    ):
+        layer = nn.Sequential(ottava.nn.Linear(WIDTH, 128 * world.size + 128, dtype=torch.bfloat16))
+        ottava.convert(layer, recipe, weights="fp8")
+        with pytest.raises(ValueError, match=said):
+            parallelize_module(layer, mesh_of(world), {"0": style})
+
+
+def _whole_codes(tensor: Any) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    own = tensor.to_local()
+    own = own.view(torch.uint8) if own.dtype.itemsize == 1 else own  # gloo knows no FP8
+    made = DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False)
+    return made.full_tensor()

@@ -54,8 +54,9 @@ def split_pieces(layer: Any, pieces: Sequence[Piece] = ()) -> None:
         )
     if is_quantized_weight(layer.weight):
         raise TypeError(
-            f"{layer.name or type(layer).__name__}: its weight is stored only as codes, and pieces of it would have "
-            "scales of their own. Split the model first, and then call ottava.convert(model, recipe, weights='fp8')"
+            f"{layer.name or type(layer).__name__}: its weight is stored only as codes, and its pieces would have "
+            "scales of their own, where a GEMM takes one. Give it numbers, ottava.convert(model, recipe, "
+            "weights='bf16'), or shard it with fully_shard"
         )
     layer.pieces = pieces
     own = {kind: layer._parameters.pop(kind) for kind in ("weight", "bias")}

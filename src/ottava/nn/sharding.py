@@ -26,6 +26,7 @@ from ottava.functional import produced
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import local, split_pieces
 from ottava.quantized_tensor import Operand, QuantizedTensor
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
 
 
 def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -203,7 +204,9 @@ class Sharding:
             if isinstance(module, LayerNorm | RMSNorm):
                 module.sharding = TokenSharding(self.mesh, self.input)
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and not isinstance(parameter, DTensor):
+                if is_quantized_weight(parameter):
+                    module._parameters[name] = shard_codes(parameter, self.mesh, self.split, src_data_rank)
+                elif parameter is not None and not isinstance(parameter, DTensor):
                     place = self._place(name) if module is layer else Replicate()
                     whole = distribute_tensor(parameter, self.mesh, [place], src_data_rank=src_data_rank)
                     split = nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -306,6 +309,38 @@ class Sharding:
             )
         own = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
         return Exchange(Tokens(self.group, own, dim), 1), own
+
+
+def shard_codes(weight: QuantizedWeight, mesh: DeviceMesh, split: int, src_data_rank: int | None) -> nn.Parameter:
+    """This rank's codes and scales of a weight that is stored only as codes, as a DTensor.
+
+    Args:
+        split: which dimension of (N, K) is split.
+        src_data_rank: the rank whose codes all take; None: each its own.
+    Raises:
+        ValueError: a block, or a row with a scale of its own, would be cut.
+    """
+    if src_data_rank is not None:
+        source = dist.get_global_rank(group := mesh.get_group(), src_data_rank)
+        dist.broadcast(weight.codes.view(torch.uint8), source, group=group)
+        dist.broadcast(weight.scale_inv, source, group=group)
+    granularity, ranks, rank = weight.spec.granularity, mesh.size(), mesh.get_local_rank()
+    block, other = (granularity.rows, granularity.cols)[split], (granularity.rows, granularity.cols)[1 - split]
+    share = -(-weight.shape[split] // ranks)
+    if (block is None and other is not None) or (block is not None and share % block):
+        cut = "rows, each with one scale" if block is None else f"blocks of {block}"
+        raise ValueError(
+            f"tensor parallelism: {tuple(weight.shape)} stored as {weight.spec}, split along dimension {split} over "
+            f"{ranks} ranks, would cut {cut}. Take a recipe per tensor, a number of ranks that leaves whole blocks, or "
+            "ottava.convert(model, recipe, weights='bf16')"
+        )
+    codes = weight.codes.view(torch.uint8).split(share, split)[rank].contiguous().view(weight.codes.dtype)
+    scale_inv = weight.scale_inv if block is None else weight.scale_inv.split(share // block, split)[rank].contiguous()
+    kept = None if weight.high_precision is None else weight.high_precision.split(share, split)[rank].clone()
+    own = weight.like(codes, scale_inv.clone(), group=mesh.get_group(), high_precision=kept)
+    size, strides = weight.shape, weight.stride()
+    whole = DTensor.from_local(own, mesh, [Shard(split)], run_check=False, shape=size, stride=strides)
+    return nn.Parameter(whole, weight.requires_grad)
 
 
 class TokenSharding:

@@ -126,7 +126,11 @@ def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     from torch.distributed.tensor import DTensor, Replicate
 
     grid = (*value.shape[:-2], *weight.spec.granularity.grid_shape(tuple(value.shape[-2:])))
-    placements = value.placements if weight.scales_shard else [Replicate()] * value.device_mesh.ndim
+    sizes = weight.spec.granularity.rows, weight.spec.granularity.cols
+    placements = [  # a stack, and blocks along the dimension that is split, have scales of their own on each rank
+        p if p.is_shard() and (len(weight.matrix) == 3 or sizes[p.dim] is not None) else Replicate()
+        for p in value.placements
+    ]
     with torch.no_grad():
         codes = DTensor.from_local(
             weight.codes, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
