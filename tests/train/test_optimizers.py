@@ -14,7 +14,7 @@ import torch
 from ottava.optim import AdamW, Muon
 from ottava.quantized_weight import is_quantized_weight
 from ottava.train import StepRecord, TrainConfig, Trainer, load_config
-from ottava.train.checkpoint import newest_checkpoint
+from ottava.train.newest import newest_checkpoint
 
 TINY = (
     "model={d_model: 32, layers: 1, heads: 2, kv_heads: 1, ffn: 48}",

@@ -48,8 +48,13 @@ def train(
     with the same bits as an uninterrupted one. Ctrl-C and SIGTERM (exit code 0) save first. --init takes the weights of
     another run, also under another recipe, and calibrates predicted scales on them. After --watch, `ottava diagnose
     RUN` and `ottava report RUN` show where FP8 hurt.
+
+    Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.shard (FSDP2), parallel.tp
+    (tensor parallelism) and parallel.pp (a pipeline), whose product is the number of processes. batch_size stays that
+    of the whole run. Each writes its part of a checkpoint, which any number of processes reads.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
+    from ottava.cli.torchrun import joined
     from ottava.train import Trainer, load_config
 
     folder = run_dir or Path("runs") / (config.stem if config else "train")
@@ -62,12 +67,12 @@ def train(
         values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
         typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
         return 0
-    with stop_on_interrupt() as stopping:
+    with stop_on_interrupt() as stopping, joined(resolved.parallel.timeout):
         trainer = Trainer(resolved, folder, resume=resume)
         finished = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
-    if as_json:
+    if trainer.ranks.first and as_json:
         typer.echo(json.dumps(_result(trainer, resolved, interrupted=not finished)))
-    else:
+    elif trainer.ranks.first:
         typer.echo(_summary(trainer, resolved))
     if not finished:
         return say_saved(stopping(), f"ottava train --resume --run-dir {shlex.quote(str(folder))}")
@@ -81,10 +86,10 @@ def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], 
     from ottava.train.display import open_display
 
     began, first, shown = time.monotonic(), trainer.step, 0.0
-    with open_display(Console(stderr=progress_on_stderr)) as display:
+    with open_display(Console(stderr=progress_on_stderr, quiet=not trainer.ranks.first)) as display:
         display.say(str(trainer.conversion))
         display.say(f"{trainer.corpus.source}\nrun folder: {trainer.folder.path}")
-        while not trainer.done and not stopping():
+        while not trainer.done and not trainer.ranks.any(bool(stopping())):
             (record,) = trainer.advance(1)
             now = time.monotonic()
             if now - shown > _REDRAW_SECONDS or trainer.done or record.val_loss is not None:

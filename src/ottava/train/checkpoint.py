@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ _MOVED = MappingProxyType(
     {".attention_norm.weight": ".attention.qkv_proj.norm.weight", ".mlp_norm.weight": ".mlp.gate_up_proj.norm.weight"}
 )
 """What norms are called in format 2, whose model has them in front of its linears, and in format 3."""
-_NAME = re.compile(r"step-(\d+)\.safetensors")
+_NAME = re.compile(r"step-(\d+)(\.safetensors)?")
 _TEMPORARY = ".part"
 _HASH = "sha256"
 _log = logging.getLogger(__name__)
@@ -110,9 +111,14 @@ def save_checkpoint(
     path = folder / f"step-{step:06d}.safetensors"
     with atomic_write(path) as temporary:
         save_file(contents, temporary, metadata=header)
-    for _, old in [entry for entry in _checkpoints(folder) if entry[0] <= step][keep:]:
-        old.unlink()
+    prune(folder, step, keep)
     return path
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Deletes all but the `keep` newest checkpoints up to that step."""
+    for _, old in [entry for entry in checkpoints_in(folder) if entry[0] <= step][keep:]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -148,45 +154,10 @@ def _renamed(name: str) -> str:
     return name
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest readable checkpoint (None in a folder without any), and the errors of newer ones.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is readable.
-    """
-    problems: list[str] = []
-    for _, path in _checkpoints(folder):
-        try:
-            return read_checkpoint(path), problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError("\n".join([*problems, "there is no older checkpoint; start again in another run folder"]))
-    return None, []
-
-
 def remove_temporary_files(folder: Path) -> None:
     """Removes temporary files of a killed process. Only the process that holds the folder may call it."""
-    for file in folder.glob(f".*{_TEMPORARY}"):
-        file.unlink()
-
-
-def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint file `source`, or the newest readable checkpoint of the run folder `source`.
-
-    Returns:
-        The checkpoint, and the errors of newer ones, as from `newest_checkpoint`.
-    Raises:
-        CheckpointError: there is no checkpoint, or none is readable.
-    """
-    if not source.exists():
-        raise CheckpointError(f"{source}: does not exist; needed: a run folder of `ottava train`, or a checkpoint")
-    checkpoint, problems = (
-        newest_checkpoint(source / "checkpoints") if source.is_dir() else (read_checkpoint(source), [])
-    )
-    if checkpoint is None:
-        raise CheckpointError(f"{source}: holds no checkpoint; needed: a run folder of `ottava train`, or a checkpoint")
-    return checkpoint, problems
+    for entry in folder.glob(f".*{_TEMPORARY}"):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -252,7 +223,7 @@ def restore_optimizer(
                 )
             if state and isinstance(optimizer, Engine):
                 state["master"] = weights[names[id(parameter)]].to(torch.float32)
-    _load_optimizer(checkpoint, model, optimizer, entries)
+    load_optimizer(checkpoint, model, optimizer, entries)
 
 
 def _state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
@@ -280,7 +251,7 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
         model.load_state_dict(states)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
-    _load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint))
+    load_optimizer(checkpoint, model, optimizer, _optimizer_entries(checkpoint))
 
 
 def _optimizer_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
@@ -293,12 +264,17 @@ def _optimizer_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
     return entries
 
 
-def _load_optimizer(
+def load_optimizer(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     entries: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
+    """Gives an optimizer the states of its parameters, by their names.
+
+    Raises:
+        CheckpointError: they are states of another optimizer.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
@@ -308,8 +284,8 @@ def _load_optimizer(
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
 
 
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Step and path of all files with a checkpoint's name, newest first."""
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of all checkpoints, newest first: files of one process, and folders of several."""
     files = ((match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name)))
     return sorted(((int(match[1]), path) for match, path in files), reverse=True)
 

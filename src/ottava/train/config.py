@@ -152,6 +152,8 @@ class CheckpointConfig(Section):
     """Steps from one checkpoint to the next; 0 for one at the end only."""
     keep: Positive = 2
     """How many of the newest checkpoints to keep."""
+    asynchronous: bool = False
+    """With several processes: train on while a checkpoint is written. It takes the memory of a copy."""
 
 
 class EvaluationConfig(Section):
@@ -175,9 +177,51 @@ class GuardConfig(Section):
     """Steps in high precision after FP8 was to blame."""
 
 
+class ParallelConfig(Section):
+    """Processes that share the run, as torchrun starts them: dp x shard x tp x pp. The batch is that of the whole run."""
+
+    dp: Positive = 1
+    """Replicas that each read a part of the batch: DistributedDataParallel, or FSDP2's replicas where `shard` is more
+    than 1."""
+    shard: Positive = 1
+    """Processes that share weights, gradients and moments, and read a part of the batch each: FSDP2. Weights are
+    gathered as FP8 codes where the recipe allows it."""
+    tp: Positive = 1
+    """Processes that share each layer: tensor parallelism, with tokens split between the layers."""
+    pp: Positive = 1
+    """Stages of a pipeline: each holds some of the layers."""
+    cp: Positive = 1
+    """Processes that share a sequence. Not built: 1."""
+    ep: Positive = 1
+    """Processes that share experts. This model has none: 1."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """The order of microbatches in a pipeline. interleaved gives each process two stages."""
+    timeout: Annotated[float, Field(gt=0.0)] = 300.0
+    """Seconds that a process waits for the others before the run ends with an error."""
+    verify_every: Annotated[int, Field(ge=0)] = 100
+    """Steps from one comparison of all processes (`ottava.distributed.verify`) to the next; 0 for none."""
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.dp * self.shard * self.tp * self.pp
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
+
+    @model_validator(mode="after")
+    def _built(self) -> Self:
+        for name in ("cp", "ep"):
+            if (got := getattr(self, name)) > 1:
+                raise ValueError(f"{name} is {got}: `ottava train` does not split that yet; set {name}=1")
+        return self
+
+
 _LATER = MappingProxyType(
     {
-        "": ("carry", "rewarm", "accumulator"),
+        "": ("carry", "rewarm", "accumulator", "microbatches"),
         "optimizer": ("name", "weights", "master", "moments", "stochastic_rounding", "momentum"),
     }
 )
@@ -194,7 +238,9 @@ class TrainConfig(Section):
     steps: Positive = 400
     """Optimizer steps."""
     batch_size: Positive = 16
-    """Sequences in a step."""
+    """Sequences in a step, of all processes together."""
+    microbatches: Positive = 1
+    """Parts of a process's share of the batch, whose gradients are summed; a pipeline works on several at once."""
     sequence_length: Positive = 128
     """Bytes that a sequence predicts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -221,6 +267,7 @@ class TrainConfig(Section):
     """Settings of `ottava.watch`, {} for its defaults. The watch writes statistics of every cast into the run folder,
     for `ottava report`, `diagnose` and `compare`. null: no watch."""
 
+    parallel: ParallelConfig = ParallelConfig()
     guard: GuardConfig | None = None
     """{}: rewind at a loss spike, replay in high precision, and skip the batch or leave FP8 for a while."""
     auto_fallback: Literal["off", "propose", "apply"] = "off"
@@ -237,6 +284,30 @@ class TrainConfig(Section):
     def _start_needs_init(self) -> Self:
         if self.init is None and (self.carry != "weights" or self.rewarm):
             raise ValueError("carry and rewarm are about the run that init names: set init=RUN, too")
+        return self
+
+    @model_validator(mode="after")
+    def _processes_fit(self) -> Self:
+        ranks, model = self.parallel, self.model
+        parts = ranks.dp * ranks.shard * self.microbatches
+        multiples = {
+            "batch_size": (self.batch_size, parts, "parallel.dp x parallel.shard x microbatches"),
+            "model.kv_heads": (model.kv_heads, ranks.tp, "parallel.tp"),
+            "model.ffn": (model.ffn, ranks.tp, "parallel.tp"),
+            "sequence_length": (self.sequence_length, ranks.tp, "parallel.tp"),
+            "microbatches": (self.microbatches, ranks.pp if ranks.schedule == "interleaved" else 1, "parallel.pp"),
+        }
+        for name, (size, parts, why) in multiples.items():
+            if size % parts:
+                raise ValueError(f"{name} is {size}; needs a multiple of {why}, which is {parts}")
+        if model.layers < ranks.stages:
+            raise ValueError(f"model.layers is {model.layers}; needs one for each of {ranks.stages} pipeline stages")
+        if ranks.processes > 1 and (self.guard is not None or self.auto_fallback != "off"):
+            raise ValueError("guard and auto_fallback watch one process: leave them off, or set parallel to 1 process")
+        if ranks.processes > ranks.dp and (self.carry == "optimizer" or self.optimizer.name == "muon"):
+            raise ValueError("carry=optimizer and optimizer.name=muon need whole weights: set shard, tp and pp to 1")
+        if ranks.tp > 1 and self.optimizer.weights == "fp8":
+            raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: take parallel.shard")
         return self
 
     @field_validator("recipe", mode="before")
@@ -275,11 +346,11 @@ class TrainConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """Hash of the settings that decide the trained bits: all but `checkpoint`, `evaluation` and `watch`.
+        """Hash of the settings that decide the run: all but `checkpoint`, `evaluation`, `parallel` and `watch`.
 
         A setting of `_LATER` counts where it is not the default: runs that are older than the setting can be resumed.
         """
-        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "watch"})
+        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "parallel", "watch"})
         for section, names in _LATER.items():
             given, default = (decisive[section], OptimizerConfig()) if section else (decisive, TrainConfig())
             for name in names:

@@ -66,6 +66,17 @@ class FolderLock:
             raise
 
 
+class NoLock:
+    """What a process has that leaves the lock to another one of its run."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def released_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is held."""
+        return contextlib.nullcontext()
+
+
 def _take(folder: Path) -> IO[str]:
     path = folder / _NAME
     while True:

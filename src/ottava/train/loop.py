@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +39,20 @@ from ottava.train.checkpoint import (
     CheckpointError,
     as_checkpoint_error,
     collect_state,
-    newest_checkpoint,
     remove_temporary_files,
     restore_state,
     save_checkpoint,
 )
 from ottava.train.config import TrainConfig
 from ottava.train.model import ByteTransformer, loss
+from ottava.train.newest import newest_checkpoint
 from ottava.train.optimizers import make_optimizer, store
-from ottava.train.requirements import gather
-from ottava.train.run_folder import RunFolder, StepRecord
+from ottava.train.parallel import split
+from ottava.train.passes import Microbatches, Passes, Pipeline
+from ottava.train.ranks import DIMS, Ranks
+from ottava.train.requirements import find_device, gather
+from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
+from ottava.train.shards import ShardWriter, collect_shards, restore_shards
 from ottava.train.start import Start, start_from
 
 RECEIPT_VERSION = 1
@@ -97,9 +102,13 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, run_dir: Path, *, resume: bool = False) -> None:
         self.config = config
-        self.device, self.corpus = gather(config)
+        self.device = find_device(config.device)
+        self.ranks = Ranks(config.parallel, self.device)
+        _, self.corpus = self.ranks.together(lambda: gather(config))
         self._text = self.corpus.digest()
-        self.folder = RunFolder(run_dir, config, resume=resume)
+        self.ranks.agree({**flatten(config.model_dump(mode="json")), "resume": resume, "text": self._text, **_versions()})
+        folder = self.ranks.together(lambda: RunFolder(run_dir, config, resume=resume) if self.ranks.first else None)
+        self.folder = folder or FollowerFolder(run_dir)
         with self.folder.lock.released_on_error():
             self._begin(resume=resume)
 
@@ -108,28 +117,32 @@ class Trainer:
         with self._random_generators():
             torch.manual_seed(config.seed)
             self.model = ByteTransformer(config.model, config.sequence_length).to(self.device)
+            if self.ranks.rank:  # for casts that round stochastically
+                torch.manual_seed(config.seed + self.ranks.rank)
             self._random = _random_states(self.device)
-        self.conversion = store(self.model, config.build_recipe(), config.optimizer)
-        self._scaling = ScalingState(self.model)
-        self._scaling.listen()
-        self._optimizer = make_optimizer(self.model, config.optimizer)
+        self.conversion = self.ranks.together(lambda: store(self.model, config.build_recipe(), config.optimizer))
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._make_optimizer()
         self._first_step = 0
-        checkpoint = self._restore() if resume else None
+        checkpoint = self.ranks.together(self._newest) if resume else None
         start = Start(0, [], {})
         if config.init and not checkpoint:
-            start = start_from(config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
+            start = self.ranks.together(self._start)
+        self._share(checkpoint)
         self.step = checkpoint.step if checkpoint else start.step
         self._first_step = int(checkpoint.metadata.get("start", "0")) if checkpoint else start.step
         facts = {
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": parameters,
             "text": {"source": self.corpus.source, "sha256": self._text},
             "device": _device_name(self.device),
             "conversion": self.conversion.to_dict(),
             "init": start.facts,
             "optimizer": f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}",
         }
-        self.history = self.folder.cut_history(self.step if checkpoint else 0)
-        self._amaxes = AmaxLog(self.folder.path, step=self.step)
+        done = self.step if checkpoint else 0
+        first = self.ranks.together(lambda: self.folder.cut_history(done) if self.ranks.first else None)
+        self.history = self.ranks.together(lambda: self.folder.cut_history(done) if first is None else first)
+        self._amaxes = AmaxLog(self.folder.path, step=self.step) if self.ranks.first else None
         self.diverged = False
         self._watch: Watch | None = None
         self.folder.begin(self.step, facts)
@@ -141,6 +154,35 @@ class Trainer:
         self._watch = self._make_watch()
         self._fallback = self._make_fallback()
         self._guard = self._make_guard()
+
+    def _make_optimizer(self) -> None:
+        self._scaling = ScalingState(self.model, None if self.ranks.mesh is None else self.ranks.of_stage)
+        self._scaling.listen()
+        self._optimizer = make_optimizer(self.model, self.config.optimizer)
+
+    def _start(self) -> Start:
+        return start_from(self.config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
+
+    def _share(self, checkpoint: Checkpoint | None) -> None:
+        """Shares the model with the other processes, and fills what stays here from the checkpoint."""
+        config, ranks = self.config, self.ranks
+        running, self._orders = ranks.together(lambda: split(self.model, config.model, ranks))
+        self._writer: ShardWriter | None = None
+        if ranks.size > 1:
+            self._make_optimizer()  # of the shards
+            kept = config.checkpoint
+            self._writer = ShardWriter(
+                self.folder.checkpoints, ranks, keep=kept.keep, asynchronous=kept.asynchronous
+            )
+        if config.parallel.pp > 1:
+            rows = config.batch_size // ranks.readers // config.microbatches
+            self._passes: Passes = Pipeline(
+                self.model, self._compute, config.microbatches, ranks, (rows, config.sequence_length)
+            )
+        else:
+            self._passes = Microbatches(running, self.loss_of, config.microbatches, ranks)
+        if checkpoint:
+            ranks.together(lambda: self._restore(checkpoint))
 
     @property
     def done(self) -> bool:
@@ -169,6 +211,8 @@ class Trainer:
                     self.save()
             self._random = _random_states(self.device)
         if self.done:
+            if self._writer is not None:
+                self._writer.wait()
             self.folder.lock.release()
         return records
 
@@ -182,21 +226,24 @@ class Trainer:
         """
         settings = self.config
         total = 0.0
-        with self._random_generators(), torch.no_grad(), self._compute(), contextlib.ExitStack() as stack:
+        with self._random_generators(), torch.no_grad(), contextlib.ExitStack() as stack:
             if high_precision:
                 stack.enter_context(autocast("bf16"))
             torch.manual_seed(settings.seed)
             for inputs, targets in self.corpus.validation_batches(
                 batches=settings.evaluation.batches, batch_size=settings.batch_size, length=settings.sequence_length
             ):
-                total += loss(self.model, inputs.to(self.device), targets.to(self.device)).item()
+                total += self.ranks.mean(self._passes.loss(*self._mine(inputs, targets)))
         return total / settings.evaluation.batches
 
     def save(self) -> Path:
-        """Writes a checkpoint of this step and returns its path."""
+        """Writes a checkpoint of this step and returns its path. Every process of the run must call it."""
         self.folder.sync()
         if self._watch is not None:
             self._watch.flush()
+        if self._writer is not None:
+            values = collect_shards(self.model, self._optimizer, self._orders, self._random, self.ranks.rank)
+            return self._writer.save(self.step, values, self._identity())
         tensors = collect_state(self.model, self._optimizer)
         tensors |= {f"random.{name}": state for name, state in self._random.items()}
         path = save_checkpoint(
@@ -208,6 +255,8 @@ class Trainer:
     def close(self) -> None:
         """Ends the watch and releases the folder. The last step does so itself; call it if you leave a run earlier."""
         self._end_watch()
+        if self._writer is not None:
+            self._writer.wait()
         self.folder.lock.release()
 
     def _end_watch(self) -> None:
@@ -249,6 +298,10 @@ class Trainer:
             seed=settings.seed, step=step, batch_size=settings.batch_size, length=settings.sequence_length
         )
 
+    def _mine(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's part of a batch, on its device."""
+        return self.ranks.rows(inputs).to(self.device), self.ranks.rows(targets).to(self.device)
+
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss of a batch, computed as in training. The model must be on the trainer's device."""
         with self._compute():
@@ -279,28 +332,30 @@ class Trainer:
         settings = self.config
         started = time.perf_counter()
         inputs, targets = self.batch(step)
+        tokens = targets.numel()
         learning_rate = settings.optimizer.learning_rate * settings.schedule.factor(step, settings.steps)
         learning_rate *= rewarm_factor(step - 1 - self._first_step, settings.rewarm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        value = self.loss_of(self.model, (inputs, targets))
-        value.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.optimizer.grad_clip)
+        value = self.ranks.mean(self._passes.train(*self._mine(inputs, targets)))
+        norm = self.ranks.clip(self.model.parameters(), settings.optimizer.grad_clip).item()
         loss_value, grad_norm = _finite(value), _finite(norm)
         if self._watch is not None:
-            self._watch.log(loss=value.item(), grad_norm=norm.item(), lr=learning_rate, tokens=targets.numel())
+            self._watch.log(loss=value, grad_norm=norm, lr=learning_rate, tokens=tokens)
         self.diverged = math.isnan(loss_value) or math.isnan(grad_norm)
         if not self.diverged:
             self._optimizer.step()  # predicted scales move at this boundary, too
             self.step = step
-            with as_checkpoint_error(self._amaxes.path):
-                self._amaxes.append(step, self._scaling.take_amax())
+            amaxes = self.ranks.everything(self._scaling.take_amax())
+            if self._amaxes is not None:
+                with as_checkpoint_error(self._amaxes.path):
+                    self._amaxes.append(step, amaxes)
         elif self._watch is not None:
             self._watch.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
         if self.done:  # before the evaluation: a later receipt would show its forwards
-            self.folder.write_json("receipt.json", {"schema_version": RECEIPT_VERSION, **receipt(self.model).to_dict()})
+            self.folder.write_json("receipt.json", self._receipt())
             self._end_watch()
         evaluates = not self.diverged and _due(settings.evaluation.every, step, settings.steps)
         self._fill_records(step - 1)
@@ -309,12 +364,18 @@ class Trainer:
             loss=loss_value,
             grad_norm=grad_norm,
             lr=learning_rate,
-            tokens=targets.numel(),
+            tokens=tokens,
             seconds=seconds,
             val_loss=self.evaluate() if evaluates else None,
         )
         self._keep_record(record)
         return loss_value, grad_norm
+
+    def _receipt(self) -> dict[str, Any]:
+        """What ran here and, where several processes hold different layers or casts, in each of them."""
+        own = receipt(self.model).to_dict()
+        values = {"schema_version": RECEIPT_VERSION, **own}
+        return values if self.ranks.size == 1 else {**values, "ranks": self.ranks.tell(own)}
 
     def _keep_record(self, record: StepRecord) -> None:
         self.history.append(record)
@@ -349,16 +410,17 @@ class Trainer:
             "config": self.config.digest(),
             "text": self._text,
             "start": str(self._first_step),
-            "torch": torch.__version__,
-            "ottava": version("ottava"),
+            **_versions(),
             "threads": str(torch.get_num_threads()),
             "device": _device_name(self.device),
+            "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in DIMS),
         }
 
-    def _restore(self) -> Checkpoint | None:
-        """Loads the newest readable checkpoint, if there is one."""
-        remove_temporary_files(self.folder.checkpoints)
-        checkpoint, problems = newest_checkpoint(self.folder.checkpoints)
+    def _newest(self) -> Checkpoint | None:
+        """The newest readable checkpoint of this run, if there is one."""
+        if self.ranks.first:
+            remove_temporary_files(self.folder.checkpoints)
+        checkpoint, problems = newest_checkpoint(self.folder.checkpoints, whole=self.ranks.size == 1)
         for problem in problems:
             _log.warning("skipped a checkpoint: %s", problem)
         if checkpoint is None:
@@ -371,14 +433,22 @@ class Trainer:
                     f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
                     f"Restore that {name}, or start again in another run folder"
                 )
-        restore_state(checkpoint, self.model, self._optimizer)
-        self._random = {
-            name.removeprefix("random."): state
-            for name, state in checkpoint.tensors.items()
-            if name.startswith("random.")
-        }
-        for name in ("torch", "ottava", "threads", "device"):
-            if checkpoint.metadata.get(name) != identity[name]:
+        return checkpoint
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        identity, model = self._identity(), self.model
+        if self.ranks.size > 1:
+            found = restore_shards(checkpoint, model, self._optimizer, self._orders, self.ranks.rank)
+            self._random = found or self._random
+        else:
+            restore_state(checkpoint, model, self._optimizer)
+            self._random = {
+                name.removeprefix("random."): state
+                for name, state in checkpoint.tensors.items()
+                if name.startswith("random.")
+            }
+        for name in ("torch", "ottava", "threads", "device", "parallel"):
+            if checkpoint.metadata.get(name, identity[name]) != identity[name]:
                 _log.warning(
                     "%s was %s and is %s now: the run continues, but its bits may differ from an uninterrupted run",
                     name,
@@ -386,21 +456,23 @@ class Trainer:
                     identity[name],
                 )
         _log.info("resumed from %s", checkpoint.path)
-        return checkpoint
 
 
 def _due(every: int, step: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def _finite(value: Tensor) -> float:
+def _finite(number: float) -> float:
     """The number, or NaN for an infinity: JSON has neither, and both mean divergence."""
-    number = value.item()
     return number if math.isfinite(number) else math.nan
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU"
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "ottava": version("ottava")}
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

@@ -107,19 +107,40 @@ class ByteTransformer(nn.Module):
             if parameter.ndim > 1:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=std / (2 * config.layers) ** 0.5 if residual else std)
+        self.depth, self.width = config.layers, config.d_model
+        self.token_ranks = 1
+        """How many processes share the tokens between layers."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256)."""
-        length = ids.shape[-1]
+    def forward(self, given: Tensor, part: range | None = None) -> Tensor:
+        """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256).
+
+        Args:
+            part: run these layers only, of a pipeline: after the first stage `given` is the stream (B, T, D), and before
+                the last one the stream is what comes out.
+        """
+        part = range(self.depth) if part is None else part
+        length = given.shape[1] if part.start == 0 else given.shape[1] * self.token_ranks
         rotary = RotaryTable(self.cos[:length], self.sin[:length], interleaved=False)
-        x = self.embedding(ids)  # (B, T, D)
-        for layer in self.layers:
-            x = layer(x, rotary)
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
+        x = self.embedding(given) if part.start == 0 else given  # (B, T, D)
+        for index in part:
+            x = getattr(self.layers, str(index))(x, rotary)  # by name: other stages of a pipeline hold the rest
+        return x if part.stop < self.depth else self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+
+    def keep(self, parts: list[range]) -> None:
+        """Drops what these parts of a pipeline do not need. What stays keeps its name."""
+        for index in set(range(self.depth)).difference(*parts):
+            delattr(self.layers, str(index))
+        if all(part.start for part in parts):
+            del self.embedding
+        if all(part.stop < self.depth for part in parts):
+            del self.norm, self.lm_head
 
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte, fp32 scalar; inputs and targets int64 (B, T)."""
-    logits = model(inputs)
+    return entropy(model(inputs), targets)
+
+
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of logits (B, T, 256)."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())

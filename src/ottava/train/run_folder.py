@@ -3,7 +3,7 @@
 config.yaml       every setting, as resolved
 manifest.json     command, versions, machine, size of the model, converted layers; every resumption
 metrics.jsonl     a `StepRecord` per line, written at the end of the step
-checkpoints/      see checkpoint.py
+checkpoints/      see checkpoint.py, and shards.py for those of several processes
 receipt.json      the kernel of each GEMM, written at the end
 .lock             names the process that holds the run (see folder_lock.py)
 """
@@ -31,7 +31,7 @@ from ottava.settings import ConfigError, flatten
 from ottava.text import to_json
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
 from ottava.train.config import TrainConfig, load_config
-from ottava.train.folder_lock import FolderLock
+from ottava.train.folder_lock import FolderLock, NoLock
 from ottava.untrusted import parse_json, read_text
 
 MANIFEST_VERSION = 1
@@ -83,7 +83,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
         self._config = config
-        self.lock = FolderLock(path)
+        self.lock: FolderLock | NoLock = FolderLock(path)
         with self.lock.released_on_error():
             self._refuse_misuse(resume=resume)
 
@@ -149,6 +149,13 @@ class RunFolder:
         Raises:
             CheckpointError: the file holds fewer steps, or other ones.
         """
+        records, size = self._first(step)
+        if size or self._metrics.exists():
+            os.truncate(self._metrics, size)
+        return records
+
+    def _first(self, step: int) -> tuple[list[StepRecord], int]:
+        """The first records of metrics.jsonl, and how many bytes they take."""
         lines = self._metrics.read_bytes().splitlines(keepends=True) if self._metrics.exists() else []
         lines = lines[:step]
         try:
@@ -160,9 +167,31 @@ class RunFolder:
                 f"{self._metrics}: does not hold steps 1 to {step}, but the checkpoint is of step {step}: "
                 "somebody changed the file, or the disk lost lines. Start again in another run folder"
             )
-        if lines or self._metrics.exists():
-            os.truncate(self._metrics, sum(map(len, lines)))
-        return records
+        return records, sum(map(len, lines))
+
+
+class FollowerFolder(RunFolder):
+    """The run folder as all processes but the first have it: they read, and the first one writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoints, self._metrics = path, path / "checkpoints", path / "metrics.jsonl"
+        self.lock = NoLock()
+
+    def write(self, name: str, text: str) -> None:
+        """The first process does it."""
+
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """The first process does it."""
+
+    def append(self, record: StepRecord) -> None:
+        """The first process does it."""
+
+    def sync(self) -> None:
+        """The first process does it."""
+
+    def cut_history(self, step: int) -> list[StepRecord]:
+        """The records of the first `step` steps, without a change of the file."""
+        return self._first(step)[0]
 
 
 def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
@@ -174,11 +203,11 @@ def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
     changes = [
         f"  {key}: {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(("checkpoint.", "evaluation.", "watch"))
+        if old.get(key) != new.get(key) and not key.startswith(("checkpoint.", "evaluation.", "parallel.", "watch"))
     ]
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
-        "a resumed run repeats the uninterrupted one bit for bit, so only checkpoint.*, evaluation.* and watch.* may "
+        "a resumed run repeats the uninterrupted one, so only checkpoint.*, evaluation.*, parallel.* and watch.* may "
         "change. Take the old settings, or start a new run from these weights: "
         f"ottava train --init {shlex.quote(str(settings.parent))} --run-dir NEW --set ..."
     )

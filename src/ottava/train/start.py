@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ottava.nn.calibrate import calibrate
 from ottava.settings import ConfigError
 from ottava.state import ScalingState
-from ottava.train.checkpoint import Checkpoint, find_checkpoint, restore_optimizer, restore_weights
+from ottava.train.checkpoint import Checkpoint, restore_optimizer, restore_weights
 from ottava.train.config import TrainConfig
+from ottava.train.newest import find_checkpoint
 from ottava.train.run_folder import StepRecord
 
 _CALIBRATION_BATCHES = 16  # a whole window of the registered recipes

@@ -1,0 +1,279 @@
+"""A checkpoint of several processes: a folder into which each writes what it holds, for any number of readers.
+
+    step-000200/shard-*.safetensors   written by torch.distributed.checkpoint, without pickle: names as in checkpoint.py
+    step-000200/ottava.json           step, hashes of config and text, versions, and the sizes of all files
+
+Weights stand there as the model of one process has them, whatever the processes shared. The folder has a hidden name
+until it is whole, so it is there as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ottava.files import replacing
+from ottava.train.checkpoint import Checkpoint, CheckpointError, atomic_write, load_optimizer, prune
+from ottava.train.parallel import Orders
+from ottava.train.ranks import Ranks, local
+from ottava.untrusted import parse_json, read_text
+
+HEADER = "ottava.json"
+_FORMAT = "ottava.train.shards/1"
+Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+def collect_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, random: Mapping[str, Tensor], rank: int
+) -> dict[str, Any]:
+    """What this process holds, by its names in a checkpoint; moments in FP32."""
+    values = {f"model.{name}": value for name, value in model.state_dict().items()}
+    names = [name for _, name in _parameters(model, optimizer)]
+    for index, state in optimizer.state_dict()["state"].items():
+        values |= {f"optimizer.{names[index]}.{entry}": value for entry, value in state.items()}
+    values |= {f"random.{rank}.{name}": state for name, state in random.items()}
+    return {name: _as_whole(value, _order_of(name, orders)) for name, value in values.items()}
+
+
+class ShardWriter:
+    """Writes checkpoints of all processes.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many of the newest to keep.
+        asynchronous: return from `save` before the files are written.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
+        self.folder, self.ranks, self.keep = folder, ranks, keep
+        self.group = dist.new_group(backend="gloo") if asynchronous else None  # its collectives pass those of training
+        self._pending: Future[Any] | None = None
+
+    def save(self, step: int, values: dict[str, Any], header: Mapping[str, str]) -> Path:
+        """Writes `step-000200/`; returns its path."""
+        self.wait()
+        final = self.folder / f"step-{step:06d}"
+        part = self.folder / f".{final.name}.part"
+
+        def clear() -> None:
+            if self.ranks.first:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+
+        self.ranks.together(clear)
+        facts = {**header, "format": _FORMAT, "step": str(step)}
+        writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
+        if self.group is None:
+            self._checked(final, lambda: dcp.save(values, storage_writer=writer))
+            self.ranks.together(lambda: self._finish(part, final, facts))
+            return final
+        made: Any = dcp.async_save(values, storage_writer=writer, process_group=self.group)
+        self._pending = made
+        if self.ranks.first:
+            made.add_done_callback(lambda done: done.exception() or self._finish(part, final, facts))
+        return final
+
+    def wait(self) -> None:
+        """Until a checkpoint that is being written is there.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if (pending := self._pending) is not None:
+            self._pending = None
+            self._checked(self.folder, pending.result)
+            self.ranks.together(lambda: None)
+
+    def _checked(self, path: Path, write: Any) -> None:
+        try:
+            write()
+        except (CheckpointException, OSError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be written ({error}). Earlier checkpoints are whole. Make room, then continue from the "
+                "last one with --resume"
+            ) from error
+
+    def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
+        if self.ranks.first:
+            sizes = {file.name: file.stat().st_size for file in sorted(part.glob("*.safetensors"))}
+            with atomic_write(part / HEADER) as temporary:
+                temporary.write_text(json.dumps({**header, "files": sizes}, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(part, final)
+            prune(self.folder, int(header["step"]), self.keep)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint of several processes, whose files are all there.
+
+    Raises:
+        CheckpointError: it is no such folder, or a file is missing or cut short.
+    """
+    try:
+        found = parse_json(read_text(path / HEADER))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is no checkpoint of `ottava train` ({error})") from error
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or not str(found.get("step", "")).isdecimal():
+        raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_FORMAT!r}")
+    files = found.get("files")
+    for name, size in files.items() if isinstance(files, dict) else [("its list of files", None)]:
+        file = path / str(name)
+        if not file.is_file() or file.stat().st_size != size:
+            raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} has {size} bytes of it")
+    return found
+
+
+def read_whole(path: Path) -> Checkpoint:
+    """The checkpoint with all tensors whole, in this process alone."""
+    header = read_header(path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in _entries(path).items()}
+    _load(path, tensors, alone=True)
+    first = {name: value for name, value in tensors.items() if not name.startswith("random.")}
+    first |= {name.replace(".0.", ".", 1): t for name, t in tensors.items() if name.startswith("random.0.")}
+    return Checkpoint(path, int(header["step"]), first, {name: str(value) for name, value in header.items()})
+
+
+def restore_shards(
+    source: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, rank: int
+) -> dict[str, Tensor]:
+    """Fills this process's part of a run from a checkpoint of any number of processes.
+
+    Returns:
+        The states of this process's random generators, if the checkpoint has them.
+    Raises:
+        CheckpointError: the checkpoint belongs to another model or optimizer, or is damaged.
+    """
+    folder = not source.tensors
+    entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in source.tensors.items()}
+    wanted: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for parameter, name in _parameters(model, optimizer):
+        for entry in (one for one in entries if one.rpartition(".")[0] == f"optimizer.{name}"):
+            shape, dtype = entries[entry]
+            if shape == parameter.shape:
+                wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
+            elif not isinstance(parameter, DTensor) or not shape:  # scales of groups are those of other shards
+                wanted[entry] = torch.empty(shape, dtype=dtype)
+    prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
+    own = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
+    wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in own}
+    if lacking := [name for name in wanted if name not in entries]:
+        raise CheckpointError(f"{source.path}: does not fit this run's model: it lacks {', '.join(lacking[:3])}")
+    values = {
+        name: _plain(value) if _order_of(name, orders) is None else torch.empty(value.shape, dtype=value.dtype)
+        for name, value in wanted.items()
+    }
+    if folder:
+        _load(source.path, values)
+    else:
+        for name, value in values.items():
+            _fill(value, source.tensors[name])
+    for name in wanted:
+        if (order := _order_of(name, orders)) is not None:
+            _fill(_plain(wanted[name]), values[name][order.cpu()])
+            values[name] = wanted[name]
+    try:
+        model.load_state_dict({name.removeprefix("model."): values[name] for name in values if name[:6] == "model."})
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{source.path}: does not fit this run's model: {error}") from error
+    states: dict[str, dict[str, Any]] = {}
+    for name in values:
+        if name.startswith("optimizer."):
+            parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
+            states.setdefault(parameter_name, {})[entry] = values[name]
+    load_optimizer(source, model, optimizer, states)
+    return {name.removeprefix(prefix): values[name] for name in own}
+
+
+def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
+    """Writes the tensors of a checkpoint folder as one safetensors file in a new folder.
+
+    Args:
+        source: a folder of several processes, of `ottava train` or of torch's HuggingFaceStorageWriter.
+        target: a folder that does not exist yet.
+        keep: also optimizer and random states; False: the model alone, by its own names.
+    Returns:
+        Numbers of tensors and of bytes.
+    """
+    from safetensors.torch import save_file
+
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; give a new folder")
+    entries = _entries(source)
+    ours = any(name.startswith("model.") for name in entries) and (source / HEADER).exists()
+    if ours:
+        read_header(source)
+    chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
+    tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
+    _load(source, tensors, alone=True)
+    target.mkdir(parents=True)
+    if ours and not keep:
+        tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
+    with replacing(target / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    return {"tensors": len(tensors), "bytes": sum(value.nbytes for value in tensors.values())}
+
+
+def _entries(path: Path) -> Entries:
+    try:
+        found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors, json and files each have their own
+        raise CheckpointError(f"{path}: cannot be read: a file of it is damaged ({error})") from error
+    if not found:
+        raise CheckpointError(f"{path}: holds no safetensors files, as several processes of `ottava train` write them")
+    return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
+
+
+def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
+    try:
+        dcp.load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
+    except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
+
+
+def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _order_of(name: str, orders: Orders) -> Tensor | None:
+    """The order of rows of a fused weight, and of its optimizer states."""
+    plain = name.removeprefix("model.") if name.startswith("model.") else name.removeprefix("optimizer.")
+    entry = plain.rpartition(".")
+    return orders.get(plain, None if entry[2] == "step" else orders.get(entry[0]))
+
+
+def _plain(value: Any) -> Any:
+    """A DTensor of plain numbers, where its shard is a tensor of another class that holds them."""
+    if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
+        whole = {"shape": value.shape, "stride": value.stride()}
+        return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)
+    return value
+
+
+def _as_whole(value: Any, order: Tensor | None) -> Any:
+    value = _plain(value.detach() if isinstance(value, Tensor) else value)
+    if order is None:
+        return value
+    whole = value.full_tensor()
+    return torch.empty_like(whole).index_copy_(0, order, whole)
+
+
+def _fill(target: Any, whole: Tensor) -> None:
+    if isinstance(target, DTensor):
+        part = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+        local(target).copy_(local(part))
+    else:
+        target.copy_(whole)
