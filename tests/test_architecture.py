@@ -40,7 +40,8 @@ FLOORS = (
     ("state", "debug"),
     ("nn", "optim"),
     ("footprint",),
-    ("compat", "train", "distributed"),
+    ("compat", "distributed"),
+    ("train",),
     ("bench",),
     ("cli",),
 )

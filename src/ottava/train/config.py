@@ -178,7 +178,7 @@ class GuardConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Processes that share the run, as torchrun starts them: dp x shard x tp x pp. The batch is that of the whole run."""
+    """Processes that share the run, as torchrun starts them: dp x shard x tp x pp. Together they read one batch."""
 
     dp: Positive = 1
     """Replicas that each read a part of the batch: DistributedDataParallel, or FSDP2's replicas where `shard` is more
@@ -295,7 +295,7 @@ class TrainConfig(Section):
             "model.kv_heads": (model.kv_heads, ranks.tp, "parallel.tp"),
             "model.ffn": (model.ffn, ranks.tp, "parallel.tp"),
             "sequence_length": (self.sequence_length, ranks.tp, "parallel.tp"),
-            "microbatches": (self.microbatches, ranks.pp if ranks.schedule == "interleaved" else 1, "parallel.pp"),
+            "microbatches": (self.microbatches, ranks.pp, "parallel.pp"),
         }
         for name, (size, parts, why) in multiples.items():
             if size % parts:

@@ -15,8 +15,9 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ottava.debug.recording import AmaxLog
 from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.watch import Watch, watch
+from ottava.distributed import verify
 from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
 from ottava.optim.warmup import rewarm_factor
@@ -36,7 +38,6 @@ from ottava.settings import flatten
 from ottava.state import ScalingState
 from ottava.train.checkpoint import (
     Checkpoint,
-    CheckpointError,
     as_checkpoint_error,
     collect_state,
     remove_temporary_files,
@@ -44,8 +45,9 @@ from ottava.train.checkpoint import (
     save_checkpoint,
 )
 from ottava.train.config import TrainConfig
+from ottava.train.faults import explain_divergence, explained
 from ottava.train.model import ByteTransformer, loss
-from ottava.train.newest import newest_checkpoint
+from ottava.train.newest import newest_of_run
 from ottava.train.optimizers import make_optimizer, store
 from ottava.train.parallel import split
 from ottava.train.passes import Microbatches, Passes, Pipeline
@@ -104,9 +106,12 @@ class Trainer:
         self.config = config
         self.device = find_device(config.device)
         self.ranks = Ranks(config.parallel, self.device)
+        self._compute = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
         _, self.corpus = self.ranks.together(lambda: gather(config))
         self._text = self.corpus.digest()
-        self.ranks.agree({**flatten(config.model_dump(mode="json")), "resume": resume, "text": self._text, **_versions()})
+        self.ranks.agree(
+            {**flatten(config.model_dump(mode="json")), "resume": resume, "text": self._text, **_versions()}
+        )
         folder = self.ranks.together(lambda: RunFolder(run_dir, config, resume=resume) if self.ranks.first else None)
         self.folder = folder or FollowerFolder(run_dir)
         with self.folder.lock.released_on_error():
@@ -170,19 +175,16 @@ class Trainer:
         self._writer: ShardWriter | None = None
         if ranks.size > 1:
             self._make_optimizer()  # of the shards
-            kept = config.checkpoint
-            self._writer = ShardWriter(
-                self.folder.checkpoints, ranks, keep=kept.keep, asynchronous=kept.asynchronous
-            )
+            kept, folder = config.checkpoint, self.folder.checkpoints
+            self._writer = ShardWriter(folder, ranks, keep=kept.keep, asynchronous=kept.asynchronous)
         if config.parallel.pp > 1:
-            rows = config.batch_size // ranks.readers // config.microbatches
-            self._passes: Passes = Pipeline(
-                self.model, self._compute, config.microbatches, ranks, (rows, config.sequence_length)
-            )
+            shape = config.batch_size // ranks.readers // config.microbatches, config.sequence_length
+            self._passes: Passes = Pipeline(self.model, self._compute, config.microbatches, ranks, shape)
         else:
-            self._passes = Microbatches(running, self.loss_of, config.microbatches, ranks)
+            self._passes = Microbatches(running, self._compute, config.microbatches, ranks)
         if checkpoint:
             ranks.together(lambda: self._restore(checkpoint))
+        self._compare()
 
     @property
     def done(self) -> bool:
@@ -204,7 +206,10 @@ class Trainer:
             _set_random_states(self._random, self.device)
             while self.step < last and not self.diverged:
                 start = self.step
-                self._train_step(start + 1)
+                with explained(self.ranks, self.model, lambda: f"step {self.step + 1}"):
+                    self._train_step(start + 1)
+                    if _due(self.config.parallel.verify_every, self.step, 0):
+                        self._compare()
                 records = [*(r for r in records if r.step <= start), *self._records_since(start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
@@ -350,8 +355,11 @@ class Trainer:
             if self._amaxes is not None:
                 with as_checkpoint_error(self._amaxes.path):
                     self._amaxes.append(step, amaxes)
-        elif self._watch is not None:
-            self._watch.step()
+        else:
+            if self.ranks.size > 1:
+                _log.error("step %d: %s", step, explain_divergence(self.ranks, self.model, self._forward(step)))
+            if self._watch is not None:
+                self._watch.step()
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started
         if self.done:  # before the evaluation: a later receipt would show its forwards
@@ -370,6 +378,14 @@ class Trainer:
         )
         self._keep_record(record)
         return loss_value, grad_norm
+
+    def _compare(self) -> None:
+        """Whether all processes hold one model."""
+        if self.ranks.size > 1:
+            self.ranks.together(lambda: verify(self.model, self.ranks.of_stage))
+
+    def _forward(self, step: int) -> Callable[[], Tensor]:
+        return lambda: self._passes.loss(*self._mine(*self.batch(step)))
 
     def _receipt(self) -> dict[str, Any]:
         """What ran here and, where several processes hold different layers or casts, in each of them."""
@@ -397,9 +413,6 @@ class Trainer:
         if self._watch is not None:
             self._watch.rewind(step)
 
-    def _compute(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
-
     def _random_generators(self) -> AbstractContextManager[None]:
         """Restores torch's global random generators at the end."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
@@ -417,23 +430,9 @@ class Trainer:
         }
 
     def _newest(self) -> Checkpoint | None:
-        """The newest readable checkpoint of this run, if there is one."""
         if self.ranks.first:
             remove_temporary_files(self.folder.checkpoints)
-        checkpoint, problems = newest_checkpoint(self.folder.checkpoints, whole=self.ranks.size == 1)
-        for problem in problems:
-            _log.warning("skipped a checkpoint: %s", problem)
-        if checkpoint is None:
-            _log.warning("no checkpoint in %s yet: starting from the first step", self.folder.path)
-            return None
-        identity = self._identity()
-        for name in ("config", "text"):
-            if checkpoint.metadata.get(name) != identity[name]:
-                raise CheckpointError(
-                    f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
-                    f"Restore that {name}, or start again in another run folder"
-                )
-        return checkpoint
+        return newest_of_run(self.folder.checkpoints, self._identity(), whole=self.ranks.size == 1)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model
@@ -448,14 +447,15 @@ class Trainer:
                 if name.startswith("random.")
             }
         for name in ("torch", "ottava", "threads", "device", "parallel"):
-            if checkpoint.metadata.get(name, identity[name]) != identity[name]:
+            if self.ranks.first and checkpoint.metadata.get(name, identity[name]) != identity[name]:
                 _log.warning(
                     "%s was %s and is %s now: the run continues, but its bits may differ from an uninterrupted run",
                     name,
                     checkpoint.metadata.get(name),
                     identity[name],
                 )
-        _log.info("resumed from %s", checkpoint.path)
+        if self.ranks.first:
+            _log.info("resumed from %s", checkpoint.path)
 
 
 def _due(every: int, step: int, steps: int) -> bool:

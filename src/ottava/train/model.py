@@ -115,8 +115,8 @@ class ByteTransformer(nn.Module):
         """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256).
 
         Args:
-            part: run these layers only, of a pipeline: after the first stage `given` is the stream (B, T, D), and before
-                the last one the stream is what comes out.
+            part: the layers of a stage of a pipeline. Behind the first stage `given` is the stream (B, T, D); before the
+                last one the stream is what comes out.
         """
         part = range(self.depth) if part is None else part
         length = given.shape[1] if part.start == 0 else given.shape[1] * self.token_ranks

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from ottava.train.checkpoint import Checkpoint, CheckpointError, checkpoints_in, read_checkpoint
 from ottava.train.shards import HEADER, read_header, read_whole
+
+_log = logging.getLogger(__name__)
 
 
 def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
@@ -60,3 +64,26 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     if checkpoint is None:
         raise CheckpointError(f"{source}: holds no checkpoint; needed: a run folder of `ottava train`, or a checkpoint")
     return checkpoint, problems
+
+
+def newest_of_run(folder: Path, identity: Mapping[str, str], *, whole: bool) -> Checkpoint | None:
+    """The newest readable checkpoint of a run, or None.
+
+    Args:
+        identity: its config and text must be those of the checkpoint.
+    Raises:
+        CheckpointError: they are not, or no checkpoint is readable.
+    """
+    checkpoint, problems = newest_checkpoint(folder, whole=whole)
+    for problem in problems:
+        _log.warning("skipped a checkpoint: %s", problem)
+    if checkpoint is None:
+        _log.warning("no checkpoint in %s yet: starting from the first step", folder.parent)
+        return None
+    for name in ("config", "text"):
+        if checkpoint.metadata.get(name) != identity[name]:
+            raise CheckpointError(
+                f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
+                f"Restore that {name}, or start again in another run folder"
+            )
+    return checkpoint

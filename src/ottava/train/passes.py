@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from ottava.train.model import VOCABULARY, ByteTransformer, entropy
+from ottava.train.model import VOCABULARY, ByteTransformer, entropy, loss
 from ottava.train.parallel import parts_of
 from ottava.train.ranks import Ranks, local
 
-LossOf = Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+Compute = Callable[[], torch.autocast]
 
 
 class Passes(Protocol):
@@ -38,19 +38,19 @@ class Microbatches:
 
     Args:
         model: what runs: the model, in a wrapper or not.
-        loss_of: (model, batch) -> loss.
+        compute: the context of a forward.
         count: microbatches.
     """
 
-    def __init__(self, model: nn.Module, loss_of: LossOf, count: int, ranks: Ranks) -> None:
-        self.model, self.loss_of, self.count, self.ranks = model, loss_of, count, ranks
+    def __init__(self, model: nn.Module, compute: Compute, count: int, ranks: Ranks) -> None:
+        self.model, self.compute, self.count, self.ranks = model, compute, count, ranks
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """As `Passes` says."""
         losses = []
         for index, batch in enumerate(self._parts(inputs, targets), start=1):
             with self._last(index == self.count):
-                value = self.loss_of(self.model, batch)
+                value = self._loss(*batch)
                 value.backward()
             losses.append(value.detach())
         finish_gradients(self.model, self.count, self.ranks)
@@ -58,7 +58,11 @@ class Microbatches:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """As `Passes` says."""
-        return _mean([self.loss_of(self.model, batch) for batch in self._parts(inputs, targets)])
+        return _mean([self._loss(*batch) for batch in self._parts(inputs, targets)])
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.compute():
+            return loss(self.model, inputs, targets)
 
     def _parts(self, inputs: Tensor, targets: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
         return list(zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True))
@@ -85,7 +89,7 @@ class Pipeline:
     def __init__(
         self,
         model: ByteTransformer,
-        compute: Callable[[], torch.autocast],
+        compute: Compute,
         count: int,
         ranks: Ranks,
         shape: tuple[int, int],
@@ -143,7 +147,7 @@ class Pipeline:
 class Stage(nn.Module):
     """Some layers of a model that other stages of this process share."""
 
-    def __init__(self, model: ByteTransformer, part: range, compute: Callable[[], torch.autocast]) -> None:
+    def __init__(self, model: ByteTransformer, part: range, compute: Compute) -> None:
         super().__init__()
         self.model, self.part, self.compute = model, part, compute
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -102,8 +103,8 @@ class ShardWriter:
             write()
         except (CheckpointException, OSError) as error:
             raise CheckpointError(
-                f"{path}: cannot be written ({error}). Earlier checkpoints are whole. Make room, then continue from the "
-                "last one with --resume"
+                f"{path}: cannot be written ({error}). Earlier checkpoints are whole. Make room, then continue from "
+                "the last one with --resume"
             ) from error
 
     def _finish(self, part: Path, final: Path, header: Mapping[str, Any]) -> None:
@@ -238,7 +239,9 @@ def _entries(path: Path) -> Entries:
 
 def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
     try:
-        dcp.load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+            dcp.load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
         raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
 

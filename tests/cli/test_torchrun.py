@@ -1,0 +1,81 @@
+"""`ottava train` under torchrun: one process is killed, the launcher starts all anew, and the curve has no seam."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ottava.cli.torchrun import joined
+from ottava.train import Trainer, load_config
+
+SETTINGS = (
+    "model={d_model: 32, layers: 4, heads: 4, kv_heads: 4, ffn: 64}",
+    "data.max_bytes=100000",
+    "batch_size=8",
+    "sequence_length=32",
+    "steps=40",
+    "recipe=delayed",
+    "checkpoint.every=5",
+    "evaluation={every: 20, batches: 2}",
+    "optimizer.grad_clip=1e9",
+)
+_LIMIT = 400
+
+
+def test_a_process_without_torchrun_is_alone() -> None:
+    with joined(1.0):
+        import torch.distributed as dist
+
+        assert not dist.is_initialized()
+
+
+def losses(run: Path) -> list[float]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def worker(rank: int, folder: Path) -> int:
+    """The process of that rank that works on a folder."""
+    for entry in Path("/proc").iterdir():
+        try:
+            mine = f"\0RANK={rank}\0".encode() in b"\0" + (entry / "environ").read_bytes()
+            if mine and str(folder).encode() in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+        except (OSError, ValueError):
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+@pytest.mark.parametrize(("size", "parallel"), [(2, "dp: 2"), (4, "pp: 4")])
+def test_a_killed_process_is_replaced_and_the_run_goes_on(size: int, parallel: str, tmp_path: Path) -> None:
+    """The bits are those of one process with the same microbatches that nobody killed."""
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    Trainer(load_config(None, [*SETTINGS, f"microbatches={size}"]), alone).advance()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    words = ["--max-restarts=2", "-m", "ottava", "train", "--resume", "--run-dir", str(run)]
+    microbatches = size if "pp" in parallel else 1
+    for setting in (*SETTINGS, f"parallel={{{parallel}, timeout: 60}}", f"microbatches={microbatches}"):
+        words += ["--set", setting]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen([*launcher, *words], stdout=said, stderr=subprocess.STDOUT, env={**os.environ})
+        deadline = time.monotonic() + _LIMIT
+        while len(losses(run)) < 7:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        os.kill(worker(1, run), signal.SIGKILL)
+        process.wait(_LIMIT)
+    text = (tmp_path / "said").read_text()
+    assert process.returncode == 0, text
+    assert losses(run) == losses(alone)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert [entry["at_step"] % 5 for entry in manifest["resumed"]] == [0]
+    assert manifest["resumed"][0]["at_step"] >= 5

@@ -1,0 +1,321 @@
+"""`Trainer` in several processes; run by test_train_ranks. The witness is one process with the same microbatches.
+
+The parent trains that one process before it starts the others; its folder stands beside theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from state_scenarios import World
+from torch import Tensor, nn
+
+from ottava.debug.run.reader import Run
+from ottava.settings import ConfigError
+from ottava.train import TrainConfig, Trainer, load_config
+from ottava.train.newest import newest_checkpoint
+from ottava.train.ranks import RankError
+from ottava.train.shards import consolidate, read_whole
+from ottava.untrusted import read_text
+
+TINY = (
+    "model={d_model: 32, layers: 4, heads: 4, kv_heads: 4, ffn: 64}",
+    "data.max_bytes=100000",
+    "batch_size=8",
+    "sequence_length=32",
+    "steps=6",
+    "checkpoint.every=3",
+    "evaluation={every: 3, batches: 2}",
+    "optimizer.grad_clip=1e9",  # a norm that is summed over shards may differ in its last bit
+    "parallel.timeout=60",
+)
+LOW = "optimizer={weights: bf16, master: remainder, moments: bf16}"
+ALONE: dict[str, tuple[str, ...]] = {
+    "tensorwise": (),
+    "delayed": ("recipe=delayed",),
+    "low": (LOW,),
+}
+"""Runs of one process."""
+
+
+def tiny(*overrides: str) -> TrainConfig:
+    return load_config(None, [*TINY, *overrides])
+
+
+def alone(folder: Path, size: int) -> None:
+    """The runs of one process, with a microbatch for each of `size` processes."""
+    for name, overrides in ALONE.items():
+        Trainer(tiny(*overrides, f"microbatches={size}"), folder / name).advance()
+
+
+def curve(run: Path) -> list[tuple[Any, ...]]:
+    """Loss and validation loss of each step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["val_loss"]) for line in lines]
+
+
+def witness(world: World, name: str) -> Path:
+    return Path(world.folder).parent / name
+
+
+def run_of(world: World, name: str, *overrides: str, steps: int | None = None, resume: bool = False) -> Trainer:
+    trainer = Trainer(tiny(*overrides), Path(world.folder, name), resume=resume)
+    trainer.advance(steps)
+    if not trainer.done:
+        trainer.close()
+    dist.barrier()
+    return trainer
+
+
+def said(call: Callable[[], object], error: type[Exception] = RankError) -> str:
+    try:
+        call()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"no {error.__name__}")
+
+
+def same_bits_as_one_process(world: World) -> None:
+    """Replicas, shards and pipelines of every schedule: each adds the same microbatches' gradients in FP32.
+
+    With two processes a sum has one order. With four, sums of gradients differ in it, and pipelines in nothing.
+    """
+    size = world.size
+    cases = [
+        ("delayed", "dp", f"parallel.dp={size}", "recipe=delayed"),
+        ("tensorwise", "shard", f"parallel.shard={size}"),
+    ]
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        if schedule != "interleaved" or size == 2:
+            pipeline = f"parallel={{pp: {size}, schedule: {schedule}, timeout: 60}}"
+            cases.append(("delayed", schedule, pipeline, f"microbatches={size}", "recipe=delayed"))
+    cases.append(("low", "low", f"parallel.shard={size}", LOW))
+    for name, folder, *overrides in cases:
+        trainer = run_of(world, folder, *overrides)
+        assert [record.loss for record in trainer.history] == [loss for _, loss, _ in curve(Path(world.folder, folder))]
+        expected, got = curve(witness(world, name)), curve(Path(world.folder, folder))
+        if (size == 2 and name != "low") or "pp" in overrides[0]:
+            assert got == expected, (folder, got, expected)
+        else:  # gradients to a few roundings of FP32, or of BF16; a code that flips moves a number by 2**-4 of itself
+            assert got[0] == expected[0]
+            assert all(abs(a[1] - b[1]) < 2.0**-6 * b[1] for a, b in zip(got, expected, strict=True)), (got, expected)
+
+
+def tensor_parallelism_stays_near_one_process(world: World) -> None:
+    """The loss of the first step to a bound, later ones to the noise of FP8.
+
+    Each of the 2 sums a layer rounds the stream's update to BF16 once more, so a logit moves by at most 8 * 2**-8 of
+    the largest one; codes that flip double that. The loss moves by at most twice that.
+    """
+    names = [(f"parallel.tp={world.size}", "recipe=delayed")]
+    if world.size == 4:
+        names = [
+            ("parallel={dp: 2, tp: 2}",),
+            ("parallel={shard: 2, tp: 2}",),
+            ("parallel={pp: 2, tp: 2}", "microbatches=4"),
+        ]
+        names += [("parallel={dp: 2, shard: 2}",), ("parallel={pp: 2, dp: 2}", "microbatches=2")]
+        names += [("parallel={pp: 2, shard: 2}", "microbatches=2", "recipe=blockwise")]
+    for overrides in names:
+        folder = "tp-" + overrides[0].replace("parallel", "").strip(".={}").replace(" ", "")
+        run_of(world, folder, *overrides)
+        expected, got = curve(witness(world, "tensorwise")), curve(Path(world.folder, folder))
+        assert abs(got[0][1] - expected[0][1]) < 2 * 2 * 8 * 2.0**-8, (overrides, got, expected)
+        assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
+
+
+LAYOUTS = ("dp", "shard", "tp", "pp")
+
+
+def checkpoints_of_any_shape(world: World) -> None:
+    """A run of one process, and one of each layout, is read by each layout: the same tensors, bit for bit."""
+    sources = [witness(world, "tensorwise") / "checkpoints" / "step-000006.safetensors"]
+    sources += [
+        Path(world.folder, name, "checkpoints", "step-000006") for name in ("shard", f"tp-tp:{world.size}", "1f1b")
+    ]
+    sources = [source for source in sources if source.exists()]
+    assert len(sources) >= 2
+    for source in sources:
+        config = load_config(source.parents[1] / "config.yaml")
+        whole = newest_checkpoint(source.parent)[0]
+        assert whole is not None
+        for layout in LAYOUTS:
+            if layout == "pp" and config.microbatches % world.size:
+                continue
+            folder = Path(world.folder, f"read-{source.parents[1].name}-{layout}")
+            if world.rank == 0:
+                (folder / "checkpoints").mkdir(parents=True)
+                for file in ("config.yaml", "metrics.jsonl", "manifest.json"):
+                    shutil.copy(source.parents[1] / file, folder)
+                copy = shutil.copytree if source.is_dir() else shutil.copy
+                copy(source, folder / "checkpoints" / source.name)  # type: ignore[operator]
+            dist.barrier()
+            parallel = {"dp": 1, layout: world.size, "timeout": 60.0}
+            changed = config.model_copy(update={"parallel": config.parallel.model_validate(parallel)})
+            trainer = Trainer(changed, folder, resume=True)
+            assert trainer.step == 6
+            again = read_whole(trainer.save())
+            trainer.close()
+            for name, tensor in whole.tensors.items():
+                if not name.startswith("random."):
+                    assert torch.equal(again.tensors[name], tensor), (source, layout, name)
+            dist.barrier()
+
+
+def a_run_in_parts(world: World) -> None:
+    """Resumed with the same processes, and with others, a run has the curve of an uninterrupted one."""
+    run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", "checkpoint.asynchronous=true", steps=4)
+    trainer = run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", resume=True)
+    assert trainer.done
+    assert curve(Path(world.folder, "parts")) == curve(Path(world.folder, "dp"))
+    run_of(world, "others", f"parallel.dp={world.size}", steps=3)
+    run_of(world, "others", f"parallel.shard={world.size}", resume=True)
+    if world.size == 2:
+        assert curve(Path(world.folder, "others")) == curve(witness(world, "tensorwise"))
+
+
+def all_ranks_are_on_record(world: World) -> None:
+    run_of(
+        world,
+        "watched",
+        f"parallel.pp={world.size}",
+        f"microbatches={world.size}",
+        "recipe=delayed",
+        "watch={every: 2}",
+    )
+    folder = Path(world.folder, "watched")
+    run = Run.open(folder)
+    assert sorted(run.ranks) == list(range(world.size))
+    layers = set(run.table(merge_ranks=False)["layer"])
+    assert len(layers) == 17, layers  # each of 4 blocks has 4, whatever stage holds them; and the head
+    receipt = json.loads((folder / "receipt.json").read_text())
+    assert len(receipt["ranks"]) == world.size
+    assert len((folder / "amax.jsonl").read_text().splitlines()) == 1 + 6
+    header = json.loads((folder / "amax.jsonl").read_text().splitlines()[0])
+    assert len(header["tensors"]) == 3 * 16
+
+
+def one_file_of_a_folder(world: World) -> None:
+    if world.rank == 0:
+        source = Path(world.folder, "low", "checkpoints", "step-000006")
+        target = Path(world.folder, "whole")
+        consolidate(source, target, keep=False)
+        from safetensors.torch import load_file
+
+        whole = {name.removeprefix("model."): t for name, t in read_whole(source).tensors.items() if "model." in name}
+        found = load_file(target / "model.safetensors")
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        text = read_text(source / "ottava.json")
+        assert "step" in text
+    dist.barrier()
+
+
+def refusals(world: World) -> None:
+    """Each is a sentence, in every process, and nothing is written."""
+    told = said(
+        lambda: Trainer(tiny(f"parallel.dp={2 * world.size}", "batch_size=16"), Path(world.folder, "no")), ConfigError
+    )
+    assert f"asks for {2 * world.size} processes" in told
+    assert f"there are {world.size}" in told
+    told = said(lambda: Trainer(tiny(f"parallel.dp={world.size}", f"steps={5 + world.rank}"), Path(world.folder, "no")))
+    assert "steps differs: rank 0 has 5, rank 1 has 6" in told
+    kind = ConfigError if world.rank == 0 else RankError
+    told = said(lambda: Trainer(tiny(f"parallel.dp={world.size}"), Path(world.folder, "dp")), kind)
+    assert "is not empty" in told
+    assert not Path(world.folder, "no").exists()
+
+
+def a_rank_that_drifted_is_named(world: World) -> None:
+    trainer = Trainer(tiny(f"parallel={{dp: {world.size}, verify_every: 2}}"), Path(world.folder, "drift"))
+    trainer.advance(1)
+    if world.rank == 1:
+        with torch.no_grad():
+            trainer.model.norm.weight[0] += 1.0
+    told = str(said(trainer.advance, RuntimeError))
+    assert "parameter norm.weight differs: rank 0 has" in told
+    assert "rank 1 has" in told
+    trainer.close()
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def not_a_number_on_one_rank(world: World) -> None:
+    trainer = Trainer(tiny(f"parallel.dp={world.size}"), Path(world.folder, "nan"))
+    trainer.advance(1)
+    if world.rank == 1:
+
+        def spoil(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+            return made * float("nan")
+
+        trainer.model.layers[2].mlp.register_forward_hook(spoil)
+    kept = _Kept()
+    logging.getLogger("ottava.train.loop").addHandler(kept)
+    trainer.advance()
+    logging.getLogger("ottava.train.loop").removeHandler(kept)
+    assert trainer.diverged
+    assert any(
+        "step 2: rank 1: the output of layers.2.mlp is the first that is not finite" in line for line in kept.lines
+    )
+    assert trainer.step == 1
+
+
+def a_rank_that_skips_a_layer_is_named(world: World) -> None:
+    """Its collectives meet those of other layers, until sizes differ or one waits for nothing."""
+    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "skipped"))
+    trainer.advance(1)
+    if world.rank == 1:
+        trainer.model.layers[1].mlp.forward = torch.zeros_like
+    told = said(trainer.advance)
+    assert "All processes must run the same layers in the same order" in told, told
+    assert "step 2" in told, told
+    assert "layers." in told or "norm" in told or "lm_head" in told, told
+    trainer.folder.lock.release()
+
+
+def a_rank_that_fails_is_named(world: World) -> None:
+    """It raises its own error; the others say which rank failed, where, and with what."""
+    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "failed"))
+    trainer.advance(1)
+    if world.rank == 1:
+
+        def fail(module: nn.Module, given: Any) -> None:
+            raise ArithmeticError("out of order")
+
+        trainer.model.layers[1].mlp.gate_up_proj.register_forward_pre_hook(fail)
+        assert "out of order" in said(trainer.advance, ArithmeticError)
+    else:
+        told = said(trainer.advance)
+        assert "rank 1 failed (step 2, forward of layers.1.mlp.gate_up_proj): ArithmeticError: out of order" in told, (
+            told
+        )
+        assert f"rank {world.rank} waited for it (step 2, forward of layers.1.mlp.gate_up_proj" in told, told
+
+
+SCENARIOS: tuple[Callable[[World], None], ...] = (
+    same_bits_as_one_process,
+    tensor_parallelism_stays_near_one_process,
+    checkpoints_of_any_shape,
+    a_run_in_parts,
+    all_ranks_are_on_record,
+    one_file_of_a_folder,
+    refusals,
+    a_rank_that_drifted_is_named,
+    not_a_number_on_one_rank,
+    a_rank_that_skips_a_layer_is_named,
+    a_rank_that_fails_is_named,
+)
