@@ -61,15 +61,16 @@ def test_a_killed_process_is_replaced_and_the_run_goes_on(size: int, parallel: s
     run, alone = tmp_path / "run", tmp_path / "alone"
     Trainer(load_config(None, [*SETTINGS, f"microbatches={size}"]), alone).advance()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    words = ["--max-restarts=2", "-m", "ottava", "train", "--resume", "--run-dir", str(run)]
     microbatches = size if "pp" in parallel else 1
-    for setting in (*SETTINGS, f"parallel={{{parallel}, timeout: 60}}", f"microbatches={microbatches}"):
-        words += ["--set", setting]
+    config = load_config(None, [*SETTINGS, f"parallel={{{parallel}, timeout: 60}}", f"microbatches={microbatches}"])
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    words = ["--max-restarts=2", "-m", "ottava", "train", str(tmp_path / "run.yaml"), "--resume", "--run-dir", str(run)]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen([*launcher, *words], stdout=said, stderr=subprocess.STDOUT, env={**os.environ})
         deadline = time.monotonic() + _LIMIT
         while len(losses(run)) < 7:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+            running = process.poll() is None and time.monotonic() < deadline
+            assert running, (tmp_path / "said").read_text()
             time.sleep(0.05)
         os.kill(worker(1, run), signal.SIGKILL)
         process.wait(_LIMIT)

@@ -5,6 +5,7 @@
                 2    the command line or a config is wrong
                 3    hardware or an optional dependency is missing
                 4    an input file is missing, damaged or unsuitable
+                5    another process of the run failed or is gone, or the processes differ
                 70   a bug in ottava
                 130  Ctrl-C
 
@@ -30,6 +31,7 @@ import typer
 from ottava.cli.bench import bench
 from ottava.cli.bisect import bisect
 from ottava.cli.compare import compare
+from ottava.cli.consolidate import consolidate
 from ottava.cli.demo import demo
 from ottava.cli.diagnose import diagnose
 from ottava.cli.doctor import doctor
@@ -58,6 +60,7 @@ app.command()(doctor)
 app.command()(train)
 app.command()(plan)
 app.command()(inspect)
+app.command()(consolidate)
 app.command()(compare)
 app.command()(diagnose)
 app.command()(report)

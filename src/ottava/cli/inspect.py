@@ -13,7 +13,9 @@ SCHEMA_VERSION = 1
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a file of torch.save.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A safetensors file or a folder of them, or a file of torch.save.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Show the FP8 scaling state of ottava or TransformerEngine in a checkpoint, and check it.

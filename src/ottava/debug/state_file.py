@@ -142,23 +142,26 @@ def _grouped(rows: tuple[TensorState, ...], field: str) -> Iterator[str]:
 
 
 def read_scaling_state(path: Path | str) -> ScalingStateFile:
-    """Reads the scaling state from a safetensors file or a file of `torch.save`.
+    """Reads the scaling state from a safetensors file, a file of `torch.save`, or a folder of safetensors files, as
+    several processes write them with torch.distributed.checkpoint.
 
     Raises:
         StateFileError: the file is missing or damaged, has no scaling state, or reading it would run code.
     """
     path = Path(path)
+    files = sorted(path.glob("*.safetensors")) or [path]
     try:
-        size = regular_size(path)
+        size = sum(map(regular_size, files))
     except FileNotFoundError as error:
         raise StateFileError(f"{path}: does not exist") from error
     except UntrustedError as error:
-        what = "is a folder; needs one of the files in it" if path.is_dir() else str(error)
+        what = "is a folder without safetensors files; needs one with them, or a file" if path.is_dir() else str(error)
         raise StateFileError(f"{path}: {what}") from error
-    with path.open("rb") as stream:
+    with files[0].open("rb") as stream:
         is_torch = stream.read(4).startswith(_TORCH_MAGIC)
     try:
-        entries = dict(_flatten(load_torch(path)) if is_torch else _safetensors_entries(path))
+        found = [_flatten(load_torch(path))] if is_torch else map(_safetensors_entries, files)
+        entries = {name: value for part in found for name, value in part}
         check_tensors(entries, size)
     except RefusedError as error:
         raise StateFileError(

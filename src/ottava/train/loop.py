@@ -98,7 +98,7 @@ class Trainer:
     diverged: bool
     """Whether a loss or gradient was not finite. The record of that step is the last of the history. Its update was not
     applied: `step` does not count it, and the model is unchanged."""
-    model: nn.Module
+    model: ByteTransformer
     conversion: ConversionReport
     """The report of `convert`."""
 

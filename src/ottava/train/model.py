@@ -115,8 +115,8 @@ class ByteTransformer(nn.Module):
         """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256).
 
         Args:
-            part: the layers of a stage of a pipeline. Behind the first stage `given` is the stream (B, T, D); before the
-                last one the stream is what comes out.
+            part: the layers of a stage of a pipeline. Behind the first stage `given` is the stream (B, T, D); before
+                the last one the stream is what comes out.
         """
         part = range(self.depth) if part is None else part
         length = given.shape[1] if part.start == 0 else given.shape[1] * self.token_ranks
@@ -124,7 +124,7 @@ class ByteTransformer(nn.Module):
         x = self.embedding(given) if part.start == 0 else given  # (B, T, D)
         for index in part:
             x = getattr(self.layers, str(index))(x, rotary)  # by name: other stages of a pipeline hold the rest
-        return x if part.stop < self.depth else self.lm_head(self.norm(x))  # type: ignore[no-any-return]
+        return x if part.stop < self.depth else self.lm_head(self.norm(x))
 
     def keep(self, parts: list[range]) -> None:
         """Drops what these parts of a pipeline do not need. What stays keeps its name."""

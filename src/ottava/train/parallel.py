@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,8 @@ def _split_layers(model: ByteTransformer, sizes: ModelConfig, mesh: DeviceMesh) 
         "attention.qkv_proj": [sizes.heads * width, sizes.kv_heads * width, sizes.kv_heads * width],
         "mlp.gate_up_proj": [sizes.ffn, sizes.ffn],
     }
-    for name, layer in model.layers.named_children():
+    layers: Any = model.layers.named_children()
+    for name, layer in layers:
         layer.attention.sizes = tuple(size // mesh.size() for size in layer.attention.sizes)
         for inner, rows in fused.items():
             weight = layer.get_submodule(inner).weight
@@ -97,6 +99,7 @@ class _NormOfTokens(ParallelStyle):
     """A norm whose input is split by tokens: each process has seen only its tokens of the gradient of the weight."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))
-        module.producer_parameters = lambda: (module.weight.to_local(grad_placements=[Partial()]),)  # type: ignore[assignment, operator, union-attr]
+        norm: Any = module
+        norm.weight = nn.Parameter(distribute_tensor(norm.weight, device_mesh, [Replicate()]))
+        norm.producer_parameters = lambda: (norm.weight.to_local(grad_placements=[Partial()]),)
         return module

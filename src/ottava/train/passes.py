@@ -72,7 +72,7 @@ class Microbatches:
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         if isinstance(self.model, DistributedDataParallel) and not last:
-            return self.model.no_sync()  # type: ignore[no-any-return]
+            return self.model.no_sync()
         return contextlib.nullcontext()
 
 

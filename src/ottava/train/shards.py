@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ottava.files import replacing
@@ -78,13 +79,18 @@ class ShardWriter:
         facts = {**header, "format": _FORMAT, "step": str(step)}
         writer = HuggingFaceStorageWriter(str(part), save_distributed=True)
         if self.group is None:
-            self._checked(final, lambda: dcp.save(values, storage_writer=writer))
+            self._checked(final, lambda: save(values, storage_writer=writer))
             self.ranks.together(lambda: self._finish(part, final, facts))
             return final
-        made: Any = dcp.async_save(values, storage_writer=writer, process_group=self.group)
+        made: Any = async_save(values, storage_writer=writer, process_group=self.group)
         self._pending = made
         if self.ranks.first:
-            made.add_done_callback(lambda done: done.exception() or self._finish(part, final, facts))
+
+            def finish(done: Future[Any]) -> None:
+                if done.exception() is None:
+                    self._finish(part, final, facts)
+
+            made.add_done_callback(finish)
         return final
 
     def wait(self) -> None:
@@ -212,10 +218,9 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 
     if target.exists():
         raise CheckpointError(f"{target}: exists; give a new folder")
-    entries = _entries(source)
-    ours = any(name.startswith("model.") for name in entries) and (source / HEADER).exists()
-    if ours:
+    if ours := (source / HEADER).exists():
         read_header(source)
+    entries = _entries(source)
     chosen = [name for name in entries if keep or not ours or name.startswith("model.")]
     tensors = {name: torch.empty(entries[name][0], dtype=entries[name][1]) for name in chosen}
     _load(source, tensors, alone=True)
@@ -241,7 +246,7 @@ def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
-            dcp.load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
+            load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
         raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
 
@@ -261,7 +266,7 @@ def _order_of(name: str, orders: Orders) -> Tensor | None:
 def _plain(value: Any) -> Any:
     """A DTensor of plain numbers, where its shard is a tensor of another class that holds them."""
     if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
-        whole = {"shape": value.shape, "stride": value.stride()}
+        whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
         return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)
     return value
 

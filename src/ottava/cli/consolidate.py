@@ -1,0 +1,37 @@
+"""`ottava consolidate`: one safetensors file of a checkpoint that several processes have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ottava.text import to_json
+
+SCHEMA_VERSION = 1
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/checkpoints/step-000200, for example.")],
+    target: Annotated[Path, typer.Argument(metavar="NEW", help="A folder that does not exist yet.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the states of the optimizer and of random generators.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> int:
+    """Join the shards of a checkpoint to one file NEW/model.safetensors, with whole tensors.
+
+    FOLDER is a checkpoint of `ottava train` under torchrun, or one that torch.distributed.checkpoint has written with
+    its HuggingFaceStorageWriter. The names are those of the model; FP8 weights stay codes with their scales.
+
+    Exit code 4 if the folder is damaged or holds no such files.
+    """
+    from ottava.train.shards import consolidate as join
+
+    done = join(checkpoint, target, keep=everything)
+    if as_json:
+        typer.echo(to_json({"schema_version": SCHEMA_VERSION, "path": str(target / "model.safetensors"), **done}))
+    else:
+        typer.echo(f"{target / 'model.safetensors'}: {done['tensors']} tensors, {done['bytes']:,} bytes")
+    return 0
