@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,14 @@ def not_a_number_on_one_rank(world: World) -> None:
     assert trainer.step == 1
 
 
+def meet_again(world: World, name: str) -> None:
+    """In a new group: in the old one the processes are out of step."""
+    dist.destroy_process_group()
+    limit = timedelta(seconds=60)
+    meeting = f"file://{world.folder}/{name}"
+    dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size, timeout=limit)
+
+
 def a_rank_that_skips_a_layer_is_named(world: World) -> None:
     """Its collectives meet those of other layers, until sizes differ or one waits for nothing."""
     trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "skipped"))
@@ -285,6 +294,7 @@ def a_rank_that_skips_a_layer_is_named(world: World) -> None:
     assert "step 2" in told, told
     assert "layers." in told or "norm" in told or "lm_head" in told, told
     trainer.folder.lock.release()
+    meet_again(world, "after-skipped")
 
 
 def a_rank_that_fails_is_named(world: World) -> None:
@@ -304,6 +314,7 @@ def a_rank_that_fails_is_named(world: World) -> None:
             told
         )
         assert f"rank {world.rank} waited for it (step 2, forward of layers.1.mlp.gate_up_proj" in told, told
+    meet_again(world, "after-failed")
 
 
 SCENARIOS: tuple[Callable[[World], None], ...] = (

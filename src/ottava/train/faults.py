@@ -22,7 +22,7 @@ from ottava.train.ranks import RankError, Ranks
 
 PATIENCE = 10.0
 """Seconds for which a failed process waits for the words of the others."""
-_WIRE = ("gloo", "NCCL", "Connection closed", "Timed out", "Connection reset", "Socket", "TCPStore", "Broken pipe")
+_WIRE = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "tcpstore", "broken pipe")
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def explained(ranks: Ranks, model: nn.Module, moment: Callable[[], str]) -> Iter
     except Exception as error:
         if ranks.size == 1 or isinstance(error, RankError):
             raise
-        own = not (isinstance(error, dist.DistError) or any(word in str(error) for word in _WIRE))
+        own = not (isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WIRE))
         note = {"place": f"{moment()}, {_place(error.__traceback__, model)}"}
         note |= {"failed": f"{type(error).__name__}: {_first_line(error)}"} if own else {}
         notes = _exchange(ranks, note)
