@@ -40,6 +40,7 @@ FLOORS = (
     ("state", "debug"),
     ("nn", "optim"),
     ("footprint",),
+    ("fleet",),
     ("compat", "distributed"),
     ("train",),
     ("bench",),

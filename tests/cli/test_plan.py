@@ -136,3 +136,17 @@ def test_memory_of_a_whole_model_beside_bf16(capsys: pytest.CaptureFixture[str])
     ):
         with pytest.raises(ValueError, match=words):
             run(*arguments)
+
+
+def test_many_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("llama-1b", "--world", "1024", "--mesh", "dp=128,tp=8", "--device", "h200")
+    assert run(*words) == 0
+    assert "1,024 processes, H200 (assumed)" in capsys.readouterr().out
+    assert run(*words, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["world"] == 1024
+    assert values["wires"]["dp"]["summed"] == pytest.approx(2 * values["parameters"])
+    with pytest.raises(ValueError, match="has 8 processes; --world is 16"):
+        run("llama-1b", "--world", "16", "--mesh", "tp=8")
+    with pytest.raises(ValueError, match="go together"):
+        run("llama-1b", "--world", "16")

@@ -479,5 +479,5 @@ def test_foreign_file_is_refused_with_what_is_wrong(contents: Callable[[], Any],
 def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(StateFileError, match="does not exist"):
         read_scaling_state(tmp_path / "none.pt")
-    with pytest.raises(StateFileError, match="is a folder; needs one of the files in it"):
+    with pytest.raises(StateFileError, match="is a folder without safetensors files; needs one with them, or a file"):
         read_scaling_state(tmp_path)

@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 from state_scenarios import World
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ottava
 from ottava.debug.run.reader import Run
+from ottava.fleet import Mesh, predict
 from ottava.settings import ConfigError
 from ottava.train import TrainConfig, Trainer, load_config
+from ottava.train.model import ByteTransformer
 from ottava.train.newest import newest_checkpoint
-from ottava.train.ranks import RankError
+from ottava.train.ranks import RankError, local
 from ottava.train.shards import consolidate, read_whole
 from ottava.untrusted import read_text
 
@@ -246,6 +250,66 @@ def a_rank_that_drifted_is_named(world: World) -> None:
     trainer.close()
 
 
+def the_plan_counts_what_is_sent_and_held(world: World) -> None:
+    """Bytes of a step and of a rank, against `ottava.fleet`, to 2 %. Collectives of a few bytes are not in the plan."""
+    sizes = "model={d_model: 128, layers: 4, heads: 4, kv_heads: 4, ffn: 384}"
+    own = (sizes, "batch_size=8", "sequence_length=128", "evaluation.batches=1", "checkpoint.every=0")
+    meshes = [{name: world.size} for name in ("dp", "shard", "tp", "pp")]
+    meshes += [{"shard": 2, "tp": 2}, {"dp": 2, "shard": 2}] if world.size == 4 else []
+    for mesh in meshes:
+        parts = world.size if "pp" in mesh else 1
+        config = tiny(*own, f"parallel={json.dumps({**mesh, 'verify_every': 0})}", f"microbatches={parts}")
+        folder = Path(world.folder, "planned-" + "-".join(mesh))
+        trainer = Trainer(config, folder)
+        trainer.advance(1)
+        with Counted() as sent:
+            trainer.advance(1)
+        held = sum(local(p).nbytes + local(p).numel() * 4 for p in trainer.model.parameters())
+        states = [t for state in trainer._optimizer.state.values() for t in state.values() if t.dim()]
+        held += sum(local(t).nbytes for t in states)
+        trainer.close()
+        with torch.device("meta"):
+            whole = ByteTransformer(config.model, config.sequence_length)
+            ottava.convert(whole, "tensorwise")
+        optimizer = torch.optim.AdamW(whole.parameters())
+        tokens = 8 * 128 // trainer.ranks.readers
+        found = predict(
+            whole,
+            ottava.memory(whole, optimizer, tokens=tokens),
+            Mesh(**mesh, microbatches=parts),
+            tokens=tokens,
+            stream=4,
+            logits=2 * 256,
+        )
+        kinds = {
+            name: sum(getattr(wire, name) for wire in found.wires.values()) for name in ("gathered", "summed", "sent")
+        }
+        for kind, planned in kinds.items():
+            assert abs(sent.bytes[kind] - planned) <= 0.02 * planned + 4096, (mesh, kind, sent.bytes, found.wires)
+        most = max(trainer.ranks.tell(held))
+        assert abs(found.state - most) <= 0.02 * most, (mesh, found.state, most)
+
+
+class Counted(TorchDispatchMode):
+    """Bytes that this process puts into collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"gathered": 0, "summed": 0, "sent": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith(("c10d.", "_c10d_functional.")):
+            functional = not name.startswith("c10d.")
+            kinds = {"gather": "gathered", "reduce": "summed", "send": "sent"}
+            kind = next((kind for word, kind in kinds.items() if word in name), None)
+            given = args[1] if not functional and ("gather" in name or "scatter" in name) else args[0]
+            given = given if isinstance(given, list | tuple) else [given]
+            if kind is not None:
+                self.bytes[kind] += sum(t.nbytes for one in given for t in (one if isinstance(one, list) else [one]))
+        return func(*args, **(kwargs or {}))
+
+
 class _Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -325,6 +389,7 @@ SCENARIOS: tuple[Callable[[World], None], ...] = (
     all_ranks_are_on_record,
     one_file_of_a_folder,
     refusals,
+    the_plan_counts_what_is_sent_and_held,
     a_rank_that_drifted_is_named,
     not_a_number_on_one_rank,
     a_rank_that_skips_a_layer_is_named,

@@ -13,6 +13,8 @@ from ottava.text import to_json
 if TYPE_CHECKING:
     from torch import nn
 
+    from ottava.nn.plan import Device
+
 SCHEMA_VERSION = 1
 _VOCABULARY = 128_256  # of Llama 3
 
@@ -28,8 +30,17 @@ def plan(
     recipe: Annotated[str, typer.Option("--recipe", help="For MODEL: the recipe to predict.")] = "tensorwise",
     device: Annotated[
         Path | None,
-        typer.Option("--device", metavar="JSON", help="For MODEL: the constants from `ottava bench ceilings`."),
+        typer.Option(
+            "--device", metavar="JSON", help="For MODEL: h200, or the constants from `ottava bench ceilings`."
+        ),
     ] = None,
+    world: Annotated[
+        int, typer.Option("--world", help="For MODEL: predict the wires, memory and step time of that many GPUs.")
+    ] = 0,
+    mesh: Annotated[
+        str, typer.Option("--mesh", metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp; their product.")
+    ] = "",
+    microbatches: Annotated[int, typer.Option("--microbatches", help="For --world: parts of a rank's batch.")] = 1,
     memory: Annotated[
         bool, typer.Option("--memory", help="For MODEL: predict the bytes of training with AdamW instead.")
     ] = False,
@@ -52,6 +63,10 @@ def plan(
     AdamW in BF16 with FP32 masters and moments. --optimizer weights=fp8 --optimizer master=remainder --optimizer
     moments=fp8 is the smallest; the model is taken whole, its weights in BF16 unless weights says else.
 
+    With --world and --mesh: what each of many GPUs sends along each dimension of the mesh in a step, what it holds, and
+    how long a step takes, its traffic beside the GEMMs. --tokens is then the share of one part of the batch (dp x
+    shard).
+
     With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. The setting
     with fewer clipped casts is better, and then the setting that loses fewer bits. Lost bits are octaves at the bottom
     of the format that the scale leaves unused. "guard fires" counts the casts in which recipe guarded would have taken
@@ -63,6 +78,10 @@ def plan(
         raise ValueError("plan: give a MODEL to predict its layers, or --history to replay the amaxes of a run")
     if optimizer and not memory:
         raise ValueError("plan: --optimizer is for --memory; give both")
+    if bool(world) != bool(mesh) or (world and (memory or history is not None)):
+        raise ValueError("plan: --world and --mesh go together, with a MODEL, without --memory")
+    if world:
+        return _plan_fleet(model, tokens, recipe, device, world, mesh, microbatches, as_json)
     if memory:
         if history is not None:
             raise ValueError("plan: --memory is for a MODEL; got --history")
@@ -75,14 +94,44 @@ def plan(
 def _plan_model(name: str, tokens: int, recipe: str, device: Path | None, as_json: bool) -> int:
     import torch
 
-    from ottava.nn.plan import Device, plan_model
+    from ottava.nn.plan import plan_model
 
     with torch.device("meta"):  # the weights need no memory: only their shapes are read
         model = _build(name)
-    result = plan_model(model, recipe, tokens=tokens, device=Device.read(device) if device else None)
+    result = plan_model(model, recipe, tokens=tokens, device=_device(device))
     values = {"schema_version": SCHEMA_VERSION, "model": name, **result.to_dict()}
     typer.echo(to_json(values) if as_json else str(result))
     return 0
+
+
+def _plan_fleet(
+    name: str, tokens: int, recipe: str, device: Path | None, world: int, mesh: str, microbatches: int, as_json: bool
+) -> int:
+    import torch
+
+    from ottava.fleet import Mesh, predict
+    from ottava.footprint import memory
+    from ottava.nn.convert import convert
+    from ottava.optim import AdamW
+
+    shape = Mesh.parse(mesh, microbatches)
+    if shape.world != world:
+        raise ValueError(f"plan: --mesh {mesh} has {shape.world} processes; --world is {world}")
+    with torch.device("meta"):
+        model = _build(name, whole=True)
+    model.bfloat16()
+    convert(model, recipe)
+    whole = memory(model, AdamW(model.parameters(), master="fp32"), tokens=tokens)
+    found = predict(model, whole, shape, tokens=tokens, device=_device(device))
+    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, **found.to_dict()}
+    typer.echo(to_json(values) if as_json else f"{name}, recipe {recipe!r}, {mesh}\n{found}")
+    return 0
+
+
+def _device(given: Path | None) -> Device | None:
+    from ottava.nn.plan import Device
+
+    return None if given is None or str(given).lower() == "h200" else Device.read(given)
 
 
 def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_json: bool) -> int:

@@ -55,12 +55,12 @@ def _exchange(ranks: Ranks, note: dict[str, str]) -> list[dict[str, str] | None]
     deadline = time.monotonic() + PATIENCE
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"ottava/fault/{ranks.rank}", json.dumps(note))
+        store.set(f"ottava/fault/{ranks.run}/{ranks.rank}", json.dumps(note))
         for rank in range(ranks.size):
             left = max(0.1, deadline - time.monotonic())
             try:
-                store.wait([f"ottava/fault/{rank}"], timedelta(seconds=left))
-                notes[rank] = json.loads(store.get(f"ottava/fault/{rank}"))
+                store.wait([f"ottava/fault/{ranks.run}/{rank}"], timedelta(seconds=left))
+                notes[rank] = json.loads(store.get(f"ottava/fault/{ranks.run}/{rank}"))
             except RuntimeError:
                 continue
     except RuntimeError:  # the process that held the store is gone

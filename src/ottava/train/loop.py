@@ -30,7 +30,6 @@ from ottava.debug.recording import AmaxLog
 from ottava.debug.remedy.fallback import Fallback, Proposal, Verdict, by_gradient
 from ottava.debug.remedy.guard import SpikeGuard
 from ottava.debug.watch import Watch, watch
-from ottava.distributed import verify
 from ottava.nn.convert import ConversionReport
 from ottava.nn.receipt import receipt
 from ottava.optim.warmup import rewarm_factor
@@ -184,7 +183,7 @@ class Trainer:
             self._passes = Microbatches(running, self._compute, config.microbatches, ranks)
         if checkpoint:
             ranks.together(lambda: self._restore(checkpoint))
-        self._compare()
+        self.ranks.compare(self.model)
 
     @property
     def done(self) -> bool:
@@ -209,7 +208,7 @@ class Trainer:
                 with explained(self.ranks, self.model, lambda: f"step {self.step + 1}"):
                     self._train_step(start + 1)
                     if _due(self.config.parallel.verify_every, self.step, 0):
-                        self._compare()
+                        self.ranks.compare(self.model)
                 records = [*(r for r in records if r.step <= start), *self._records_since(start)]
                 if not self.diverged and _due(self.config.checkpoint.every, self.step, self.config.steps):
                     self._random = _random_states(self.device)
@@ -378,11 +377,6 @@ class Trainer:
         )
         self._keep_record(record)
         return loss_value, grad_norm
-
-    def _compare(self) -> None:
-        """Whether all processes hold one model."""
-        if self.ranks.size > 1:
-            self.ranks.together(lambda: verify(self.model, self.ranks.of_stage))
 
     def _forward(self, step: int) -> Callable[[], Tensor]:
         return lambda: self._passes.loss(*self._mine(*self.batch(step)))

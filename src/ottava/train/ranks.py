@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ottava.distributed import verify
 from ottava.settings import ConfigError
 from ottava.train.config import ParallelConfig
 
@@ -52,6 +53,8 @@ class Ranks:
             self.mesh = init_device_mesh(
                 device.type, tuple(getattr(config, name) for name in DIMS), mesh_dim_names=DIMS
             )
+            store = dist.distributed_c10d._get_default_store()
+            self.run = store.add(f"ottava/runs of {self.rank}", 1)  # a process may have several runs, one after another
             self.of_stage = self.mesh["dp", "shard", "tp"]._flatten("stage").get_group()
             for group in (*self.mesh.get_all_groups(), self.of_stage, None):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout), group)
@@ -112,6 +115,22 @@ class Ranks:
                         f"{name} differs: rank 0 has {said[0].get(name)!r}, rank {rank} has {other.get(name)!r}. Give "
                         "all processes the same command, the same files and the same installation"
                     )
+
+    def compare(self, model: nn.Module) -> None:
+        """Whether all processes hold one model.
+
+        Raises:
+            RankError: it names the first thing that differs, a rank, and both values.
+        """
+
+        def agree() -> None:
+            try:
+                verify(model, self.of_stage)
+            except RuntimeError as error:
+                raise RankError(str(error)) from error
+
+        if self.size > 1:
+            self.together(agree)
 
     def any(self, flag: bool) -> bool:
         """Whether it holds in one of the processes."""
