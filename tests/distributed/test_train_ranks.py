@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from ranks import failures, start
-from train_scenarios import SCENARIOS, alone
+from train_scenarios import QUICK, SCENARIOS, alone
 
-NAMES = [f"train_scenarios.{scenario.__name__}" for scenario in SCENARIOS]
+CASES = [
+    pytest.param(2, QUICK, id="2 processes, quick"),
+    pytest.param(2, SCENARIOS, id="2 processes", marks=pytest.mark.slow),
+    pytest.param(4, SCENARIOS, id="4 processes", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
-def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "scenarios"), CASES)
+def test_every_scenario_holds_on_every_rank(
+    size: int, scenarios: Sequence[Callable[..., None]], tmp_path: Path
+) -> None:
+    names = [f"train_scenarios.{scenario.__name__}" for scenario in scenarios]
     alone(tmp_path, size)
-    failed = failures(start(size, tmp_path / "ranks", NAMES), NAMES)
+    failed = failures(start(size, tmp_path / "ranks", names), names)
     assert not failed, "\n".join(failed)

@@ -381,6 +381,15 @@ def a_rank_that_fails_is_named(world: World) -> None:
     meet_again(world, "after-failed")
 
 
+QUICK: tuple[Callable[[World], None], ...] = (
+    same_bits_as_one_process,
+    a_run_in_parts,
+    all_ranks_are_on_record,
+    refusals,
+    a_rank_that_drifted_is_named,
+    not_a_number_on_one_rank,
+    a_rank_that_fails_is_named,
+)
 SCENARIOS: tuple[Callable[[World], None], ...] = (
     same_bits_as_one_process,
     tensor_parallelism_stays_near_one_process,

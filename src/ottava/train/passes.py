@@ -139,7 +139,7 @@ class Pipeline:
 
     def _run(self, through: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        first = (inputs,) if self.first else ()
+        first = (inputs.contiguous(),) if self.first else ()  # torch 2.11 compares strides
         through(*first, target=targets if self.last else None, losses=losses if self.last else None)
         return _mean(losses) if self.last else torch.zeros((), device=self.ranks.device)
 
