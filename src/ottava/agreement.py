@@ -75,7 +75,7 @@ class AgreedCast:
             largest = self._largest(largest)
         factor = self._two_levels(largest, spec) if two_levels else factors(largest, spec, scale)
         if granularity == PER_TENSOR:  # by the fastest kernel
-            x_q = cast_both(x, _scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
+            x_q = cast_both(x, scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
             assert x_q is not None
             return QuantizedTensor(x_q.data, factor.scale_inv, spec, x.dtype, largest)
         numbers = granularity.multiply_(x.detach().to(torch.float32, copy=True), factor.scale)
@@ -91,11 +91,7 @@ class AgreedCast:
         return Scale(both.scale[:-1].reshape(largest.shape), both.scale_inv[:-1].reshape(largest.shape))
 
     def _largest(self, amaxes: Tensor) -> Tensor:
-        """The largest of all ranks, entry by entry; infinite if a rank has a NaN, because collectives do not order
-        NaN."""
-        amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
-        return amaxes
+        return largest_of_all(amaxes, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copied layer is split over the same ranks
@@ -107,7 +103,14 @@ class AgreedCast:
         )
 
 
+def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of all ranks, entry by entry; infinite if a rank has a NaN, because collectives do not order NaN."""
+    amaxes = torch.where(amaxes.isnan(), torch.inf, amaxes)
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    return amaxes
+
+
 @functools.lru_cache(maxsize=64)
-def _scaled_by_hand(spec: QuantizationSpec) -> QuantizationSpec:
+def scaled_by_hand(spec: QuantizationSpec) -> QuantizationSpec:
     """The spec without the rule that chooses its scale: the scale is given."""
     return replace(spec, scaling="current")

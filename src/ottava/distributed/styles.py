@@ -166,7 +166,8 @@ class ExpertParallel(ParallelStyle):
     """Divides the experts of an `ottava.nn.MoE` among ranks that each have tokens of their own.
 
     Each rank keeps the router, and experts / ranks of the experts. Codes and scales of the tokens travel to their
-    experts where the recipe lets their layer cast rows first (`blockwise`, `mxfp8`; the receipt says so), else BF16.
+    experts where the recipe lets rows be cast first (`tensorwise`, `blockwise`, `mxfp8`), else BF16; the receipt says
+    which.
 
     Raises:
         TypeError: the module is no MoE, or its weights are stored as codes.

@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ottava.agreement import largest_of_all, scaled_by_hand
+from ottava.casts import CastPlan, cast_both
+from ottava.kernels.reference import factors
 from ottava.nn.moe import MoE
 from ottava.nn.permutation import Permutation
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import is_quantized_weight
+from ottava.scaling import amax
 
 
 def all_to_all(rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -56,6 +61,24 @@ class RankPermutation:
     def gather(self, x: Tensor) -> Tensor:
         """This rank's tokens -> rows of this rank's experts, without a gradient."""
         return self.deliver(self.own.gather(x))
+
+    def cast(self, x: Tensor, spec: QuantizationSpec, plans: dict[Any, CastPlan]) -> QuantizedTensor:
+        """`gather` as codes, where all rows of an expert have one scale: that of their amax on all ranks.
+
+        Returns:
+            codes (M, K), and the scale of each row (M, 1).
+        """
+        parts = self.own.gather(x.detach()).split(self.own.counts.tolist())
+        own = [amax(part) if part.numel() else x.new_zeros(1, 1, dtype=torch.float32) for part in parts]
+        factor = factors(largest_of_all(torch.cat(own), self.group), spec, None)
+        by_hand, codes = scaled_by_hand(spec), []
+        for part, scale in zip(parts, factor.scale.unbind(), strict=True):
+            cast = cast_both(part, by_hand, None, scale=scale.reshape(()), plans=plans).row
+            assert cast is not None
+            codes.append(cast.data.view(torch.uint8))
+        mine = factor.scale_inv.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+        data = self.deliver(torch.cat(codes)).view(spec.format.storage_dtype)
+        return QuantizedTensor(data, mine.repeat_interleave(self.counts, 0), spec, x.dtype)
 
     def combine(self, y: Tensor) -> Tensor:
         """Rows of this rank's experts -> the sum of each token's rows, without a gradient."""

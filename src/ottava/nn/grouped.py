@@ -34,6 +34,7 @@ from ottava.nn.pieces import local
 from ottava.nn.weight_state import decode_codes
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
+from ottava.scaling import PER_TENSOR
 from ottava.weight_operands import in_high_precision, shared_bytes
 
 Splits = Sequence[int] | Tensor
@@ -191,7 +192,7 @@ def grouped_linear(
         start += size
     travels = plan is not None and plan.travels
     deciding = every if travels else [group.part for group in busy]
-    shared, remark = _together(deciding, cast_once, torch.is_grad_enabled() and weight.requires_grad)
+    shared, remark = _together(deciding, cast_once, torch.is_grad_enabled() and weight.requires_grad, travels)
     if travels:
         remark = "; ".join(filter(None, (remark, f"rows came from other ranks {'as codes' if shared else 'uncast'}")))
     if shared is not None:
@@ -233,7 +234,7 @@ def _sizes(input: Tensor, splits: Splits, count: int, features: int, plan: Permu
     return sizes
 
 
-def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool) -> tuple[Recipe | None, str]:
+def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool, travels: bool) -> tuple[Recipe | None, str]:
     """The recipe for one cast of the rows of all groups, or None: each group casts its rows; and a remark."""
     if torch.compiler.is_compiling() or (settings := AMBIENT.get()).calibrating:
         return None, ""
@@ -244,6 +245,8 @@ def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool) -> tuple[R
     row, col = recipe.cells("input")
     if recipes or row is None:
         return None, ""
+    if travels and row.granularity == PER_TENSOR and row.scaling == "current" and row.rounding == "nearest_even":
+        return (recipe, "") if col in (None, row) or not needs_dw else (None, "")
     reason = None
     if needs_dw:  # the backward needs x.T too
         if not cast_once or col is None or (row == col and row.granularity.transposes):
@@ -326,7 +329,8 @@ class _Together(torch.autograd.Function):
             if needs[1]:
                 assert isinstance(codes, QuantizedTensor)
                 assert call.recipe.wgrad.rhs is not None
-                x_col = turn(_lines(codes, start, end), call.recipe.wgrad.rhs)
+                x_row, x_spec = _lines(codes, start, end), call.recipe.wgrad.rhs
+                x_col = x_row.t() if x_spec == x_row.spec and x_spec.granularity.transposes else turn(x_row, x_spec)
             own = backward_gemms(call, dy[start:end], x_col, w_col, ctx.dtypes, needs)
             for whole, place, part in zip((dx, dw, db), (slice(start, end), number, number), own, strict=True):
                 if whole is not None and part is not None:
@@ -344,6 +348,8 @@ def _rows_cast(
     """Casts the rows of all groups: by the door of each group if an observer watches it, else before they are sent."""
     spec = lead.recipe.fprop.lhs
     assert spec is not None
+    if plan is not None and plan.travels and spec.granularity == PER_TENSOR:
+        return plan.cast(x, spec, lead.doors.input.plans)  # type: ignore[attr-defined, no-any-return]  # a RankPermutation
     if not (plan is not None and plan.travels) and any(_watched(call.doors.input) for call in calls):
         own = x if plan is None else plan.gather(x)
         cast = [
@@ -371,4 +377,5 @@ def _watched(door: nn.Module) -> bool:
 
 
 def _lines(codes: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    return QuantizedTensor(codes.data[start:end], codes.scale_inv[start:end], codes.spec, codes.dtype)
+    last = start + 1 if codes.spec.granularity == PER_TENSOR else end  # all rows of a group have the same
+    return QuantizedTensor(codes.data[start:end], codes.scale_inv[start:last], codes.spec, codes.dtype)
