@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from ranks import failures, scenarios_of, start
 
-SCENARIOS = scenarios_of("parallel_scenarios", "parallel_layers_scenarios", "expert_scenarios", "mesh_scenarios")
+SCENARIOS = {
+    "linears": scenarios_of("parallel_scenarios"),
+    "blocks": scenarios_of("parallel_layers_scenarios", "expert_scenarios", "mesh_scenarios"),
+}
 
 
+@pytest.mark.parametrize("kind", SCENARIOS)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
-def test_every_scenario_holds_on_every_rank(size: int, tmp_path: Path) -> None:
-    failed = failures(start(size, tmp_path / "ranks", SCENARIOS), SCENARIOS)
+def test_every_scenario_holds_on_every_rank(size: int, kind: str, tmp_path: Path) -> None:
+    failed = failures(start(size, tmp_path / "ranks", SCENARIOS[kind]), SCENARIOS[kind])
     assert not failed, "\n".join(failed)
