@@ -285,7 +285,9 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
             name: sum(getattr(wire, name) for wire in found.wires.values()) for name in ("gathered", "summed", "sent")
         }
         for kind, planned in kinds.items():
-            assert abs(sent.bytes[kind] - planned) <= 0.02 * planned + 4096, (mesh, kind, sent.bytes, found.wires)
+            # a stage in the middle of a pipeline sends both ways
+            most = max(trainer.ranks.tell(sent.bytes[kind]))
+            assert abs(most - planned) <= 0.02 * planned + 4096, (mesh, kind, sent.bytes, found.wires)
         most = max(trainer.ranks.tell(held))
         assert abs(found.state - most) <= 0.02 * most, (mesh, found.state, most)
 

@@ -26,7 +26,7 @@ def parts_of(config: ParallelConfig, layers: int, place: int) -> list[tuple[int,
 
     Example:
         >>> parts_of(ParallelConfig(pp=2, schedule="interleaved"), 6, 1)
-        [(1, range(2, 3)), (3, range(5, 6))]
+        [(1, range(2, 4)), (3, range(5, 6))]
     """
     size, more = divmod(layers, config.stages)
     starts = [stage * size + min(stage, more) for stage in range(config.stages + 1)]
