@@ -157,7 +157,8 @@ def predict(
     width = layers[0].in_features
     inner = [(name, p) for name, p in model.named_parameters() if name.startswith(blocks)]
     ends = [p for name, p in model.named_parameters() if not name.startswith(blocks)]
-    codes = {id(layer.parameter): layer.resolved.cells("weight")[0] is not None for layer in layers}
+    # FSDP2 takes shards of shards, which tensor parallelism has made, in high precision
+    codes = {id(layer.parameter): mesh.tp == 1 and layer.resolved.cells("weight")[0] is not None for layer in layers}
     end = max((p.numel() for p in ends), default=0) if mesh.pp > 1 else sum(p.numel() for p in ends)
     split = sum(p.numel() for _, p in inner if p.ndim > 1) / mesh.pp + end
     gains = sum(p.numel() for _, p in inner if p.ndim < 2) / mesh.pp
