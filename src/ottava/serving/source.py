@@ -1,0 +1,292 @@
+"""What a checkpoint is made of: the tensors of a model or of a folder, under the names that engines know.
+
+A `Weight` knows the cast that the trained forward used, so that the same codes can be written. Hugging Face's models
+give the names of their own checkpoints; a run of `ottava train` becomes a Llama, whose formula its model has.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ottava.errors import need
+from ottava.nn.convert import default_filter
+from ottava.quantized_layer import QuantizedLayer
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
+from ottava.untrusted import UntrustedError, parse_json, read_text
+
+_EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
+_OTHERS = ("embed", "wte", "wpe", "norm", "position", "rotary", "relative_attention_bias")
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A tensor of a checkpoint."""
+
+    name: str
+    """In the checkpoint."""
+    tensor: Tensor
+    """Its numbers; of a weight that exists only in FP8 the decoded ones."""
+    linear: bool = False
+    """Whether it is the weight of a linear (N, K)."""
+    stays: str = ""
+    """Why a linear stays in high precision; "" if it is to be quantized."""
+    cast: QuantizedTensor | None = None
+    """Its cast in the trained forward."""
+    input_scale_inv: float | None = None
+    """scale_inv of the activations, from a history."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The content of a checkpoint before it is quantized."""
+
+    weights: tuple[Weight, ...]
+    config: Mapping[str, Any]
+    """Of config.json, without a quantization_config."""
+    files: tuple[Path, ...] = ()
+    """Other files to copy: tokenizer, generation settings, templates."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+
+Chosen = Callable[[str, nn.Module], str]
+
+
+def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Source:
+    """The checkpoint of a model: converted by ottava, by nobody, or with weights that exist only in FP8.
+
+    Args:
+        config: of config.json; None: the model's own (Hugging Face), or that of a Llama for our trainer's model.
+    Raises:
+        ValueError: a model without a config.
+    """
+    need("export", model, nn.Module, "a model, or the folder of a checkpoint or of a run")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
+    converted = any(isinstance(module, QuantizedLayer) for module in layers.values())
+    own = getattr(model, "config", None)
+    if config is None:
+        if not hasattr(own, "to_dict"):
+            raise ValueError(
+                f"export: {type(model).__name__} has no config of Hugging Face's; give config={{...}}, the content of "
+                "config.json that engines need"
+            )
+        config = {k: v for k, v in own.to_dict().items() if k != "quantization_config"}
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        config["dtype"] = "bfloat16"
+    state = _in_high_precision(model)
+    if hasattr(own, "to_dict"):
+        state = _as_on_disk(model, state)
+    parts = _parts(model)
+    weights = []
+    for name, tensor in state.items():
+        layer = layers.get(name.rpartition(".")[0]) if name.endswith(".weight") else None
+        if layer is not None:
+            weights.append(_of_layer(name, tensor, layer, converted=converted))
+        else:
+            weights.append(_of_stack(name, tensor, parts, converted=converted))
+    return Source(tuple(weights), config)
+
+
+def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -> Weight:
+    stays = ""
+    cast, input_scale_inv = None, None
+    if isinstance(layer, QuantizedLayer):
+        cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
+        stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
+    elif converted:
+        stays = "it was not converted"
+    elif isinstance(layer, nn.Linear):
+        stays = default_filter(name.removesuffix(".weight"), layer) or ""
+    return Weight(name, tensor, True, stays, cast, input_scale_inv)
+
+
+def _parts(model: nn.Module) -> dict[int, list[QuantizedLayer]]:
+    """Layers whose weight is a piece of a stack, by the number of their expert."""
+    parts: dict[int, list[QuantizedLayer]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer) and module.parameter is not module.weight:
+            number = module.name.rpartition(".")[2]
+            parts.setdefault(int(number) if number.isdecimal() else -1, []).append(module)
+    return parts
+
+
+def _of_stack(name: str, tensor: Tensor, parts: Mapping[int, list[QuantizedLayer]], *, converted: bool) -> Weight:
+    """A tensor that no module of this name holds: an expert, which the model keeps in a stack, a router, or no linear."""
+    match = _EXPERT.search(name)
+    if not name.endswith(".weight") or tensor.ndim != 2 or match is None:
+        return _of_file(name, tensor, only_routers=True)
+    for part in parts.get(int(match["number"]), ()):
+        rows = _rows_of(tensor, numbers(part.weight))
+        if rows is not None and (cast := cast_of(part)) is not None:
+            return Weight(name, tensor, True, "", rows_of_cast(cast, rows), input_scale_of(part))
+    return Weight(name, tensor, True, "it was not converted" if converted else "")
+
+
+def _rows_of(tensor: Tensor, whole: Tensor) -> slice | None:
+    """The rows of `whole` that `tensor` is: experts are kept with gate and up in one matrix."""
+    size = tensor.shape[0]
+    if tensor.shape[1] != whole.shape[1] or not size or whole.shape[0] % size:
+        return None
+    starts = range(0, whole.shape[0], size)
+    return next((slice(i, i + size) for i in starts if torch.equal(whole[i : i + size], tensor)), None)
+
+
+def rows_of_cast(cast: QuantizedTensor, rows: slice) -> QuantizedTensor | None:
+    """The cast of some rows of a matrix; None if a block reaches beyond them.
+
+    Example:
+        >>> from ottava.casts import quantize
+        >>> from ottava.formats import E4M3
+        >>> from ottava.quantized_tensor import QuantizationSpec
+        >>> from ottava.scaling import PER_ROW
+        >>> whole = quantize(torch.randn(6, 8), QuantizationSpec(E4M3, PER_ROW))
+        >>> part = rows_of_cast(whole, slice(2, 4))
+        >>> torch.equal(part.dequantize(), whole.dequantize()[2:4])
+        True
+    """
+    block = cast.spec.granularity.rows
+    scale_inv = cast.scale_inv
+    if block is not None:
+        if rows.start % block or (rows.stop % block and rows.stop != cast.shape[0]):
+            return None
+        scale_inv = scale_inv[rows.start // block : -(-rows.stop // block)]
+    return QuantizedTensor(cast.data[rows], scale_inv, cast.spec, cast.dtype)
+
+
+def cast_of(layer: QuantizedLayer) -> QuantizedTensor | None:
+    """The operand of the weight that a forward of this layer multiplies now; None if it casts none."""
+    row, col = layer.resolved.cells("weight")
+    if row is None:
+        return None
+    with torch.no_grad():
+        operand, _ = layer.quantizers.weight(layer.weight, row, col, columnwise=False, record=False)
+    return operand if isinstance(operand, QuantizedTensor) else None
+
+
+def input_scale_of(layer: QuantizedLayer) -> float | None:
+    """scale_inv that the history of the layer's input predicts; None without a history."""
+    door: Any = layer.quantizers.input
+    if door.spec is None or not bool(door.amax_history.any()):
+        return None
+    return float(1 / door.scale.reshape(-1)[0])
+
+
+def _in_high_precision(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with numbers in place of codes; tied parameters stay one tensor."""
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+    state: dict[str, Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=True), *_buffers(model)):
+        if isinstance(tensor, nn.Parameter) and names.get(id(tensor)) != name:
+            continue
+        value: Any = tensor.detach() if not isinstance(tensor, QuantizedWeight) else tensor
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        state[name] = numbers(value)
+    return state
+
+
+def numbers(value: Any) -> Tensor:
+    """The numbers of a parameter; of codes the copy in high precision, if the model keeps one."""
+    if not is_quantized_weight(value):
+        return value  # type: ignore[no-any-return]
+    kept = value.high_precision
+    return value.dequantize() if kept is None else kept
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        if isinstance(module, QuantizedLayer) or any(part == "quantizers" for part in prefix.split(".")):
+            continue  # scales and histories of training
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{own}" if prefix else own), buffer
+
+
+def _as_on_disk(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and shapes of Hugging Face's checkpoints: experts that a model holds stacked are apart there."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return state
+    plain: Any = model
+    return dict(revert_weight_conversion(plain, state))
+
+
+def of_folder(folder: Path) -> Source:
+    """The checkpoint in a folder of Hugging Face's, in high precision.
+
+    Raises:
+        UntrustedError: the folder is damaged, or quantized already.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UntrustedError(f"export: {folder} has no config.json; needs a model, a checkpoint or a run of ottava train")
+    try:
+        config = parse_json(read_text(path))
+    except UntrustedError as error:
+        raise UntrustedError(f"export: {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise UntrustedError(f"export: {path} is no object")
+    if config.get("quantization_config"):
+        raise UntrustedError(f"export: {folder} is quantized already; export the checkpoint that it was made of")
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        known = parse_json(read_text(index))
+        names = sorted(set(known["weight_map"].values())) if isinstance(known, dict) and "weight_map" in known else names
+    weights = []
+    for name in names:
+        if Path(name).name != name:
+            raise UntrustedError(f"export: {index} names {name!r}, which is no file of this folder")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                weights += [_of_file(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UntrustedError(f"export: {folder / name} cannot be read ({error})") from error
+    return Source(tuple(weights), config, other_files(folder))
+
+
+def _of_file(name: str, tensor: Tensor, *, only_routers: bool = False) -> Weight:
+    """A 2-D weight of a file is a linear's, unless its name says otherwise."""
+    module = name.removesuffix(".weight")
+    last = module.lower().rpartition(".")[2]
+    if not name.endswith(".weight") or tensor.ndim != 2 or any(word in last for word in _OTHERS):
+        return Weight(name, tensor)
+    with torch.device("meta"):
+        like = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
+    stays = default_filter(module, like) or ""
+    return Weight(name, tensor) if only_routers and not stays else Weight(name, tensor, True, stays)
+
+
+def other_files(folder: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint that are neither weights nor config.json."""
+    return tuple(
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name != "config.json"
+        and path.suffix in (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
+        and "safetensors" not in path.name
+        and path.name != "export.json"
+    )
+
+
+def copy_files(source: Source, folder: Path) -> None:
+    """Copies the other files of a checkpoint."""
+    for path in source.files:
+        shutil.copy2(path, folder / path.name)
