@@ -39,7 +39,7 @@ FLOORS = (
     ("quantized_layer",),
     ("state", "debug"),
     ("nn", "optim"),
-    ("footprint",),
+    ("footprint", "serving"),
     ("fleet",),
     ("compat", "distributed"),
     ("train",),
@@ -82,13 +82,13 @@ PUBLIC_NAMES = frozenset(
     {"E2M1", "E4M3", "E5M2", "E8M0", "Granularity", "QuantizationSpec", "QuantizedTensor", "quantize", "gemm"}
     | {"Accumulator", "GemmRecipe", "Recipe", "RECIPES", "get_recipe", "autocast", "ScalingState"}
     | {"nn", "convert", "calibrate", "receipt", "assert_fp8", "graphed_step", "debug", "distributed", "watch"}
-    | {"model_init", "load_fp8", "memory", "optim"}
+    | {"model_init", "load_fp8", "memory", "optim", "export"}
 )
 """What `import ottava` offers."""
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_PUBLIC_NAMES = 29
+MAX_PUBLIC_NAMES = 30
 
 
 @dataclass(frozen=True)

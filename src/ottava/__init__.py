@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
     from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
     from ottava.scaling import Granularity
+    from ottava.serving.export import export
     from ottava.state import ScalingState
 
 __version__ = version("ottava")
@@ -45,6 +46,7 @@ _HOMES = MappingProxyType(
         "ottava.quantized_tensor": ("QuantizationSpec", "QuantizedTensor"),
         "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
         "ottava.scaling": ("Granularity",),
+        "ottava.serving.export": ("export",),
         "ottava.state": ("ScalingState",),
     }
 )
@@ -68,6 +70,7 @@ __all__ = [
     "convert",
     "debug",
     "distributed",
+    "export",
     "gemm",
     "get_recipe",
     "graphed_step",

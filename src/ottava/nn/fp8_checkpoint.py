@@ -1,8 +1,9 @@
 """`load_fp8` puts the codes of a published FP8 checkpoint into a model, unchanged and frozen; adapters train on top.
 
-It reads two families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
-weight_scale_inv; "mxfp8" beside it) and "compressed-tensors" (tensor, channel, block or groups of 32, under
-weight_scale). In both a stored scale is the factor that dequantizes. It checks everything before it changes anything.
+It reads three families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
+weight_scale_inv; "mxfp8" beside it), "compressed-tensors" (tensor, channel, block or groups of 32, under
+weight_scale), and "modelopt" (one scale a tensor). In all of them a stored scale is the factor that dequantizes. It
+checks everything before it changes anything.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ottava.weight_operands import refuse_weight
 _SCALES = ("weight_scale_inv", "weight_scale")
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
 """Scales of activations; not used, because casts compute their own."""
-_METHODS = ("fp8", "mxfp8", "compressed-tensors")
+_METHODS = ("fp8", "mxfp8", "compressed-tensors", "modelopt")
 _SHAPE = MappingProxyType(
     {
         "quant_method": str,

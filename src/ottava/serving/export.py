@@ -1,8 +1,8 @@
 """`export`: writes a checkpoint for an inference engine, with the codes that the trained forward multiplied.
 
-The rule: codes are made of bf16(master) by the cast of the layout. Where a layer's own cast has the blocks of the layout,
-its codes and scales are written as they are, so engine and trainer compute with one weight, bit for bit. `ExportReport`
-says for each weight whether they do.
+The rule: codes are made of bf16(master) by the cast of the layout. Where a layer's own cast has the blocks of the
+layout, its codes and scales are written as they are, so engine and trainer compute with one weight, bit for bit.
+`ExportReport` says for each weight whether they do.
 """
 
 from __future__ import annotations
@@ -212,9 +212,7 @@ def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
     return scales
 
 
-def _cast_all(
-    source: Source, form: Layout, stays: Mapping[str, str]
-) -> tuple[dict[str, Tensor], list[Written]]:
+def _cast_all(source: Source, form: Layout, stays: Mapping[str, str]) -> tuple[dict[str, Tensor], list[Written]]:
     made: dict[str, Tensor] = {}
     written: list[Written] = []
     linears = [weight for weight in source.weights if weight.linear and weight.module not in stays]
@@ -252,7 +250,7 @@ def _casts(group: Sequence[Weight], form: Layout) -> list[QuantizedTensor]:
         return fitting
     values = [_bf16(weight) for weight in group]
     if not form.shares_scale or len(group) == 1:
-        return [cast if cast is not None and _fits(cast, form) and not form.shares_scale else quantize(x, spec)
+        return [quantize(x, spec) if cast is None or form.shares_scale or not _fits(cast, form) else cast
                 for x, cast in zip(values, own, strict=True)]  # fmt: skip
     amax = torch.stack([x.float().abs().amax() for x in values]).amax().reshape(1, 1)
     scale = spec.scale_of(amax).scale.reshape(())
@@ -278,7 +276,9 @@ def _equal(cast: QuantizedTensor, trained: QuantizedTensor) -> bool:
 def _bf16(weight: Weight) -> Tensor:
     x = weight.tensor.to(torch.bfloat16)
     if not bool(x.isfinite().all()):
-        raise ExportError(f"export: {weight.name} holds an infinity or NaN; find it with ottava.watch before serving it")
+        raise ExportError(
+            f"export: {weight.name} holds an infinity or NaN; find it with ottava.watch before serving it"
+        )
     return x
 
 
@@ -315,7 +315,10 @@ def _write(
         copy_files(source, scratch)
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if report.layout == "modelopt":
-            about = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if config["quantization_config"]["kv_cache_scheme"] else None}
+            about = {
+                "quant_algo": "FP8",
+                "kv_cache_quant_algo": "FP8" if config["quantization_config"]["kv_cache_scheme"] else None,
+            }
             about["exclude_modules"] = config["quantization_config"]["ignore"]
             body = {"producer": {"name": "ottava"}, "quantization": about}
             (scratch / "hf_quant_config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """The layouts of FP8 checkpoints that inference engines read. A new layout is one entry of `LAYOUTS`.
 
-Every stored scale is the factor that dequantizes, under whatever name. Sources: compressed-tensors 0.20 (quant_config.py),
-transformers 5.23 (FineGrainedFP8Config), ModelOpt's hf_quant_config.json as vLLM reads it.
+Every stored scale is the factor that dequantizes, under whatever name. Sources: compressed-tensors 0.20
+(quant_config.py), transformers 5.23 (FineGrainedFP8Config), ModelOpt's hf_quant_config.json as vLLM reads it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Layout:
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether a weight (N, K) has whole blocks only: engines read others wrong, some silently."""
         size = Granularity(None, None) if self.spec is None else self.spec.granularity
-        return all(extent in (None, 1) or n % extent == 0 for n, extent in zip(shape, (size.rows, size.cols), strict=True))
+        return all(
+            extent in (None, 1) or n % extent == 0 for n, extent in zip(shape, (size.rows, size.cols), strict=True)
+        )
 
     def stored_scale(self, scale_inv: Tensor) -> Tensor:
         """fp32 scales (grid) in the dtype and the shape of the checkpoint.

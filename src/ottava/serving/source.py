@@ -76,7 +76,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
     need("export", model, nn.Module, "a model, or the folder of a checkpoint or of a run")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
     converted = any(isinstance(module, QuantizedLayer) for module in layers.values())
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     if config is None:
         if not hasattr(own, "to_dict"):
             raise ValueError(
@@ -124,7 +124,7 @@ def _parts(model: nn.Module) -> dict[int, list[QuantizedLayer]]:
 
 
 def _of_stack(name: str, tensor: Tensor, parts: Mapping[int, list[QuantizedLayer]], *, converted: bool) -> Weight:
-    """A tensor that no module of this name holds: an expert, which the model keeps in a stack, a router, or no linear."""
+    """A tensor that no module of this name holds: an expert that the model keeps in a stack, a router, or no linear."""
     match = _EXPERT.search(name)
     if not name.endswith(".weight") or tensor.ndim != 2 or match is None:
         return _of_file(name, tensor, only_routers=True)
@@ -235,7 +235,9 @@ def of_folder(folder: Path) -> Source:
 
     path = folder / "config.json"
     if not path.is_file():
-        raise UntrustedError(f"export: {folder} has no config.json; needs a model, a checkpoint or a run of ottava train")
+        raise UntrustedError(
+            f"export: {folder} has no config.json; needs a model, a checkpoint or a run of ottava train"
+        )
     try:
         config = parse_json(read_text(path))
     except UntrustedError as error:
@@ -248,7 +250,9 @@ def of_folder(folder: Path) -> Source:
     names = ["model.safetensors"]
     if index.is_file():
         known = parse_json(read_text(index))
-        names = sorted(set(known["weight_map"].values())) if isinstance(known, dict) and "weight_map" in known else names
+        names = (
+            sorted(set(known["weight_map"].values())) if isinstance(known, dict) and "weight_map" in known else names
+        )
     weights = []
     for name in names:
         if Path(name).name != name:

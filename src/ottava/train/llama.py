@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 
-
+from ottava.nn.convert import default_filter
 from ottava.quantized_layer import QuantizedLayer
-from ottava.quantized_tensor import QuantizedTensor
 from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, rows_of_cast
-from ottava.train.config import ModelConfig
+from ottava.train.checkpoint import CheckpointError, high_precision_weights
+from ottava.train.config import ModelConfig, load_config
 from ottava.train.model import VOCABULARY, ByteTransformer
+from ottava.train.newest import find_checkpoint
+from ottava.train.optimizers import store
 
 
-def as_llama(model: ByteTransformer, config: ModelConfig, sequence_length: int) -> Source:
+def of_run(folder: Path) -> Source:
+    """The checkpoint of the newest step of a run of `ottava train`, with the casts that its last step used.
+
+    Raises:
+        CheckpointError: the folder holds no run, or its checkpoint does not fit its settings.
+    """
+    settings = folder / "config.yaml"
+    if not settings.is_file():
+        raise CheckpointError(f"{folder}: has no config.yaml, so it is no run of `ottava train`")
+    config = load_config(settings)
+    checkpoint, _ = find_checkpoint(folder)
+    with torch.random.fork_rng(devices=[]):
+        model = ByteTransformer(config.model, config.sequence_length)
+    store(model, config.build_recipe(), config.optimizer)
+    states = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items() if n.startswith("model.")}
+    try:
+        model.load_state_dict(states)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
+    return as_llama(model, config.model, config.sequence_length, masters=high_precision_weights(checkpoint))
+
+
+def as_llama(
+    model: ByteTransformer, config: ModelConfig, sequence_length: int, masters: Mapping[str, Tensor] | None = None
+) -> Source:
     """The checkpoint of `LlamaForCausalLM` with the weights of a trained model; bytes are its tokens.
+
+    Args:
+        masters: parameters in high precision by name, where the model has only codes.
 
     Example:
         >>> source = as_llama(ByteTransformer(ModelConfig(), sequence_length=64), ModelConfig(), 64)
@@ -22,40 +55,43 @@ def as_llama(model: ByteTransformer, config: ModelConfig, sequence_length: int) 
         ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', 'model.layers.0.self_attn.q_proj.weight']
     """
     head = config.d_model // config.heads
-    sizes = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
-    weights = [Weight("model.embed_tokens.weight", model.embedding.weight.detach())]
-    for i, block in enumerate(model.layers):
-        place, layer = f"model.layers.{i}", block
-        qkv, o = layer.attention.qkv_proj, layer.attention.o_proj  # type: ignore[union-attr]
-        gate_up, down = layer.mlp.gate_up_proj, layer.mlp.down_proj  # type: ignore[union-attr]
-        weights.append(_norm(f"{place}.input_layernorm", qkv))
-        weights += _pieces(qkv, {f"{place}.self_attn.{name}": size for name, size in sizes.items()})
-        weights += _pieces(o, {f"{place}.self_attn.o_proj": config.d_model})
-        weights.append(_norm(f"{place}.post_attention_layernorm", gate_up))
-        weights += _pieces(gate_up, {f"{place}.mlp.{name}_proj": config.ffn for name in ("gate", "up")})
-        weights += _pieces(down, {f"{place}.mlp.down_proj": config.d_model})
-    weights.append(Weight("model.norm.weight", model.norm.weight.detach()))
-    head_weight = numbers(model.lm_head.weight).detach()
-    weights.append(Weight("lm_head.weight", head_weight, True, "output head: sensitive"))
+    qkv = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
+    layers = dict(model.named_modules())
+    own = dict(model.named_parameters()) | dict(masters or {})
+
+    def plain(name: str, source: str) -> Weight:
+        return Weight(f"{name}.weight", numbers(own[f"{source}.weight"]).detach())
+
+    weights = [plain("model.embed_tokens", "embedding")]
+    for i in range(config.layers):
+        here, there = f"layers.{i}", f"model.layers.{i}"
+
+        def pieces(source: str, place: str, sizes: Mapping[str, int], here: str = here) -> list[Weight]:
+            name = f"{here}.{source}"
+            return _pieces(layers[name], numbers(own[f"{name}.weight"]).detach(), place, sizes)
+
+        weights.append(plain(f"{there}.input_layernorm", f"{here}.attention.qkv_proj.norm"))
+        weights += pieces("attention.qkv_proj", f"{there}.self_attn", qkv)
+        weights += pieces("attention.o_proj", f"{there}.self_attn", {"o_proj": config.d_model})
+        weights.append(plain(f"{there}.post_attention_layernorm", f"{here}.mlp.gate_up_proj.norm"))
+        weights += pieces("mlp.gate_up_proj", f"{there}.mlp", {"gate_proj": config.ffn, "up_proj": config.ffn})
+        weights += pieces("mlp.down_proj", f"{there}.mlp", {"down_proj": config.d_model})
+    weights.append(plain("model.norm", "norm"))
+    head_weight = numbers(own["lm_head.weight"]).detach()
+    weights.append(Weight("lm_head.weight", head_weight, True, default_filter("lm_head", model.lm_head) or ""))
     return Source(tuple(weights), _config(config, sequence_length))
 
 
-def _norm(name: str, layer: Any) -> Weight:
-    return Weight(f"{name}.weight", layer.norm.weight.detach())
-
-
-def _pieces(layer: Any, sizes: dict[str, int]) -> list[Weight]:
-    """A linear, or the linears that it is made of, row after row."""
-    whole = numbers(layer.weight).detach()
-    quantized = isinstance(layer, QuantizedLayer)
-    cast = cast_of(layer) if quantized else None
-    scale = input_scale_of(layer) if quantized else None
-    stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
+def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int]) -> list[Weight]:
+    """The linears that one layer holds, row after row."""
+    cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
+    scale = input_scale_of(layer) if isinstance(layer, QuantizedLayer) else None
+    stays = "" if cast is not None else "its recipe does not cast it"
     weights, start = [], 0
     for name, size in sizes.items():
         rows = slice(start, start + size)
-        piece: QuantizedTensor | None = None if cast is None else rows_of_cast(cast, rows)
-        weights.append(Weight(f"{name}.weight", whole[rows], True, stays, piece, scale))
+        piece = None if cast is None else rows_of_cast(cast, rows)
+        weights.append(Weight(f"{place}.{name}.weight", whole[rows], True, stays, piece, scale))
         start += size
     return weights
 
@@ -83,5 +119,3 @@ def _config(config: ModelConfig, sequence_length: int) -> dict[str, Any]:
         "eos_token_id": None,
         "dtype": "bfloat16",
     }
-
-

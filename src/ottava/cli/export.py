@@ -1,0 +1,60 @@
+"""`ottava export`: writes a checkpoint that inference engines serve."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ottava.text import to_json
+
+if TYPE_CHECKING:
+    from ottava.serving.source import Source
+
+SCHEMA_VERSION = 1
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A run of ottava train, or a BF16 checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout",
+            "-l",
+            metavar="L",
+            help="bf16, compressed-tensors-{block,channel,tensor,mxfp8}, fp8-block, fp8-block-ue8m0, mxfp8, modelopt.",
+        ),
+    ] = "compressed-tensors-block",
+    static: Annotated[bool, typer.Option("--static", help="Write scales of activations, from histories.")] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="P", help="Linears that stay in BF16: '*.down_proj'; repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> int:
+    """Write an FP8 checkpoint for transformers, vLLM, SGLang or TensorRT-LLM, with the codes of the trained forward.
+
+    A run of `ottava train` becomes a Llama of Hugging Face's. The report names each linear that stays in BF16 and each
+    whose codes are not those that training multiplied, with the reason.
+
+    Exit code 0; 1 if codes differ from those of training; 2 for a wrong layout or pattern; 4 for a folder that cannot
+    be read.
+    """
+    from ottava.serving.export import export as write
+
+    report = write(_source(source), out, layout=layout, static=static, keep=keep or ())
+    typer.echo(to_json({"schema_version": SCHEMA_VERSION, **asdict(report)}) if as_json else str(report))
+    return int(bool(report.changed))
+
+
+def _source(folder: Path) -> Source:
+    if (folder / "config.yaml").is_file():
+        from ottava.train.llama import of_run
+
+        return of_run(folder)
+    from ottava.serving.source import of_folder
+
+    return of_folder(folder)
