@@ -204,8 +204,8 @@ def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
     if missing:
         raise ExportError(
             f"export: {missing[0]} and {len(missing) - 1} more have no history of their input, and this layout needs a "
-            "scale of it. Convert with recipe 'delayed', run ottava.calibrate(model, batches) until every layer has run, "
-            "and export again"
+            "scale of it. Convert with recipe 'delayed', run ottava.calibrate(model, batches) until every layer has "
+            "run, and export again"
         )
     for group in _groups(quantized):  # one input, one scale
         top = max(weight.input_scale_inv or 0.0 for weight in group)
