@@ -1,10 +1,11 @@
-"""Do small states and FP8 weights cost accuracy? Trains a small model with each: `python benchmarks/optimizers.py`.
+"""Do small states and FP8 weights cost accuracy? Trains the demo with each: `python benchmarks/optimizers.py`.
 
-Every row trains one model with three seeds and compares the final validation losses with those of the same optimizer in
-FP32, seed by seed; `train/verdict.py` judges the difference by the spread of the FP32 runs, whose GEMMs run in BF16.
---long trains two rows for 2,500 steps instead, because some errors come late. --peak measures the memory of training
-steps on a CPU, each row in a process of its own. Finished runs are kept in the JSON file, so a stopped benchmark goes
-on. `--publish` writes the table into docs/memory.md.
+Every row trains the model of `ottava demo` as the demo does, with three seeds, and compares the final validation losses
+with those of the same optimizer in FP32, seed by seed; `train/verdict.py` judges the difference by the spread of the
+FP32 runs, whose GEMMs run in BF16. --long trains two rows for 2,500 steps instead, with batches of half the size,
+because some errors come late. --peak measures the memory of training steps on a CPU, each row in a process of its own.
+Finished runs are kept in the JSON file, so a stopped benchmark goes on. `--publish` writes the table into
+docs/memory.md.
 """
 
 from __future__ import annotations
@@ -24,20 +25,15 @@ import torch
 
 import ottava
 from ottava.train import Trainer, load_config
+from ottava.train.demo_folder import DEFAULT_STEPS, DemoSettings
 from ottava.train.verdict import Noise, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "optimizers.json"
 SEEDS = (0, 1, 2)
-MODEL = (
-    "model={d_model: 64, layers: 2, heads: 2, kv_heads: 1, ffn: 128}",
-    "batch_size=8",
-    "sequence_length=64",
-    "data.max_bytes=2000000",
-    "checkpoint.every=0",
-    "evaluation={every: 0, batches: 32}",
-)
-STEPS, LONG_STEPS = 300, 2500
+LONG_STEPS = 2500
+LAST_ONLY = ("checkpoint.every=0", "evaluation={every: 0, batches: 32}")
+"""A run is evaluated at its end alone, on more batches than the demo takes."""
 
 BF16, FP8 = "optimizer.weights=bf16", "optimizer.weights=fp8"
 FP32_MASTER, REMAINDER = "optimizer.master=fp32", "optimizer.master=remainder"
@@ -59,6 +55,12 @@ CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             FP8,
             REMAINDER,
             "optimizer.moments=fp8",
+        ),
+        "AdamW, tensorwise, FP8 weights, FP32 master, amax every 100 steps": (
+            "recipe=tensorwise",
+            FP8,
+            FP32_MASTER,
+            "optimizer.amax_every=100",
         ),
         "AdamW, delayed, FP8 weights, remainder, FP8 moments": (
             "recipe=delayed",
@@ -87,8 +89,11 @@ CASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 LARGE = (
     "model={d_model: 512, layers: 8, heads: 8, kv_heads: 4, ffn: 1536}",
     "batch_size=2",
+    "sequence_length=64",
     "steps=3",
-    "evaluation.batches=1",
+    "checkpoint.every=0",
+    "evaluation={every: 0, batches: 1}",
+    "data.max_bytes=2000000",
 )
 PEAKS = (
     "AdamW",
@@ -101,40 +106,56 @@ LONG = ("AdamW", "AdamW, delayed, FP8 weights, remainder, FP8 moments")
 
 def final_loss(settings: tuple[str, ...], seed: int, steps: int) -> float:
     """Validation loss at the end of a run, nats per byte."""
-    config = load_config(None, ["recipe=bf16", *MODEL, f"steps={steps}", f"seed={seed}", *settings])
+    recipe = next((one.removeprefix("recipe=") for one in settings if one.startswith("recipe=")), "bf16")
+    others = [one for one in settings if not one.startswith("recipe=")] + ["batch_size=8"] * (steps == LONG_STEPS)
+    config = DemoSettings(steps=steps, overrides=(*LAST_ONLY, *others)).config(recipe, seed)
     with tempfile.TemporaryDirectory() as folder:
         records = Trainer(config, Path(folder)).advance()
     value = records[-1].val_loss
     return float("nan") if value is None else value
 
 
-def measure(names: list[str], steps: int) -> dict[str, list[float]]:
-    """Final losses of every row, one a seed; runs that the results hold are not repeated."""
-    kept: dict[str, float] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for seed in SEEDS:
+def results() -> dict[str, float]:
+    """Name of a row, steps and seed -> final loss, of the runs so far."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def measure(names: list[str], steps: int) -> dict[str, dict[int, float]]:
+    """Final losses of every row by their seeds; runs that the results hold are not repeated."""
+    for seed in SEEDS[: 2 if steps == LONG_STEPS else 3]:
         for name in names:
             key = f"{name} | {steps} steps | seed {seed}"
-            if key not in kept:
-                kept[key] = final_loss(CASES[name], seed, steps)
-                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-                print(f"{key}: {kept[key]:.4f}", flush=True)
-    return {name: [kept[f"{name} | {steps} steps | seed {seed}"] for seed in SEEDS] for name in names}
+            if key not in results():
+                loss = final_loss(CASES[name], seed, steps)
+                RESULTS.write_text(json.dumps(results() | {key: loss}, indent=1) + "\n")
+                print(f"{key}: {loss:.4f}", flush=True)
+    return finished(names, steps)
 
 
-def table(losses: Mapping[str, list[float]]) -> str:
+def finished(names: list[str], steps: int) -> dict[str, dict[int, float]]:
+    """The rows that the results hold, whatever is missing."""
+    found = {
+        name: {seed: results()[key] for seed in SEEDS if (key := f"{name} | {steps} steps | seed {seed}") in results()}
+        for name in names
+    }
+    return {name: losses for name, losses in found.items() if losses}
+
+
+def table(losses: Mapping[str, Mapping[int, float]]) -> str:
     """A row for each case: mean loss, difference from FP32 and its range, and the verdict of each seed."""
     lines = ["| optimizer | loss | minus FP32, mean (each seed) | verdict |", "|---|---|---|---|"]
     for name, own in losses.items():
         base = losses[name.split(",")[0]]
-        noise = Noise(losses=tuple(base))
-        deltas = [one - other for one, other in zip(own, base, strict=True)]
-        said = [judge(name, one, other, noise).outcome for one, other in zip(own, base, strict=True)]
+        noise = Noise(losses=tuple(base.values()))
+        mean = statistics.mean(own.values())
         if own is base:
-            lines.append(f"| {name} | {statistics.mean(own):.4f} | seed spread {noise.spread:.4f} | |")
+            lines.append(f"| {name} | {mean:.4f} | seed spread {noise.spread or 0.0:.4f} | |")
             continue
-        each = ", ".join(f"{delta:+.4f}" for delta in deltas)
+        deltas = {seed: loss - base[seed] for seed, loss in own.items() if seed in base}
+        said = [judge(name, own[seed], base[seed], noise).outcome for seed in deltas]
+        each = ", ".join(f"{delta:+.4f}" for delta in deltas.values())
         lines.append(
-            f"| {name} | {statistics.mean(own):.4f} | {statistics.mean(deltas):+.4f} ({each}) | "
+            f"| {name} | {mean:.4f} | {statistics.mean(deltas.values()):+.4f} ({each}) | "
             f"{', '.join(dict.fromkeys(said))} |"
         )
     return "\n".join(lines)
@@ -142,8 +163,8 @@ def table(losses: Mapping[str, list[float]]) -> str:
 
 def peak_bytes(settings: tuple[str, ...]) -> tuple[int, int]:
     """(predicted, measured) bytes of three steps, above those of a process that has imported everything. Linux only."""
-    config = load_config(None, ["recipe=bf16", *MODEL, *LARGE, *settings])
-    trained(("model.d_model=64", "steps=1"))  # libraries and pools of threads are there then
+    config = load_config(None, ["recipe=bf16", *LARGE, *settings])
+    trained(("model={d_model: 64, layers: 2}", "steps=1"))  # libraries and pools of threads are there then
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +177,7 @@ def peak_bytes(settings: tuple[str, ...]) -> tuple[int, int]:
 def trained(settings: tuple[str, ...]) -> None:
     """A short run, for what the first one of a process leaves behind."""
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(load_config(None, ["recipe=tensorwise", *MODEL, *settings]), Path(folder)).advance()
+        Trainer(load_config(None, ["recipe=tensorwise", *LARGE, *settings]), Path(folder)).advance()
 
 
 def status(field: str) -> int:
@@ -184,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="the long run")
     parser.add_argument("--peak", action="store_true", help="memory of a step")
+    parser.add_argument("--finished", action="store_true", help="train nothing: the table of what the JSON file holds")
     parser.add_argument("--peak-of", metavar="ROW", help="memory of a step of one row, in this process")
     parser.add_argument("--publish", action="store_true", help="write the tables into docs/memory.md")
     options = parser.parse_args()
@@ -191,8 +213,9 @@ def main() -> None:
     if options.peak_of:
         print(json.dumps(peak_bytes(CASES[options.peak_of])))
         return
-    steps = LONG_STEPS if options.long else STEPS
-    text = peaks() if options.peak else table(measure(list(LONG if options.long else CASES), steps))
+    steps, names = (LONG_STEPS, list(LONG)) if options.long else (DEFAULT_STEPS, list(CASES))
+    rows = finished if options.finished else measure
+    text = peaks() if options.peak else table(rows(names, steps))
     print(text)
     if options.publish:
         mark = "peak" if options.peak else "long" if options.long else "short"

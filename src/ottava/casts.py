@@ -25,6 +25,7 @@ from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.scaling import read_scales
 
 
 class QuantizeKernel(Protocol):
@@ -306,6 +307,8 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
         and wanted in (torch.float32, torch.bfloat16)
         and native_quantize.supports_decode(x_q.data, x_q.spec.format) is None
     ):
+        if x_q.scale_inv.dtype == torch.uint8:
+            x_q = QuantizedTensor(x_q.data, read_scales(x_q.scale_inv), x_q.spec, x_q.dtype)
         return native_quantize.dequantize(x_q, wanted)
     return x_q.dequantize(wanted)
 

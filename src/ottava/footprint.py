@@ -21,7 +21,8 @@ from ottava.nn.part import rows_of
 from ottava.nn.plan import TOKENS
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import is_quantized_weight, stored_spec
+from ottava.quantized_weight import is_quantized_weight
+from ottava.weight_storage import stored_spec
 
 _MASTERS = ("master", "remainder")
 _FP32 = 4

@@ -20,7 +20,7 @@ from ottava.accumulator import Accumulator
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
-from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, Scale, ScaleFormat, compute_scale
+from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, Scale, ScaleFormat, compute_scale, read_scales
 
 Scaling = Literal["current", "delayed", "guarded"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -223,7 +223,8 @@ class QuantizedTensor:
     data: Tensor
     """Codes (R, C) in spec.format.storage_dtype."""
     scale_inv: Tensor
-    """fp32, one entry per block: spec.granularity.grid_shape((R, C))."""
+    """fp32, one entry per block: spec.granularity.grid_shape((R, C)). E8M0's bytes where a weight that is stored so is
+    decoded when it is read."""
     spec: QuantizationSpec
     """The settings of the cast."""
     dtype: torch.dtype
@@ -254,8 +255,10 @@ class QuantizedTensor:
             >>> ottava.quantize(torch.tensor([[1.0, 2.0]]), ottava.QuantizationSpec(ottava.E4M3)).dequantize()
             tensor([[1., 2.]])
         """
-        numbers = decode(self.data, self.spec.format)
-        return self.spec.granularity.multiply_(numbers, self.scale_inv).to(dtype or self.dtype)
+        numbers, scale_inv = decode(self.data, self.spec.format), self.scale_inv
+        if scale_inv.dtype == torch.uint8:
+            scale_inv = read_scales(scale_inv)
+        return self.spec.granularity.multiply_(numbers, scale_inv).to(dtype or self.dtype)
 
     def t(self) -> QuantizedTensor:
         """The transpose, sharing memory.

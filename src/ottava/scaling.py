@@ -32,6 +32,8 @@ e4m3        NVFP4's two levels: an fp32 scale for the tensor times an E4M3 scale
 """
 
 _MAX_EXTENT = 1 << 16  # of a block: the reference pads a tensor to whole blocks
+_FP32_MANTISSA_BITS = 23
+_SMALLEST_BITS = 0x00400000  # 2**-127, which E8M0 holds as code 0 and fp32 as a subnormal number
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -242,3 +244,26 @@ def _two_level_scale(amax: Tensor, fmt: Format, margin: int) -> Scale:
     scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)  # a block scale that underflowed to 0: its codes decode to 0
     empty = amax == 0
     return Scale(torch.where(empty, 1.0, scale), torch.where(empty, 1.0, scale_inv))
+
+
+def exponent_bytes(scale_inv: Tensor) -> Tensor:
+    """E8M0's bytes of fp32 scales that are powers of two from 2**-127 to 2**127: the exponent fields, uint8.
+
+    Example:
+        >>> exponent_bytes(torch.tensor([[0.5, 1.0]]))
+        tensor([[126, 127]], dtype=torch.uint8)
+    """
+    return (scale_inv.view(torch.int32) >> _FP32_MANTISSA_BITS).to(torch.uint8)
+
+
+def read_scales(scales: Tensor) -> Tensor:
+    """The fp32 scales: the same memory, or those of E8M0's bytes, exactly.
+
+    Example:
+        >>> read_scales(torch.tensor([[0, 126, 127]], dtype=torch.uint8))
+        tensor([[5.8775e-39, 5.0000e-01, 1.0000e+00]])
+    """
+    if scales.dtype == torch.float32:
+        return scales
+    bits = scales.to(torch.int32) << _FP32_MANTISSA_BITS
+    return torch.where(bits == 0, _SMALLEST_BITS, bits).view(torch.float32)

@@ -9,7 +9,9 @@ from torch import Tensor
 from ottava.casts import refuse_turn, spec_from_key, turn
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight, describe, stored_spec
+from ottava.quantized_weight import QuantizedWeight
+from ottava.weight_dispatch import describe
+from ottava.weight_storage import stored_spec
 
 
 def refuse_weight(stored: QuantizationSpec | None, row: QuantizationSpec | None, col: QuantizationSpec | None) -> str:
@@ -58,26 +60,28 @@ def weight_operands(
         _refuse_unlent(weight, lent, col, rowwise, columnwise)
         if columnwise and not rowwise and lent.of_w_t is not None:
             return None, lent.of_w_t()
-    stored = QuantizedTensor(weight.codes, weight.scale_inv, weight.spec, weight.dtype)
+    codes, scale_inv, own = weight.codes, weight.scale_inv, weight.spec
     two_scales = lent is not None and lent.w_t is not None
     col_key = None if col is None or not columnwise or two_scales else col.key
-    reason, turned = _decided(stored.spec.key, None if row is None else row.key, col_key)
+    reason, turned = _decided(own.key, None if row is None else row.key, col_key)
     if reason:
         raise ValueError(
-            f"{describe(weight)}: {reason}. Choose a recipe whose weight cell is {stored.spec}, or give the weights "
-            "back their dtype: ottava.convert(model, recipe, weights='bf16')"
+            f"{describe(weight)}: {reason}. Choose a recipe whose weight cell is {own}, or give the weights back their "
+            "dtype: ottava.convert(model, recipe, weights='bf16')"
         )
-    of_w = QuantizedTensor(stored.data, stored.scale_inv, row or stored.spec, stored.dtype) if rowwise else None
+    of_w = None  # where it is decoded, the scales are read then, too
+    if rowwise:
+        of_w = QuantizedTensor(codes, weight.scales if row is None else scale_inv, row or own, weight.dtype)
     if not columnwise:
         return of_w, None
     if rowwise and lent is not None:
         return of_w, weight
     if col is None:
-        return of_w, QuantizedTensor(stored.data.t(), stored.scale_inv.t(), stored.spec.transposed, stored.dtype)
+        return of_w, QuantizedTensor(codes.t(), weight.scales.t(), own.transposed, weight.dtype)
     if turned:
-        return of_w, turn(stored, col)
-    data = stored.data.t() if stored.data.is_cpu else stored.data.t().contiguous()  # as an accelerator's GEMMs want it
-    return of_w, QuantizedTensor(data, stored.scale_inv.t(), col, stored.dtype)
+        return of_w, turn(QuantizedTensor(codes, scale_inv, own, weight.dtype), col)
+    data = codes.t() if codes.is_cpu else codes.t().contiguous()  # as an accelerator's GEMMs want it
+    return of_w, QuantizedTensor(data, scale_inv.t(), col, weight.dtype)
 
 
 def _refuse_unlent(
@@ -116,7 +120,7 @@ def shared_bytes(operand: Operand | None, weight: Tensor) -> int:
     """Bytes of an operand that share the weight's memory, so that keeping the operand costs nothing."""
     if not isinstance(weight, QuantizedWeight) or not isinstance(operand, QuantizedTensor):
         return 0
-    pairs = ((operand.data, weight.codes), (operand.scale_inv, weight.scale_inv))
+    pairs = ((operand.data, weight.codes), (operand.scale_inv, weight.scales))
     return sum(one.nbytes for one, own in pairs if one.untyped_storage()._cdata == own.untyped_storage()._cdata)
 
 

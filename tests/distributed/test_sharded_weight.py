@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import ottava
+from ottava.distributed import fully_shard
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight
 from ottava.quantized_tensor import QuantizationSpec
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"fully_shard: got a str; needs a torch\.nn\.Module, or a list of such"):
+        fully_shard("x")  # type: ignore[arg-type]
 
 
 def test_arithmetic_sees_the_numbers() -> None:

@@ -80,6 +80,24 @@ def test_under_meta_memory_and_numbers_come_later() -> None:
     assert twin.float()[0].weight.dtype == torch.float32
 
 
+def test_of_nested_contexts_the_inner_one_decides() -> None:
+    """About layers that are made in it, also when they become children of a module of the outer one."""
+    with ottava.model_init("blockwise", keep_high_precision=True):
+        first = linear()
+        with ottava.model_init("tensorwise"):
+            second = linear()
+            alone = nn.Linear(K, N, dtype=torch.bfloat16)
+            with ottava.model_init("bf16"):
+                plain = linear()
+        model = nn.Sequential(first, second, alone, nn.Sequential(plain), linear())
+    recipes = [model.get_submodule(name).recipe.name for name in ("0.0", "1.0", "2", "3.0.0", "4.0")]
+    assert recipes == ["blockwise", "tensorwise", "tensorwise", "bf16", "blockwise"]
+    assert [is_quantized_weight(p) for p in model.parameters() if p.dim() == 2] == [True, True, True, False, True]
+    assert (second[0].weight.high_precision, alone.weight.high_precision) == (None, None)
+    assert model[4][0].weight.high_precision is not None
+    assert not nn.modules.module._global_parameter_registration_hooks
+
+
 def converted() -> nn.Module:
     model = linear()
     ottava.convert(model, RECIPE, weights="fp8")

@@ -235,6 +235,13 @@ def test_what_cannot_be_stored_or_run_is_refused_by_name() -> None:
         model(x)
     with pytest.raises(ValueError, match="keep_high_precision=True"):
         ottava.convert(model, "blockwise", weights="fp8")
+    for recipe in ("mxfp8", "rowwise"):  # without weights=: not at the first forward, but at once
+        with pytest.raises(ValueError, match=rf"cannot go under recipe '{recipe}': it is stored as E4M3\[tensor\]"):
+            ottava.convert(model, recipe)
+    assert model[0].recipe.name == RECIPE
+    ottava.convert(model, "bf16")  # decodes it where it is read
+    ottava.convert(model, "delayed")
+    ottava.convert(model, "mxfp8", weights="bf16")
     kept = linear()
     ottava.convert(kept, RECIPE, weights="fp8", keep_high_precision=True)
     ottava.convert(kept, "blockwise", weights="fp8")

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import ottava
 from optim.samples import copies, made, same, steps
-from ottava.optim import SGD, AdamW, Lion, Muon
+from ottava.optim import SGD, AdamW, Lion, Muon, accumulate_fp32
 from ottava.optim.storage import STORAGES
 from ottava.optim.weights import _value
 from sweep import sweep
@@ -210,22 +210,70 @@ def test_bad_input_is_refused() -> None:
         (lambda: SGD([weight], nesterov=True), "nesterov needs a momentum"),
         (lambda: SGD([weight], momentum=-1.0), "momentum is -1"),
         (lambda: Lion([weight], betas=(0.9, 2.0)), "betas are"),
+        (lambda: Lion([weight], betas=(0.9,)), "betas are"),
+        (lambda: Muon([{"params": [weight], "betas": (0.9, -1.0)}]), "betas are"),
         (lambda: Muon([weight], momentum=-1.0), "momentum is"),
         (lambda: Muon([weight], adjust_lr_fn="x"), "needs original or match_rms_adamw"),  # type: ignore[arg-type]
         (lambda: Muon([nn.Parameter(torch.ones(4))]), "updates whole matrices"),
     ):
         with pytest.raises(ValueError, match=words):
             make()
-    for options in ({"lr": "1e-3"}, {"stochastic_rounding": "yes"}):
-        with pytest.raises(TypeError, match="a text; needs a number, or True or False"):
+    for options in ({"lr": "1e-3"}, {"eps": None}, {"weight_decay": [1]}, {"stochastic_rounding": "yes"}):
+        with pytest.raises(TypeError, match=r"needs (a number|true or false)"):
             AdamW([weight], **options)  # type: ignore[arg-type]
+    for make in (lambda: AdamW(None), lambda: accumulate_fp32(3)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"needs parameters: model\.parameters\(\)"):
+            make()
+    for betas in (0.9, None, ("a", "b")):
+        with pytest.raises(TypeError, match="needs two numbers such as"):
+            AdamW([weight], betas=betas)  # type: ignore[arg-type]
     weight.grad = torch.ones(4, 4).to_sparse()
     with pytest.raises(TypeError, match="takes dense ones"):
         AdamW([weight]).step()
     other = torch.optim.AdamW([weight], amsgrad=True)
     with pytest.raises(ValueError, match="has no amsgrad"):
         AdamW([weight]).load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=r"AdamW\.load_state_dict: has no param_groups; needs what"):
+        AdamW([weight]).load_state_dict({})
+    with pytest.raises(ValueError, match="has a damaged param_groups"):
+        AdamW([weight]).load_state_dict({"state": {}, "param_groups": 3})
+    with pytest.raises(TypeError, match=r"AdamW\.load_state_dict: got None; needs what"):
+        AdamW([weight]).load_state_dict(None)  # type: ignore[arg-type]
     state = AdamW([weight]).state_dict()
     state["state"] = {0: {"step": torch.ones(()), "exp_avg": torch.ones(5), "exp_avg_sq": torch.ones(5)}}
     with pytest.raises(ValueError, match=r"has shape \(5,\); the parameter has \(4, 4\)"):
         AdamW([weight]).load_state_dict(state)
+
+
+def test_the_state_of_another_rule_is_refused() -> None:
+    """Before anything is changed; torch's optimizer of the same rule is no other one."""
+
+    def stepped(kind: Any, **options: Any) -> Any:
+        weight = nn.Parameter(torch.ones(4, 4))
+        weight.grad = torch.ones(4, 4)
+        optimizer = kind([weight], lr=0.1, **options)
+        optimizer.step()
+        return optimizer
+
+    rules = {
+        "AdamW": (AdamW, torch.optim.AdamW, {}),
+        "Lion": (Lion, None, {}),
+        "SGD": (SGD, torch.optim.SGD, {"momentum": 0.9}),
+        "SGD without momentum": (SGD, torch.optim.SGD, {}),
+        "Muon": (Muon, None, {}),
+    }
+    same = {frozenset(("SGD", "Muon"))}  # one momentum under one name
+    for name, (kind, theirs, options) in rules.items():
+        for other, (another, _, others) in rules.items():
+            target, source = stepped(kind, **options), stepped(another, **others).state_dict()
+            source["param_groups"] = target.state_dict()["param_groups"]
+            before = {key: value.clone() for key, value in target.state[target.param_groups[0]["params"][0]].items()}
+            if name == other or frozenset((name, other)) in same or other == "SGD without momentum":
+                target.load_state_dict(source)
+                continue
+            with pytest.raises(ValueError, match=r"got the state of another rule, with \w+"):
+                target.load_state_dict(source)
+            after = target.state[target.param_groups[0]["params"][0]]
+            assert all(torch.equal(after[key], value) for key, value in before.items()), (name, other)
+        if theirs is not None:
+            stepped(kind, **options).load_state_dict(stepped(theirs, **options).state_dict())

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ottava.casts import dequantize, quantize
-from ottava.distributed.wire import exponent_bytes, from_exponent_bytes
 from ottava.formats import E4M3
 from ottava.nn.sharding import all_gather
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import BLOCK_1X128
+from ottava.scaling import BLOCK_1X128, exponent_bytes, read_scales
 
 _SPEC = QuantizationSpec(E4M3, BLOCK_1X128, scale_format="e8m0")
 _BLOCK = 128
@@ -125,7 +124,7 @@ def _unpacked(sent: Tensor, length: int) -> Tensor:
     count = -(-length // _BLOCK)
     codes, scales = sent[:, : count * _BLOCK].contiguous(), sent[:, count * _BLOCK :]
     broken = scales == _NOT_FINITE
-    cast = QuantizedTensor(codes.view(torch.float8_e4m3fn), from_exponent_bytes(scales), _SPEC, torch.float32)
+    cast = QuantizedTensor(codes.view(torch.float8_e4m3fn), read_scales(scales), _SPEC, torch.float32)
     numbers, codes = dequantize(cast).view(*scales.shape, _BLOCK), codes.view(*scales.shape, _BLOCK)
     unscaled = codes.view(torch.float8_e5m2).float()
     return torch.where(broken[..., None], unscaled, numbers).flatten(1)[:, :length]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight, agree, refuse_cells
+from ottava.errors import need
 from ottava.nn.part import Part
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_weight import is_quantized_weight
@@ -42,7 +43,9 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any
         >>> [refuse_gather(one, 2) for one in layer]
         ['', 'E4M3[128x128, pow2]: 64 rows on 2 ranks would cut blocks of 128']
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
+    for one in modules:
+        need("fully_shard", one, nn.Module, "a torch.nn.Module, or a list of such")
     mesh, again = settings.get("mesh"), settings.get("reshard_after_forward")
     ranks = mesh.size(mesh.ndim - 1) if mesh is not None else dist.get_world_size()
     holders = _holders(modules)

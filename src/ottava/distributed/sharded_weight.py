@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from ottava.agreement import AgreedCast
 from ottava.casts import quantize
-from ottava.distributed.wire import exponent_bytes, from_exponent_bytes
 from ottava.nn.sharding import all_gather
 from ottava.quantized_tensor import Lent, QuantizationSpec, QuantizedTensor
-from ottava.quantized_weight import QuantizedWeight, stored_spec
-from ottava.scaling import PER_TENSOR, amax
+from ottava.quantized_weight import QuantizedWeight
+from ottava.scaling import PER_TENSOR, amax, read_scales
+from ottava.weight_storage import scale_dtype, store_scales, stored_spec
 
 Cells = tuple[QuantizationSpec, QuantizationSpec]
 """Of W (N, K) and of W.T (K, N)."""
@@ -163,15 +163,16 @@ class ShardedWeight(Tensor):
         ranks, width = data.shape[0] // sent.rows, data.shape[1]
         shard = sent.rows * width
         if out is None:
-            scale_inv = torch.empty(row.granularity.grid_shape((sent.height, width)), device=data.device)
+            grid = row.granularity.grid_shape((sent.height, width))
+            scales = torch.empty(grid, dtype=scale_dtype(row), device=data.device)
             codes = data.view(row.format.storage_dtype)[: sent.height]
             if self.two_scales:
                 of.spare = torch.empty(ranks * (shard + sent.size), dtype=torch.uint8, device=data.device)
-            weight: Any = QuantizedWeight(codes, scale_inv, stored_spec(row), param_dtype, lent=of.lent)
+            weight: Any = QuantizedWeight(codes, scales, stored_spec(row), param_dtype, lent=of.lent)
         else:
             weight = out.to_local() if isinstance(out, DTensor) else out
-        scales = others[0].view(ranks, -1) if others else sent.by_hand[:, : sent.size]
-        received = {sent.sides[0]: (data, scales, sent.known[0])}
+        sent_scales = others[0].view(ranks, -1) if others else sent.by_hand[:, : sent.size]
+        received = {sent.sides[0]: (data, sent_scales, sent.known[0])}
         if len(sent.sides) == 2:
             received[W_T] = self._set_aside(sent, ranks, shard)
         elif of.spare is not None:
@@ -181,11 +182,11 @@ class ShardedWeight(Tensor):
         lent.w_t = stored_spec(self.cells[W_T]) if self.two_scales else None
         if lent.holds_w:
             own = _operand(*received[W], row, W, sent, param_dtype)
-            weight.scale_inv.data.copy_(own.scale_inv)
+            weight.scales.data.copy_(store_scales(own.scale_inv, row))
         if W_T in received:
             lent.of_w_t = partial(_operand, *received[W_T], self.cells[W_T], W_T, sent, param_dtype)
         if out is None:
-            return weight, (*all_gather_outputs, weight.scale_inv, *([] if of.spare is None else [of.spare]))
+            return weight, (*all_gather_outputs, weight.scales, *([] if of.spare is None else [of.spare]))
         return None
 
     def _sides(self, backward: bool) -> tuple[int, ...]:
@@ -328,15 +329,11 @@ def _grid(spec: QuantizationSpec, side: int, rows: int, width: int) -> tuple[int
     return granularity.grid_shape((rows, width))
 
 
-def _in_a_byte(spec: QuantizationSpec) -> bool:
-    return spec.scale_format in ("e8m0", "e8m0_floor")
-
-
 def _scale_bytes(spec: QuantizationSpec, side: int, rows: int, width: int) -> int:
     if _rows_of(spec, side) is None:
         return 0  # all ranks know it
     high, wide = _grid(spec, side, rows, width)
-    return high * wide * (1 if _in_a_byte(spec) else 4)
+    return high * wide * scale_dtype(spec).itemsize
 
 
 def _to_bytes(cast: QuantizedTensor, side: int, size: int) -> Tensor:
@@ -344,7 +341,7 @@ def _to_bytes(cast: QuantizedTensor, side: int, size: int) -> Tensor:
     if _rows_of(cast.spec, side) is None:
         return torch.zeros(size, dtype=torch.uint8, device=cast.device)
     grid = (cast.scale_inv.t() if side else cast.scale_inv).reshape(-1)
-    sent = exponent_bytes(grid) if _in_a_byte(cast.spec) else grid.view(torch.uint8)
+    sent = store_scales(grid, cast.spec).view(torch.uint8)
     return nn.functional.pad(sent, (0, size - sent.numel()))
 
 
@@ -361,8 +358,8 @@ def _operand(
     data = codes.view(spec.format.storage_dtype)[: sent.height]
     if known is None:
         high, wide = _grid(spec, side, sent.rows, codes.shape[1])
-        used = scales[:, : high * wide * (1 if _in_a_byte(spec) else 4)].contiguous()
-        numbers = from_exponent_bytes(used) if _in_a_byte(spec) else used.view(torch.float32)
+        used = scales[:, : high * wide * scale_dtype(spec).itemsize].contiguous()
+        numbers = read_scales(used.view(scale_dtype(spec)))
         known = numbers.view(-1, wide)[: _grid(spec, side, sent.height, codes.shape[1])[0]]
         known = known.t().contiguous() if side else known
     if side:

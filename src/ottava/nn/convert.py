@@ -106,7 +106,8 @@ def convert(
     Returns:
         ConversionReport; `.model` is the model.
     Raises:
-        ValueError: unknown recipe, or an override that matches no linear layer (the nearest name is given).
+        ValueError: unknown recipe, an override that matches no linear layer (the nearest name is given), or stored
+            weights that the recipe casts in another way. The model is unchanged then.
         TypeError: the filter answered neither with a bool nor with a reason. The model is unchanged then.
     Warns: if a recipe quantizes and it converted no layer.
     Edge cases: a subclass that defines its own forward is not converted, and the report names it. The report also names
@@ -137,7 +138,7 @@ def convert(
         answers = {n: answer or _loss(n, layers[n], recipe, tokens, device) for n, answer in answers.items()}
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
-    check_weights(recipe, converted, weights, keep_high_precision)
+    check_weights(recipe, {name: layers[name] for name in converted}, weights, keep_high_precision)
     # only now, so that a filter that raises leaves the model unchanged
     for name, (module, parts) in foreign.items():
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):

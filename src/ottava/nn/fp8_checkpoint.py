@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,14 +22,15 @@ from torch import Tensor, nn
 from ottava.errors import need, unknown_name
 from ottava.formats import E4M3
 from ottava.nn.convert import convert
-from ottava.nn.weight_state import keep_in_state_dict, powers_only
+from ottava.nn.weight_state import keep_in_state_dict
 from ottava.nn.weights import put_weight
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantized_weight import QuantizedWeight
 from ottava.recipe import Recipe, get_recipe
-from ottava.scaling import PER_ROW, PER_TENSOR, Granularity
+from ottava.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
 from ottava.untrusted import UntrustedError, misfit, parse_json, read_text, regular_size
 from ottava.weight_operands import refuse_weight
+from ottava.weight_storage import fit_bytes, powers_only, store_scales
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
@@ -78,7 +80,7 @@ class _Place(NamedTuple):
 class _Stored(NamedTuple):
     place: _Place
     key: str
-    scale_inv: Tensor
+    scales: Tensor
     spec: QuantizationSpec
 
 
@@ -104,6 +106,8 @@ def load_fp8(
         the same name, which stay trainable or frozen. A tied head may be absent.
     """
     need("load_fp8", model, nn.Module)
+    if not isinstance(folder, str):
+        need("load_fp8", folder, PathLike, "a path: the folder of a published checkpoint")
     folder, recipe = Path(folder), get_recipe(recipe)
     try:
         with ExitStack() as files:
@@ -247,8 +251,9 @@ def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: lis
             raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
         scale_key = prefix + scales[0]
         scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
-        spec = QuantizationSpec(E4M3, size, "pow2" if powers_only(scale_inv) else "fp32")
-        yield _Stored(place, key, scale_inv, spec)
+        powers: ScaleFormat = "e8m0" if size == BLOCK_1X32 and fit_bytes(scale_inv) else "pow2"
+        spec = QuantizationSpec(E4M3, size, powers if powers_only(scale_inv) else "fp32")
+        yield _Stored(place, key, store_scales(scale_inv, spec), spec)
 
 
 def _scales(key: str, found: Tensor, shape: tuple[int, int], sizes: list[Granularity]) -> tuple[Tensor, Granularity]:
@@ -324,11 +329,11 @@ def _put_in(
     nbytes = bf16_bytes = 0
     layers = {one.place.full.rpartition(".")[0] for one in stored}
     convert(model, recipe, filter=lambda name, layer: name in layers)
-    for place, key, scale_inv, spec in stored:
+    for place, key, scales, spec in stored:
         old = place.module._parameters["weight"]
         assert old is not None
         codes = tensors[key].get_tensor(key).to(home(old))
-        weight = QuantizedWeight(codes.contiguous(), scale_inv.to(codes.device), spec, old.dtype)
+        weight = QuantizedWeight(codes.contiguous(), scales.to(codes.device), spec, old.dtype)
         put_weight(place.full, old, weight, requires_grad=False)
         keep_in_state_dict(place.module, "weight")
         nbytes, bf16_bytes = nbytes + weight.nbytes, bf16_bytes + 2 * weight.numel()

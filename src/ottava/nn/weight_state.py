@@ -1,7 +1,8 @@
 """State dicts of modules with weights in FP8: plain tensors, NAME and NAME_scale_inv.
 
-Hugging Face's FP8 checkpoints have the same keys, so safetensors files hold them unchanged. A model with FP8 weights
-also loads numbers in high precision, and casts them; for a model without codes use `dequantize_state_dict`.
+Hugging Face's FP8 checkpoints have the same keys, so safetensors files hold them unchanged; scales of MX blocks are
+E8M0's bytes, as there. A model with FP8 weights also loads numbers in high precision, and casts them; for a model
+without codes use `dequantize_state_dict`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from ottava.formats import E2M1, E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight, quantized_weight
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, BLOCK_128X128, PER_ROW, PER_TENSOR
+from ottava.weight_storage import adopt_scales, powers_only
 
 SCALE_SUFFIX = "_scale_inv"
 """NAME_scale_inv holds the scales of NAME."""
 _SIZES = (PER_TENSOR, PER_ROW, BLOCK_128X128, BLOCK_1X128, BLOCK_1X32, BLOCK_1X16, BLOCK_16X16)
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
@@ -89,18 +92,15 @@ def infer_spec(codes: Tensor, scale_inv: Tensor) -> QuantizationSpec:
         )
     for size in _SIZES:
         if (*shape[:-2], *size.grid_shape((shape[-2], shape[-1]))) == grid:
+            if scale_inv.dtype in _BYTES:
+                return QuantizationSpec(formats[0], size, "e8m0")
             return QuantizationSpec(formats[0], size, "pow2" if powers_only(scale_inv) else "fp32")
     raise ValueError(f"got scales {grid} for codes {shape}; needs one a tensor, a row, or a block of known size")
 
 
-def powers_only(scale_inv: Tensor) -> bool:
-    """Whether all scales are powers of two; False where they cannot be read."""
-    mantissas, _ = torch.frexp(scale_inv.float())
-    return not scale_inv.is_meta and bool((mantissas == 0.5).all())
-
-
 def _decoded(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    return QuantizedWeight(codes, scale_inv.float(), infer_spec(codes, scale_inv), dtype).dequantize()
+    spec = infer_spec(codes, scale_inv)
+    return QuantizedWeight(codes, adopt_scales(scale_inv, spec), spec, dtype).dequantize()
 
 
 def _local(value: Any) -> Any:
@@ -115,10 +115,10 @@ def _saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any)
         weight = _local(value)
         if not is_quantized_weight(weight):
             continue
-        codes, scale_inv = weight.codes, weight.scale_inv
+        codes, scales = weight.codes, weight.scales
         if weight is not value:
-            codes, scale_inv = _sharded(value, weight)
-        state[prefix + name], state[prefix + name + SCALE_SUFFIX] = codes, scale_inv
+            codes, scales = _sharded(value, weight)
+        state[prefix + name], state[prefix + name + SCALE_SUFFIX] = codes, scales
 
 
 def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
@@ -136,10 +136,10 @@ def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
             weight.codes, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
         )
         strides = torch.empty(grid, device="meta").stride()
-        scale_inv = DTensor.from_local(
-            weight.scale_inv, value.device_mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides
+        scales = DTensor.from_local(
+            weight.scales, value.device_mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides
         )
-    return codes, scale_inv
+    return codes, scales
 
 
 def _loaded(
@@ -179,9 +179,7 @@ def _joined(value: Any, scale_inv: Any, own: Any, weight: Any) -> Any:
     codes, scales = _local(value), _local(scale_inv)
     if not is_quantized_weight(weight):
         return _decoded(codes, scales, weight.dtype)
-    if weight.spec.scale_format != "fp32" and not powers_only(scales):
-        raise ValueError(f"got scales that are no powers of two; this model stores {weight.spec}")
-    made = QuantizedWeight(codes, scales.float(), weight.spec, weight.dtype)
+    made = QuantizedWeight(codes, adopt_scales(scales, weight.spec), weight.spec, weight.dtype)
     if weight is own:
         return made
     kind: Any = type(own)

@@ -5,7 +5,7 @@ A parameter stays the same object for optimizers, tied modules and names (torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -16,9 +16,10 @@ from ottava.nn.part import Part
 from ottava.nn.weight_state import keep_in_state_dict
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.quantized_weight import QuantizedWeight, quantized_weight, stored_spec
+from ottava.quantized_weight import QuantizedWeight, quantized_weight
 from ottava.recipe import Recipe
-from ottava.weight_operands import refuse_weight
+from ottava.weight_operands import refuse_weight, stored_as
+from ottava.weight_storage import stored_spec
 
 Weights = Literal["fp8", "bf16"]
 
@@ -52,9 +53,14 @@ def held_weights(model: nn.Module) -> list[Held]:
     ]
 
 
-def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None, kept: bool = False) -> None:
-    """Raises, before any change, if one set of codes cannot serve both casts of a layer's weight.
+def check_weights(
+    recipe: Recipe, layers: Mapping[str, nn.Module | None], weights: Weights | None, kept: bool = False
+) -> None:
+    """Raises, before any change, if one set of codes cannot serve both casts of a layer's weight: codes that are to be
+    made, or those that the layer stores already.
 
+    Args:
+        layers: by their full names; None: not made yet.
     Raises:
         ValueError: which layer, why, and what to choose; an unknown word for the weights; or high precision is to be
             kept beside weights that are not stored.
@@ -63,10 +69,19 @@ def check_weights(recipe: Recipe, names: Iterable[str], weights: Weights | None,
         raise ValueError(f"convert: {unknown_name('weights', weights, get_args(Weights))}")
     if kept and weights != "fp8":
         raise ValueError(f"convert: keep_high_precision is for weights='fp8'; got weights={weights!r}")
-    for name in names if weights == "fp8" else ():
+    for name, layer in layers.items() if weights != "bf16" else ():
         resolved = recipe.for_layer(name)
         row, col = resolved.cells("weight")
-        if row is not None and (reason := refuse_weight(None, row, col)):
+        own = layer.parameter if isinstance(layer, QuantizedLayer) else None
+        if own is not None and (stored := stored_as(own)):
+            reason = refuse_weight(stored, row, col)
+            if reason and (weights is None or getattr(own, "high_precision", None) is None):
+                raise ValueError(
+                    f"convert: the weight of {name or 'the layer'!r} cannot go under recipe {resolved.name!r}: "
+                    f"{reason}. Choose a recipe whose weight cell is {stored}, load the weights again, or keep their "
+                    "numbers: convert(..., weights='fp8', keep_high_precision=True)"
+                )
+        elif weights == "fp8" and row is not None and (reason := refuse_weight(None, row, col)):
             raise ValueError(
                 f"convert: recipe {resolved.name!r} has no FP8 weights for {name or 'the layer'!r}: {reason}. Give W "
                 "and W.T scales that they share ('tensorwise', 'blockwise', 'delayed') or powers of two ('mxfp8', "
@@ -94,11 +109,7 @@ def move_weights(model: nn.Module, weights: Weights | None, *, keep_high_precisi
         if isinstance(values, QuantizedWeight):
             if values.spec == spec:
                 continue
-            if values.high_precision is None:
-                raise ValueError(
-                    f"convert: {held.name} is stored as {values.spec}, and {spec} would round it a second time. Load "
-                    "the weights again, or keep their numbers: convert(..., keep_high_precision=True)"
-                )
+            assert values.high_precision is not None  # `check_weights` has seen to it
             values = values.high_precision.to(values.device)
         weight = quantized_weight(values, spec, keep_high_precision=keep_high_precision)
         put_weight(held.name, held.parameter, weight, requires_grad=held.parameter.requires_grad)

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ottava.errors import need_type
 from ottava.kernels.triton import adamw
+from ottava.optim.bound import BOUND, SMALLEST_EPS, grow, measure, outer_amax
 from ottava.optim.engine import Engine, State, Work
 from ottava.optim.storage import Moments
 from ottava.optim.weights import Master, Piece, WeightStore
+from ottava.quantized_weight import is_quantized_weight
+from ottava.scaling import PER_TENSOR
 
 ADAMW_STATES = (State("exp_avg"), State("exp_avg_sq"))
 
@@ -31,6 +35,9 @@ class AdamW(Engine):
         moments: "fp32", "bf16", "fp8" (groups of 128 with dynamic range expansion) or "int8" (blocks of 2048).
         stochastic_rounding: BF16 weights without a master are rounded up or down at random, so that small updates are
             right on average. The random bits depend on step and place only.
+        amax_every: for FP8 weights with one scale. 1: each step looks for the largest magnitude that it casts. N: each
+            Nth step looks for it, and the others take a bound (`bound.grow`), so they need not read the weight before
+            they cast it. The bound is never below the magnitudes, and grows by up to 1.2 lr a step (betas 0.9, 0.95).
         capturable: step counts lie on the parameters' device, and a step reads nothing back, for CUDA graphs.
     Raises:
         ValueError: an option is unknown or does not go with the parameters.
@@ -61,15 +68,33 @@ class AdamW(Engine):
         master: Master | None = None,
         moments: Moments = "fp32",
         stochastic_rounding: bool = False,
+        amax_every: int = 1,
         capturable: bool = False,
     ) -> None:
-        if not (0.0 <= betas[0] < 1.0 and 0.0 <= betas[1] < 1.0):
-            raise ValueError(f"AdamW: betas are {betas}; each needs 0 or more, and less than 1")
-        if eps < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"AdamW: eps is {eps} and weight_decay {weight_decay}; each needs 0 or more")
         own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options = {"master": master, "moments": moments, "stochastic_rounding": stochastic_rounding}
-        super().__init__(params, {**own, **options, "capturable": capturable})
+        super().__init__(params, {**own, **options, "amax_every": amax_every, "capturable": capturable})
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        need_type("AdamW: amax_every", group["amax_every"], int)
+        if group["amax_every"] < 1:
+            raise ValueError(f"AdamW: amax_every is {group['amax_every']}; needs 1 or more steps")
+        if group["amax_every"] == 1:
+            return
+        if group["moments"] not in ("fp32", "bf16") or group["capturable"] or group["eps"] < SMALLEST_EPS:
+            raise ValueError(
+                "AdamW: amax_every above 1 is for moments in fp32 or bf16, capturable=False and eps of "
+                f"{SMALLEST_EPS:g} or more; got moments={group['moments']!r}, capturable={group['capturable']} and "
+                f"eps={group['eps']}"
+            )
+        for parameter in group["params"]:
+            weight = getattr(parameter, "_local_tensor", parameter)
+            if is_quantized_weight(weight) and (weight.spec.granularity != PER_TENSOR or weight.dim() != 2):
+                raise ValueError(
+                    f"AdamW: amax_every above 1 is for weights with one scale; got one stored as {weight.spec}. "
+                    "Put it into a group with amax_every=1"
+                )
 
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
         """The running means."""
@@ -87,6 +112,20 @@ class AdamW(Engine):
             own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             adamw.step_adamw(piece.weight, extra, piece.gradient, *moments, step=piece.step.item(), **own)
         return reason
+
+    def known_amax(self, index: int, piece: Piece, work: Work, group: Mapping[str, Any]) -> Tensor | None:
+        """A bound, or at each Nth step of `amax_every` the largest magnitude itself, of the FP32 numbers."""
+        if group["amax_every"] == 1 or not is_quantized_weight(piece.weight):
+            return None
+        state, step = self.state[piece.parameter], int(piece.step.item())
+        itemsize = piece.moments["exp_avg"][""].itemsize
+        if BOUND in state and step % group["amax_every"]:
+            bound = grow(state[BOUND], itemsize, step, group)
+        else:
+            means, squares = (work.states[one.name][index] for one in ADAMW_STATES)
+            bound = measure(work.weights[index], means, squares, itemsize, step, group)
+        state[BOUND] = bound
+        return outer_amax(bound, piece.weight)
 
     def update(self, work: Work, group: Mapping[str, Any]) -> None:
         """As `update_adamw`."""

@@ -13,22 +13,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ottava.errors import unknown_name
+from ottava.errors import need, need_type, unknown_name
+from ottava.optim.bound import BOUND
 from ottava.optim.storage import STORAGES, Storage
 from ottava.optim.weights import Piece, WeightStore, choose
 from ottava.quantized_weight import is_quantized_weight
 
-STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable")
+STORAGE_OPTIONS = ("master", "moments", "stochastic_rounding", "capturable", "amax_every")
 """Options of an optimizer, not of its state: they stay when a state is loaded."""
 
 POSITIVE = "exp_avg_sq"
 """The state that is a denominator."""
+_STATES = frozenset({"exp_avg", POSITIVE, "momentum_buffer"})  # names of all rules here, and of torch's
+_NUMBERS = frozenset({"lr", "eps", "weight_decay", "momentum"})  # options of groups, 0 or more
+_FLAGS = frozenset({"stochastic_rounding", "capturable", "nesterov", "adamw"})
 _SAVED_AT = "saved_at"  # the step up to which entries that torch's optimizers do not know are valid
 _SLICE = 1 << 18  # elements decoded at once on a CPU: its FP32 numbers fit into a second-level cache
 _ACCELERATOR_SLICE = 1 << 26
@@ -69,11 +74,7 @@ class Engine(Optimizer):
     """The code of the last step, for each group: "triton", or "foreach" with the reason -> number of parameters."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay", "stochastic_rounding", "capturable"):
-            if isinstance(value := defaults[name], str):
-                raise TypeError(f"{type(self).__name__}: {name} is {value!r}, a text; needs a number, or True or False")
-        if not isinstance(lr := defaults["lr"], Tensor) and not lr >= 0.0:  # a tensor is not read back
-            raise ValueError(f"{type(self).__name__}: lr is {lr}; needs 0 or more")
+        need(type(self).__name__, params, Iterable, "parameters: model.parameters()")
         super().__init__(params, defaults)
 
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
@@ -87,6 +88,13 @@ class Engine(Optimizer):
     def fused(self, store: WeightStore, piece: Piece, group: Mapping[str, Any]) -> str | None:
         """Updates a whole parameter by one kernel; or returns why not, and leaves it to `update`."""
         return "no kernel has this rule"
+
+    def known_amax(self, index: int, piece: Piece, work: Work, group: Mapping[str, Any]) -> Tensor | None:
+        """After an update: the largest magnitude that the weight of a piece can have, or None: nobody knows.
+
+        index: of the piece in `work`.
+        """
+        return None
 
     def elementwise(self, group: Mapping[str, Any]) -> bool:
         """Whether the rule treats each element alone, so that the engine may update slice after slice."""
@@ -105,6 +113,12 @@ class Engine(Optimizer):
         who = type(self).__name__
         if group["moments"] not in STORAGES:
             raise ValueError(f"{who}: {unknown_name('moments', group['moments'], STORAGES)}")
+        for name in _FLAGS & group.keys():
+            need_type(f"{who}: {name}", group[name], bool)
+        for name in _NUMBERS & group.keys():
+            _check_number(who, name, group[name])
+        if "betas" in group:
+            _check_betas(who, group["betas"])
         for parameter in group["params"]:
             if not parameter.is_floating_point() or parameter.itemsize < 2 or parameter.layout != torch.strided:
                 raise TypeError(
@@ -196,7 +210,11 @@ class Engine(Optimizer):
         for one in self.states(group):
             values = storage.read([piece.moments[one.name] for piece in pieces], positive=one.positive)
             states[one.name] = [value.view_as(weight) for value, weight in zip(values, weights, strict=True)]
-        self.update(Work(weights, gradients, states, [piece.step for piece in pieces]), group)
+        work = Work(weights, gradients, states, [piece.step for piece in pieces])
+        self.update(work, group)
+        amaxes = [self.known_amax(index, piece, work, group) for index, piece in enumerate(pieces)]
+        if any(amax is not None for amax in amaxes):
+            pieces = [piece._replace(amax=amax) for piece, amax in zip(pieces, amaxes, strict=True)]
         store.write(pieces, weights)
         for one in self.states(group):
             stored = [piece.moments[one.name] for piece in pieces]
@@ -209,18 +227,17 @@ class Engine(Optimizer):
         step. The options `master`, `moments`, `stochastic_rounding` and `capturable` do not change.
 
         Raises:
-            ValueError: other groups, or a state of a rule that this optimizer does not have (amsgrad).
+            TypeError, ValueError: no state of an optimizer, other groups, or a state of another rule (amsgrad; Lion's
+                for AdamW). Nothing has been changed then.
         """
+        self._check_state(state_dict)
         arrived: dict[str, Any] = {}
 
         def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             arrived.update(given)  # torch would cast the states to the dtype of the parameter
             return {**given, "state": {}}
 
-        refused = [key for group in state_dict["param_groups"] for key in ("amsgrad", "maximize") if group.get(key)]
-        if refused:
-            raise ValueError(f"{type(self).__name__}: has no {refused[0]}; got the state of an optimizer with it")
-        options = [{name: group[name] for name in STORAGE_OPTIONS} for group in self.param_groups]
+        options = [{name: group[name] for name in STORAGE_OPTIONS if name in group} for group in self.param_groups]
         handle = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
@@ -231,6 +248,34 @@ class Engine(Optimizer):
                 if name in own or name not in group:
                     group[name] = value
         self._take_state(arrived)
+
+    def _check_state(self, arrived: Mapping[str, Any]) -> None:
+        """Refuses what is no state of this rule."""
+        who = type(self).__name__
+        need(f"{who}.load_state_dict", arrived, Mapping, "what state_dict() of an optimizer has returned")
+        for name, kind in (("param_groups", Sequence), ("state", Mapping)):
+            if not isinstance(arrived.get(name), kind):
+                raise ValueError(
+                    f"{who}.load_state_dict: has {'no' if name not in arrived else 'a damaged'} {name}; needs what "
+                    "state_dict() of an optimizer has returned"
+                )
+        refused = [key for group in arrived["param_groups"] for key in ("amsgrad", "maximize") if group.get(key)]
+        if refused:
+            raise ValueError(f"{who}: has no {refused[0]}; got the state of an optimizer with it")
+        for own, group in zip(self.param_groups, arrived["param_groups"], strict=False):
+            wanted = {one.name for one in self.states({**own, **group})}
+            for parameter, key in zip(own["params"], group["params"], strict=False):
+                given, shape = arrived["state"].get(key, {}), _local(parameter).shape
+                found = {name for name in _STATES & given.keys() if isinstance(given[name], Tensor)}
+                for name in found:
+                    if (got := _local(given[name]).shape) != shape:
+                        raise ValueError(f"{name}: has shape {tuple(got)}; the parameter has {tuple(shape)}")
+                if found and found != wanted:
+                    raise ValueError(
+                        f"{who}: got the state of another rule, with {' and '.join(sorted(found))}; it keeps "
+                        f"{' and '.join(sorted(wanted)) or 'no state'}. Start it without a state, or load the "
+                        "optimizer that the state belongs to"
+                    )
 
     def _take_state(self, arrived: Mapping[str, Any]) -> None:
         for group, saved in zip(self.param_groups, arrived["param_groups"], strict=True):
@@ -280,7 +325,27 @@ class Engine(Optimizer):
                         state[one.name] = _sharded(wide.view(stored[""].shape), parameter)
                         for name in storage.groups.keys() - {""} if hasattr(parameter, "to_local") else ():
                             del state[one.name + name]  # of this division into shards
+                if hasattr(parameter, "to_local"):
+                    state.pop(BOUND, None)  # of this shard
         return result
+
+
+def _check_number(who: str, name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        return  # it is not read back
+    if not isinstance(value, Real):
+        raise TypeError(f"{who}: {name} is {value!r}; needs a number")
+    if not float(value) >= 0.0:
+        raise ValueError(f"{who}: {name} is {value}; needs 0 or more")
+
+
+def _check_betas(who: str, betas: Any) -> None:
+    try:
+        fit = len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
+    except TypeError:
+        raise TypeError(f"{who}: betas is {betas!r}; needs two numbers such as (0.9, 0.95)") from None
+    if not fit:
+        raise ValueError(f"{who}: betas are {betas}; needs two numbers, each 0 or more, and less than 1")
 
 
 def _pairs(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -292,8 +357,6 @@ def _store(state: dict[str, Any], one: State, storage: Storage, parameter: Tenso
     arrived = {one.name: _local(state.pop(one.name))}
     arrived |= {one.name + name: state.pop(one.name + name) for name in _scales() if one.name + name in state}
     given, own = arrived[one.name], storage.empty(_local(parameter))
-    if given.shape != own[""].shape:
-        raise ValueError(f"{one.name}: has shape {tuple(given.shape)}; the parameter has {tuple(own[''].shape)}")
     scales = {key.removeprefix(one.name): value for key, value in arrived.items() if key != one.name}
     same = scales.keys() == own.keys() - {""}
     if same:
@@ -320,7 +383,7 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
         if storage is not None:
             (wide,) = storage.read([{"": value, **scales}], positive=name == POSITIVE)
             plain[name] = wide.view(value.shape)
-        elif not any(name.endswith(suffix) for suffix in _scales()) and name not in ("master", "remainder"):
+        elif not any(name.endswith(suffix) for suffix in _scales()) and name not in ("master", "remainder", BOUND):
             plain[name] = value.to(torch.float32) if isinstance(value, Tensor) else value
     return plain
 

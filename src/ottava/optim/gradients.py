@@ -29,6 +29,7 @@ def accumulate_fp32(parameters: Iterable[Tensor]) -> None:
         >>> weight.grad                                 # in BF16 it would have stayed 1
         tensor([1.0030])
     """
+    need("accumulate_fp32", parameters, Iterable, "parameters: model.parameters()")
     for parameter in parameters:
         need("accumulate_fp32", parameter, Tensor, "parameters: model.parameters()")
         if parameter.is_floating_point() and parameter.itemsize < 4:

@@ -45,11 +45,6 @@ class Lion(Engine):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        if not (0.0 <= betas[0] < 1.0 and 0.0 <= betas[1] < 1.0) or weight_decay < 0.0:
-            raise ValueError(
-                f"Lion: betas are {betas} and weight_decay {weight_decay}; needs betas from 0 to less than 1, and 0 or "
-                "more"
-            )
         own = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         options = {"master": master, "moments": moments, "stochastic_rounding": stochastic_rounding}
         super().__init__(params, {**own, **options, "capturable": capturable})

@@ -59,8 +59,6 @@ class Muon(Engine):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        if momentum < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"Muon: momentum is {momentum} and weight_decay {weight_decay}; each needs 0 or more")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"Muon: adjust_lr_fn is {adjust_lr_fn!r}; needs original or match_rms_adamw")
         own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}

@@ -43,8 +43,6 @@ class SGD(Engine):
         stochastic_rounding: bool = False,
         capturable: bool = False,
     ) -> None:
-        if momentum < 0.0 or weight_decay < 0.0:
-            raise ValueError(f"SGD: momentum is {momentum} and weight_decay {weight_decay}; each needs 0 or more")
         if nesterov and momentum == 0.0:
             raise ValueError("SGD: nesterov needs a momentum above 0; got 0")
         own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}

@@ -48,6 +48,8 @@ class Piece(NamedTuple):
     """The place of the parameter in its optimizer: a key of its random numbers."""
     start: int
     """First element."""
+    amax: Tensor | None = None
+    """FP32 (): a bound of the updated magnitudes, where the rule knows one; None: the cast looks for the largest."""
 
 
 class WeightStore(Protocol):
@@ -178,7 +180,7 @@ class Quantized:
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         for piece, value in zip(pieces, values, strict=True):
-            piece.weight.requantize_(value)  # type: ignore[attr-defined]
+            piece.weight.requantize_(value, amax=piece.amax)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class QuantizedRemainder:
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
         for piece, value in zip(pieces, values, strict=True):
-            piece.weight.requantize_(value)  # type: ignore[attr-defined]
+            piece.weight.requantize_(value, amax=piece.amax)  # type: ignore[attr-defined]
             piece.state["remainder"].copy_(_distance(value, piece.weight))
 
 
@@ -276,7 +278,7 @@ def _ulp(weight: QuantizedWeight) -> Tensor:
     codes = decode(weight.codes, fmt).abs_()
     binade = (codes.view(torch.int32) & 0x7F800000).view(torch.float32)
     ulps = binade.mul_(fmt.eps).clamp_(min=fmt.min_subnormal)  # powers of two: numbers of the format, too
-    return weight.like(encode_(ulps, fmt), weight.scale_inv).dequantize(torch.float32)
+    return weight.like(encode_(ulps, fmt), weight.scales).dequantize(torch.float32)
 
 
 def _restored(weight: Tensor, remainder: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from ottava.optim.adamw import ADAMW_STATES
 from ottava.optim.engine import Engine, widened
 from ottava.optim.weights import join
 from ottava.quantized_weight import QuantizedWeight
+from ottava.weight_storage import adopt_scales
 
 _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
 _MOVED = MappingProxyType(
@@ -170,9 +171,8 @@ def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
         if master is not None:
             weights[name] = master
         elif rest is not None and scale_inv is not None:
-            weights[name] = join(
-                QuantizedWeight(weight, scale_inv, infer_spec(weight, scale_inv), torch.bfloat16), rest
-            )
+            spec = infer_spec(weight, scale_inv)
+            weights[name] = join(QuantizedWeight(weight, adopt_scales(scale_inv, spec), spec, torch.bfloat16), rest)
         elif rest is not None:
             weights[name] = join(weight, rest)
         elif ".quantizers." not in name and not name.endswith("_scale_inv"):

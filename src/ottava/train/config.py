@@ -93,6 +93,8 @@ class OptimizerConfig(Section):
     """What BF16 and FP8 weights have beside them; see `ottava.optim.AdamW`."""
     moments: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
     """What the optimizer's states are stored as."""
+    amax_every: Positive = 1
+    """Steps of adamw between two looks for the largest magnitude of an FP8 weight; see `ottava.optim.AdamW`."""
     stochastic_rounding: bool = False
     """For BF16 weights without a master."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
@@ -113,6 +115,8 @@ class OptimizerConfig(Section):
             raise ValueError("FP32 weights have no master and are not rounded: set weights=bf16 or weights=fp8, too")
         if self.weights == "fp8" and self.master is None:
             raise ValueError("weights=fp8 needs a master: set master=remainder or master=fp32")
+        if self.amax_every > 1 and (self.name != "adamw" or self.weights != "fp8"):
+            raise ValueError("amax_every is for FP8 weights under adamw: set name=adamw and weights=fp8, too")
         if self.master and self.stochastic_rounding:
             raise ValueError("stochastic_rounding is for weights without a master: set master=null, too")
         return self

@@ -58,7 +58,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     stored: dict[str, Any] = {"moments": moments, "master": config.master}
     stored["stochastic_rounding"] = config.stochastic_rounding
     if config.name == "adamw":
-        return AdamW(groups, lr, config.betas, config.eps, **stored)
+        return AdamW(groups, lr, config.betas, config.eps, amax_every=config.amax_every, **stored)
     if config.name == "lion":
         return Lion(groups, lr, config.betas, **stored)
     if config.name == "sgd":

@@ -1,0 +1,97 @@
+"""What torch's operations do to a weight that is stored only as codes: copies, fills, cuts; no bit is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ottava.formats import E4M3
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_weight import QuantizedWeight, is_quantized_weight, quantized_weight
+from ottava.recipe import RECIPES
+
+CELLS = {row for recipe in RECIPES.values() for row in [recipe.cells("weight")[0]] if row is not None}
+
+
+def bits(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    return weight.codes.view(torch.uint8).clone(), weight.scale_inv.clone()
+
+
+def same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
+
+
+def parameter(keep: bool = False) -> QuantizedWeight:
+    values = torch.randn(64, 96, dtype=torch.bfloat16)
+    weight = quantized_weight(values, QuantizationSpec(E4M3), keep_high_precision=keep)
+    return nn.Parameter(weight)  # type: ignore[return-value]
+
+
+def test_tensors_made_like_it_are_plain_but_for_empty_ones() -> None:
+    """Optimizers make states with zeros_like; Module.to_empty asks for memory of its own kind."""
+    weight = parameter()
+    for made in (
+        torch.zeros_like(weight),
+        torch.ones_like(weight),
+        torch.full_like(weight, 2.0),
+        torch.rand_like(weight),
+    ):
+        assert type(made) is Tensor
+        assert (made.dtype, made.shape, made.is_contiguous()) == (torch.bfloat16, weight.shape, True)
+    assert type(weight.new_empty(3)) is Tensor
+    assert is_quantized_weight(torch.empty_like(weight))
+    meta = nn.Parameter(quantized_weight(torch.empty(8, 8, device="meta"), QuantizationSpec(E4M3)))
+    assert torch.empty_like(meta, device="cpu").codes.device.type == "cpu"
+
+
+@torch.no_grad()
+def test_numbers_come_in_by_copies_and_fills() -> None:
+    """copy_ casts; of its own numbers it changes no bit; of its like it copies codes; fills are cast once."""
+    weight, values = parameter(keep=True), torch.randn(64, 96)
+    before, version = bits(weight), weight._version
+    weight.copy_(weight.dequantize())
+    assert all(torch.equal(a, b) for a, b in zip(bits(weight), before, strict=True))
+    weight.copy_(values)
+    assert weight._version > version
+    assert same(weight, quantized_weight(values.bfloat16(), weight.spec))
+    assert torch.equal(weight.high_precision, values.bfloat16())
+    other = parameter()
+    weight.copy_(other)
+    assert same(weight, other)
+    assert weight.high_precision is None  # nobody knows what these codes were made of
+    plain = torch.zeros(64, 96)
+    plain.copy_(weight)
+    assert torch.equal(plain, weight.dequantize().float())
+    torch.manual_seed(3)
+    nn.init.kaiming_uniform_(weight)
+    torch.manual_seed(3)
+    assert same(
+        weight, quantized_weight(nn.init.kaiming_uniform_(torch.empty(64, 96, dtype=torch.bfloat16)), weight.spec)
+    )
+    nn.init.zeros_(weight)
+    assert not weight.dequantize().any()
+    with pytest.raises(ValueError, match="rounded twice"):
+        weight.copy_(quantized_weight(values, RECIPES["blockwise"].cells("weight")[0]))
+
+
+@torch.no_grad()
+def test_pieces_are_whole_blocks_of_the_first_dimension() -> None:
+    """As FSDP2 cuts it; a cut through a block is refused, since half of it would get other scales."""
+    values = torch.randn(256, 130, dtype=torch.bfloat16)
+    for cell in CELLS:
+        whole = quantized_weight(values, cell)
+        for number, piece in enumerate(whole.chunk(2)):
+            assert torch.equal(piece.dequantize(), whole.dequantize().chunk(2)[number])
+            assert piece.codes.data_ptr() == whole.codes.data_ptr() + number * 128 * 130  # no copy
+    blocks = quantized_weight(values, RECIPES["blockwise"].cells("weight")[0])
+    with pytest.raises(NotImplementedError, match="by whole blocks of 128 rows; got 0:86"):
+        blocks.chunk(3)
+    stack = quantized_weight(values.view(4, 64, 130), QuantizationSpec(E4M3))
+    assert torch.equal(stack.unbind()[2].dequantize(), stack.dequantize()[2])
+    assert torch.equal(stack[1:3].dequantize(), stack.dequantize()[1:3])
+    with pytest.raises(NotImplementedError, match="fully_shard, which gathers codes"):
+        torch.cat([blocks.view(-1), torch.ones(3)])
+    blocks.sent = True  # as DistributedDataParallel's start leaves it
+    flat = torch.cat([blocks.view(-1), torch.ones(3)])
+    assert torch.equal(flat[:-3], blocks.dequantize().flatten().float())
