@@ -41,7 +41,8 @@ def test_sizes_that_do_not_fit_are_sentences() -> None:
         (["parallel.pp=2"], "microbatches is 1; needs a multiple of parallel.pp"),
         (["parallel.pp=8", "microbatches=8"], "model.layers is 5; needs one for each of 8 pipeline stages"),
         (["parallel.dp=2", "guard={}"], "guard and auto_fallback watch one process"),
-        (["parallel.shard=2", "optimizer.name=muon"], "need whole weights"),
+        (["parallel.shard=2", "optimizer.name=muon"], "needs whole weights"),
+        (["parallel.dp=2", "init=runs/a", "carry=optimizer"], "carry=optimizer needs one process"),
         (["parallel.tp=2", "optimizer={weights: fp8, master: fp32}"], "cannot be split by parallel.tp"),
     ):
         with pytest.raises(ConfigError) as caught:

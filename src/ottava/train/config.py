@@ -308,8 +308,10 @@ class TrainConfig(Section):
             raise ValueError(f"model.layers is {model.layers}; needs one for each of {ranks.stages} pipeline stages")
         if ranks.processes > 1 and (self.guard is not None or self.auto_fallback != "off"):
             raise ValueError("guard and auto_fallback watch one process: leave them off, or set parallel to 1 process")
-        if ranks.processes > ranks.dp and (self.carry == "optimizer" or self.optimizer.name == "muon"):
-            raise ValueError("carry=optimizer and optimizer.name=muon need whole weights: set shard, tp and pp to 1")
+        if ranks.processes > 1 and self.carry == "optimizer":
+            raise ValueError("carry=optimizer needs one process, which then writes a checkpoint for --resume with any")
+        if ranks.processes > ranks.dp and self.optimizer.name == "muon":
+            raise ValueError("optimizer.name=muon needs whole weights: set parallel.shard, tp and pp to 1")
         if ranks.tp > 1 and self.optimizer.weights == "fp8":
             raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: take parallel.shard")
         return self
