@@ -103,7 +103,15 @@ def oracle(x: Tensor, x_q: QuantizedTensor) -> dict[str, Any]:
     spread = block_amax(size, BLOCK_1X128)[:, ::128] if size.size else np.zeros((0, 0))
     with np.errstate(divide="ignore"):
         octaves = np.floor(np.log2(amax / spread[spread > 0])) if spread.any() else np.zeros(0)
+    channel, lost = (value**2).sum(0), (error**2).sum(0)
+    live = channel > 2.0**-80 * channel.max(initial=0)
+    with np.errstate(divide="ignore"):
+        channel_db = -10 * np.log10(lost[live] / channel[live])
+    share = channel.max(initial=0) / channel.sum() if channel.sum() else 0.0
     truth: dict[str, Any] = {
+        "n_dead": (~live).sum() if value.size else 0,
+        "top_channel": math.floor(share * 2**20 + 0.5) / 2**20,
+        "channel_sqnr": histogram(np.floor(np.nan_to_num(channel_db / 0.5, posinf=1e9)).astype(int), 128),
         "n": finite.sum(),
         "n_total": value.size,
         "n_nonfinite": bad.sum(),
@@ -181,8 +189,8 @@ def compare_with_oracle(x: Tensor, x_q: QuantizedTensor) -> Tally:
 
 def on_edges(x: Tensor, name: str) -> int:
     """How many elements are so near to the edge of a bin that rounding may move them."""
-    if name == "row_sqnr":
-        return 1 + x.shape[0] // 200
+    if name.endswith("_sqnr"):
+        return 1 + x.shape[name == "channel_sqnr"] // 200
     size = np.nan_to_num(np.abs(x.double().numpy()), nan=0, posinf=0)
     largest = block_amax(size, Granularity.parse(name.split("below_")[1]))
     ratio = (size / np.where(largest > 0, largest, 1))[size > 0]
@@ -289,7 +297,15 @@ def test_shards_cut_at_bands_merge_to_the_whole(spec: QuantizationSpec) -> None:
         for start, stop in itertools.pairwise(edges):
             part = measure_packed(x[start:stop], take_bands_of(x_q, [range(start, stop)]))
             merged += part.tally()
-        shared = {"n_casts", "n_scales", "n_predicted", "block_spread"}  # per call; relative to each shard's own amax
+        shared = {
+            "n_casts",
+            "n_scales",
+            "n_predicted",
+            "block_spread",
+            "n_dead",
+            "channel_sqnr",
+            "top_channel",
+        }  # per call; relative to each shard's own amax
         for f in tally_fields():
             if f.name in shared or f.name.startswith("scale"):
                 continue

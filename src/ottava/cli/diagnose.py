@@ -116,6 +116,10 @@ def _text(result: Diagnosis, framework: str, every: bool) -> str:
     lines = [result.sentence + (coverage if result.findings else "")]
     for number, finding in enumerate(result.findings, 1):
         lines += ["", *_finding(number, finding, framework)]
+    if result.notes:
+        lines += ["", "Not FP8, but look at this"]
+        for number, note in enumerate(result.notes, 1):
+            lines += ["", *_finding(number, note, framework)]
     lines += ["", "Triage"]
     for step in result.questions:
         needs = f" (needs {'; '.join(step['needs'])})" if step["needs"] else ""
@@ -162,6 +166,7 @@ def _finding(number: int, finding: Finding, framework: str) -> list[str]:
     for letter, remedy in zip("abcdefgh", finding.remedies, strict=False):
         lines.append(f"   {letter}) {remedy['text']} Costs: {remedy['cost']}.")
         lines += [f"        {line}" for line in remedy["patch"].get(framework, "").splitlines()]
+        lines += [f"      predicted: {remedy['predicted']}"] if remedy["predicted"] else []
         lines += [f"      note: {note}" for note in remedy["notes"]]
     lines.append(f"   source: {'; '.join(finding.source)}")
     return lines

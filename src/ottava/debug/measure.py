@@ -47,6 +47,7 @@ BAND_ROWS = 128
 """Rows of a band. A band holds whole 128x128 blocks, and its temporaries fit into a cache."""
 _MAGNITUDE_BITS, _QUARTER_OCTAVE = 0x7FFFFFFF, 21
 _TOP_BIN = (127 << 23) >> _QUARTER_OCTAVE  # of 1.0
+_DEAD = 2.0**-80  # of the largest channel's energy
 _BLOCKS = tuple((name, Granularity.parse(name)) for name in GRANULARITIES)
 
 
@@ -182,6 +183,7 @@ def _walked(look: Look, detail: Detail) -> Packed:
     walk.extremes["amax"] = extent[1]
     _scales(walk, x_q, walk.amax)
     if x.numel():
+        walk.judge_channels()
         for asked, filled in ((SUMMED[detail], walk.sums), (EXTREMES, walk.extremes)):
             refuse_other_sums("measure", asked, {name: len(t) if t.dim() else 0 for name, t in filled.items()})
     return walk.packed()
@@ -208,6 +210,8 @@ class _Walk:
         self.scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, shape)
         self.unit = _unit(amax)
         self.zero = torch.zeros((), dtype=torch.float64, device=x.device)
+        self.channels = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+        """Energy of each channel, and of its error."""
         self.sums: dict[str, Tensor] = {}
         self.extremes: dict[str, Tensor] = {}
         """Minima negated."""
@@ -231,6 +235,7 @@ class _Walk:
         self._count(size, magnitude, nonzero, zeros, q, numbers, scale_inv)
         if not x.numel():
             return
+        self.channels += torch.stack([x, error]).to(torch.float64).square_().sum(1)
         blocks = block_amaxes(magnitude, BLOCK_1X128)
         squares = self._sum(x, magnitude, error, _unit(blocks.amax(1, keepdim=True)))
         self._extend(bits, error)
@@ -278,11 +283,8 @@ class _Walk:
             self._add(name, (per_row.to(torch.float64) / unit.squeeze(1) ** powers[name]).sum())
         signal, noise = rows["sxx"], rows["see"]
         alive = signal > 0
-        decibels = -10 * torch.log10(noise / torch.where(alive, signal, 1.0))
-        bins = (decibels / ROW_SQNR_DB).nan_to_num(0.0, ROW_SQNR_BINS, 0.0).floor().clamp(0, ROW_SQNR_BINS - 1)
-        weights = alive.to(torch.float64)
-        self._add("row_sqnr", torch.bincount(bins.to(torch.int64), weights, minlength=ROW_SQNR_BINS))
-        self._add("n_rows", weights.sum())
+        self._add("row_sqnr", _by_sqnr(signal, noise, alive))
+        self._add("n_rows", alive.sum())
         return squares.to(torch.float64).mul_((self.unit / unit).square()) if self.detail == "blocks" else squares
 
     def _extend(self, bits: Tensor, error: Tensor) -> None:
@@ -320,12 +322,30 @@ class _Walk:
     def _add(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums.get(name, self.zero) + value
 
+    def judge_channels(self) -> None:
+        """Adds what the channels of all bands add up to."""
+        signal, noise = self.channels
+        alive = signal > _DEAD * signal.amax()
+        self._add("channel_sqnr", _by_sqnr(signal, noise, alive))
+        self._add("n_dead", (~alive).sum())
+        total = signal.sum()
+        share = signal.amax() / torch.where(total > 0, total, 1.0)
+        # in steps of a millionth: sums in another order have other last bits
+        self.extremes["top_channel"] = (share * 2.0**20 + 0.5).floor() * 2.0**-20
+
     def packed(self) -> Packed:
         """The two vectors."""
         sums = [self.sums.get(f.name, self.zero.expand(f.metadata["bins"] or 1)) for f in SUM_FIELDS]
         nothing = {f.name: f.default * (-1 if f.metadata["merge"] == "min" else 1) for f in EXTREME_FIELDS}  # type: ignore[operator]
         extremes = [self.extremes.get(name, self.zero + start) for name, start in nothing.items()]
         return Packed(torch.cat([t.to(torch.float64).reshape(-1) for t in sums]), torch.stack(extremes))
+
+
+def _by_sqnr(signal: Tensor, noise: Tensor, alive: Tensor) -> Tensor:
+    """The histogram of the SQNR of rows or channels that are alive."""
+    decibels = -10 * torch.log10(noise / torch.where(alive, signal, 1.0))
+    bins = (decibels / ROW_SQNR_DB).nan_to_num(0.0, ROW_SQNR_BINS, 0.0).floor().clamp(0, ROW_SQNR_BINS - 1)
+    return torch.bincount(bins.to(torch.int64), alive.to(torch.float64), minlength=ROW_SQNR_BINS)
 
 
 def _unit(largest: Tensor) -> Tensor:

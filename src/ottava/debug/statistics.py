@@ -127,6 +127,10 @@ def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: floa
     return _where(total > 0, first + width * (index + part))
 
 
+def _dead_channels(t: Tally) -> Number:
+    return 100 * ratio(t.n_dead, np.asarray(t.channel_sqnr).sum(-1) + t.n_dead)
+
+
 def _row_sqnr(share: float) -> Callable[[Tally], Number]:
     return lambda t: percentile(t.row_sqnr, share, width=ROW_SQNR_DB)
 
@@ -165,6 +169,28 @@ _ENTRIES = (
     Statistic("row_sqnr_p10_db", "dB", "one row in ten is worse", "low", _row_sqnr(0.1)),
     Statistic("row_sqnr_p1_db", "dB", "one row in a hundred is worse", "low", _row_sqnr(0.01)),
     Statistic("rows_below_15db_pct", "%", "rows that are mostly noise", "high", _rows_below(15)),
+    Statistic(
+        "channel_sqnr_p50_db",
+        "dB",
+        "SQNR of the median channel that is not dead: a channel that is huge in all rows hides in no other number",
+        "low",
+        lambda t: percentile(t.channel_sqnr, 0.5, width=ROW_SQNR_DB),
+    ),
+    Statistic(
+        "channel_sqnr_p10_db",
+        "dB",
+        "one channel in ten is worse",
+        "low",
+        lambda t: percentile(t.channel_sqnr, 0.1, width=ROW_SQNR_DB),
+    ),
+    Statistic(
+        "top_channel_pct",
+        "%",
+        "largest share of the energy that one channel has",
+        "high",
+        lambda t: _where(np.asarray(t.top_channel) > 0, 100 * np.asarray(t.top_channel)),
+    ),
+    Statistic("dead_channels_pct", "%", "channels that are 0 in every row of the sample", "high", _dead_channels),
     Statistic(
         "sqnr_db",
         "dB",

@@ -84,6 +84,8 @@ class Tally:
     """Clipped elements: beyond the largest number of the format by more than its rounding range."""
     n_rows: Number = field(default=0.0, metadata=_WIDE_SUM)
     """Rows that are not all zeros."""
+    n_dead: Number = field(default=0.0, metadata=_WIDE_SUM)
+    """Channels with 2**-80 of the energy of the largest one or less: an activation that never fires."""
     n_casts: Number = field(default=0.0, metadata=_SUM)
     """Casts merged here: micro-batches x ranks."""
     n_scales: Number = field(default=0.0, metadata=_WIDE_SUM)
@@ -124,8 +126,12 @@ class Tally:
     """Largest log2(scale used / current scale), octaves: above 0 the cast clips."""
     scale_error_min: Number = field(default=math.inf, metadata=_WIDE_MIN)
     """Smallest log2(scale used / current scale), octaves: below 0 the cast loses low bits."""
+    top_channel: Number = field(default=0.0, metadata=_WIDE_MAX)
+    """Largest share of the energy that one channel (a column) has in a cast."""
     row_sqnr: Bins = _histogram(ROW_SQNR_BINS)
     """Rows that are not all zeros, by the SQNR of the row."""
+    channel_sqnr: Bins = _histogram(ROW_SQNR_BINS)
+    """Channels that are not dead, by the SQNR of the channel."""
     block_spread: Bins = _histogram(SPREAD_BINS)
     """1x128 blocks that are not all zeros, by floor(log2(amax of the tensor / amax of the block))."""
     exponents: Bins = _histogram(EXPONENT_BINS, "exponents")

@@ -12,13 +12,16 @@ import ottava
 from ottava.debug.analysis.conditions import Condition, Missing
 from ottava.debug.analysis.facts import VOCABULARY, context_of
 from ottava.debug.analysis.rows import CastRows, EventRows, RunRows, StepRows
+from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, WouldRows
 from ottava.debug.measure import measure, measure_packed
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import DETAILS, Detail
 
-KINDS = {kind.kind: kind for kind in (CastRows, StepRows, EventRows, RunRows)}
+KINDS = {
+    kind.kind: kind for kind in (CastRows, StepRows, EventRows, RunRows, AmaxRows, WouldRows, ParameterRows, LayerRows)
+}
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ import yaml
 
 import ottava
 from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.ladder import changed
 from ottava.debug.analysis.patches import patterns, render
-from ottava.debug.analysis.rules import load_rules
+from ottava.debug.analysis.rows import Context
+from ottava.debug.analysis.rules import Remedy, load_rules
 from ottava.debug.measure import measure
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
@@ -70,7 +72,9 @@ class Pasted:
         self.scope: dict[str, Any] = {
             "ottava": ottava, "torch": torch, "model": self.model, "recipe": self.began, "x": batch, "batch": batch,
             "batches": [batch], "loss": self._loss, "evaluate": self._evaluate, "group_of_all_ranks": None, "lr": 0.1,
-            "spec": ottava.QuantizationSpec(ottava.E4M3),
+            "spec": ottava.QuantizationSpec(ottava.E4M3), "train_step": lambda x: x.sum(),
+            "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1),
+            "logits": torch.ones(2, 3), "labels": torch.tensor([1, -100]),
         }  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a body of "..." runs no layer, and batches are FP32
@@ -157,6 +161,18 @@ def in_bf16(pasted: Pasted) -> None:
     assert {pasted.model.get_submodule(layer).recipe.name for layer in LAYERS} == {"bf16"}  # type: ignore[union-attr]
 
 
+def predicted_as_pasted(pasted: Pasted, remedy: Remedy, context: Context) -> None:
+    """What `diagnose` predicts a remedy by is the recipe that its patch makes."""
+    began = pasted.began
+    layers = [] if pasted.layers is LAYERS else pasted.layers
+    if not remedy.change or (foreseen := changed(began, remedy, context, layers, pasted.tensor)) is None:
+        return
+    wanted = ottava.get_recipe("bf16") if remedy.name == "bf16_run" else pasted.recipe
+    for layer in LAYERS:
+        a, b = foreseen.for_layer(layer), wanted.for_layer(layer)
+        assert all(getattr(a, gemm) == getattr(b, gemm) for gemm in GEMMS), layer
+
+
 EFFECTS: dict[str, Callable[[Pasted], object]] = {
     "no_weight_cache": forgotten,
     "high_precision_operand_check": lambda p: p.scope["x_q"].spec == p.scope["spec"] or pytest.fail("no cast"),
@@ -179,6 +195,22 @@ EFFECTS: dict[str, Callable[[Pasted], object]] = {
     "norms_bf16": lambda p: p.off(p.layers, {"dgrad", "wgrad"}),
     "wgrad_bf16": lambda p: p.off(p.layers, {"wgrad"}),
     "dgrad_bf16": lambda p: p.off(p.layers, {"dgrad"}),
+    "check_data": unchanged,
+    "skip_batch": lambda p: isinstance(p.scope["guard"], ottava.debug.SpikeGuard) or pytest.fail("no guard"),
+    "check_labels": lambda p: torch.isclose(p.scope["loss"], torch.tensor(3.0).log()) or pytest.fail("other mean"),
+    "check_operation": lambda p: torch.is_anomaly_enabled() or pytest.fail("off"),
+    "no_margin": lambda p: all(new == replace(old, margin=0) for new, old in p.cells()) or pytest.fail("a margin"),
+    "fp32_master": lambda p: {q.dtype for q in p.model.parameters()} == {torch.float32} or pytest.fail("no cast"),
+    "smaller_eps": lambda p: p.scope["optimizer"].defaults["eps"] == 1e-8 or pytest.fail("other eps"),
+    "higher_clip": unchanged,
+    "higher_lr": unchanged,
+    "zero_grad": unchanged,
+    "router_bf16": lambda p: p.off(p.layers, set(GEMMS)),
+    "add_parameters": lambda p: len(p.scope["optimizer"].param_groups) == 2 or pytest.fail("no group"),
+    "convert_rest": unchanged,
+    "tie_again": unchanged,
+    "train_mode": lambda p: p.model.training or pytest.fail("not in training"),
+    "eval_mode": lambda p: p.model.training and pytest.fail("in training"),
     "adam_beta2": lambda p: p.scope["optimizer"].defaults["betas"] == (0.9, 0.95) or pytest.fail("other betas"),
     "split_accumulation": split,
     "amax_floor": unchanged,
@@ -209,7 +241,10 @@ def test_every_patch_of_every_rule_does_what_it_says(run: Run, recipe: str) -> N
             patches[found["patch"]["ottava"]] = layers, tensor
         for patch, (layers, tensor) in patches.items():
             try:
-                effect(Pasted(patch, recipe, layers, tensor))
+                with torch.autograd.set_detect_anomaly(False):
+                    pasted = Pasted(patch, recipe, layers, tensor)
+                    effect(pasted)
+                    predicted_as_pasted(pasted, BOOK.remedies[name], context)
             except Exception as error:
                 error.add_note(f"{name} under {recipe} for {layers} {tensor}:\n{patch}")
                 raise

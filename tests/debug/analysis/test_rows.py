@@ -47,8 +47,9 @@ def test_routers_are_asked_about_only_where_something_casts_them(tmp_path: Path)
         for layer, source in (("a.mlp.gate", "hook"), ("b.mlp.gate", "door"), ("a.mlp.experts.up_proj.1", "hook")):
             key = SlotKey(layer, "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", source)
             writer.tally(1, key, Tally(n=1, n_nonzero=1, amax=1.0))
-    table = context_of(Run.open(tmp_path)).table
-    assert set(table["layer"]) == {"b.mlp.gate", "a.mlp.experts.up_proj.1"}
+    context = context_of(Run.open(tmp_path))
+    assert set(context.table["layer"]) == {"b.mlp.gate"}
+    assert set(context.simulated["layer"]) == {"a.mlp.experts.up_proj.1"}, "it stays in BF16 beside what is cast"
 
 
 def test_two_blocks_have_no_peers(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ PUBLIC = re.compile(
     r"(TransformerEngine|Megatron-LM|torchao|torchtitan|transformers|Ling-V2) (PR )?#\d+"  # an issue or a pull request
     r"|arXiv \d{4}\.\d{5}"
     r"|(Megatron-LM low_precision_training\.md|BioNeMo FP8 analysis|DeepSeek-V3|Nemotron-H|Kimi K2|trainscope)"
+    r"|PyTorch: torch\.[\w.]+|cs231n"
     r"|DataFunSummit: Challenges and Debugging Strategies for FP8 Training of Large Models"
 )
 """What anybody can look up; a remark may follow. A page of ours is named with its heading."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import ottava
-from ottava.debug.watch.manifest import start_of_run
+from ottava.debug.watch.manifest import recipes_of, start_of_run
 
 
 def test_versions_and_host_are_those_of_this_process() -> None:
@@ -35,3 +36,12 @@ def test_layers_of_both_kinds_are_listed_with_reasons(tmp_path: Path) -> None:
     coverage = manifest["coverage"]
     assert (coverage["linear"], coverage["seen"]) == (3, 2)
     assert [(skipped["name"], "did not run" in skipped["why"]) for skipped in coverage["skipped"]] == [("idle", True)]
+
+
+def test_recipes_keep_their_overrides() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    recipe = ottava.get_recipe("tensorwise").override("1", "bf16")
+    ottava.convert(model, recipe, filter=lambda name, layer: True)
+    found = recipes_of([weakref.ref(layer) for layer in model])
+    assert [ottava.Recipe.from_dict(r.to_dict()) for r in found] == [recipe]
+    assert start_of_run(3)["host"]["world_size"] == 3

@@ -86,13 +86,13 @@ def test_what_is_logged_has_the_last_word(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, tmp_path / "run") as seen:
         model(batch(0)).float().mean().backward()
-        seen.log(loss=42.0, lr=0.1, max_logit=3.5)
+        seen.log(loss=42.0, lr=0.3, max_logit=3.5)
         optimizer.step()
         model(batch(1)).float().mean().backward()
         optimizer.step()
     steps = Run.open(seen.folder).steps
-    assert (steps["loss"][0], steps["lr"][0], steps["max_logit"][0]) == (42.0, 0.1, 3.5)
-    assert math.isnan(steps["lr"][1])
+    assert (steps["loss"][0], steps["lr"][0], steps["max_logit"][0]) == (42.0, 0.3, 3.5)
+    assert steps["lr"][1] == 0.1, "the optimizer's"
 
 
 def test_accumulation_is_one_step_with_the_mean_loss(tmp_path: Path) -> None:

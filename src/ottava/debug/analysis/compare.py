@@ -107,6 +107,9 @@ class Comparison:
     """Layers of only one of the runs."""
     verdict: str
     """A few sentences."""
+    data: dict[str, Any] | None = None
+    """{step, what, share_pct}: the first step whose batch differs, in inputs or labels, and the share of such steps;
+    step is None if none does; None if a run has no hashes."""
 
     @property
     def diverged(self) -> bool:
@@ -145,8 +148,9 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
     layers = [{place[0] for place in side.series} for side in sides[:2]]
     config = _config(good.manifest, bad.manifest)
     compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
-    verdict = _verdict(config, loss, first, ranked, compared)
-    return Comparison(config, loss, ranked, first, compared, sorted(layers[0] ^ layers[1]), verdict)
+    data = _compare_batches(good, bad)
+    verdict = _said_of(data) + _verdict(config, loss, first, ranked, compared)
+    return Comparison(config, loss, ranked, first, compared, sorted(layers[0] ^ layers[1]), verdict, data)
 
 
 @dataclass(frozen=True)
@@ -351,6 +355,32 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at
         "lead_steps": None if diverged_at is None else diverged_at - first["step"],
         "then": then[:5],
     }
+
+
+def _compare_batches(good: Run, bad: Run) -> dict[str, Any] | None:
+    """The first step at which the runs saw another batch: data comes before settings and casts."""
+    common, mine, theirs = np.intersect1d(good.steps["step"], bad.steps["step"], return_indices=True)
+    differ: dict[str, Any] = {}
+    for what, name in (("inputs", "input_hash"), ("labels", "label_hash")):
+        if name in good.steps and name in bad.steps:
+            a, b = good.steps[name][mine], bad.steps[name][theirs]
+            differ[what] = (a != b) & np.isfinite(a) & np.isfinite(b)
+    if not differ or not len(common):
+        return None
+    either = np.logical_or.reduce(list(differ.values()))
+    if not either.any():
+        return {"step": None, "what": "", "share_pct": 0.0}
+    first = int(np.flatnonzero(either)[0])
+    what = " and ".join(name for name, values in differ.items() if values[first])
+    return {"step": int(common[first]), "what": what, "share_pct": _tidy(100 * float(either.mean()))}
+
+
+def _said_of(data: Mapping[str, Any] | None) -> str:
+    if data is None:
+        return ""
+    if data["step"] is None:
+        return "Both runs saw the same batches. "
+    return f"Their {data['what']} differ from step {data['step']} on, in {data['share_pct']:.0f} % of the steps. "
 
 
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:

@@ -1,37 +1,43 @@
 """Explains a run: tests every rule of the rule book, ranks the findings, and lists the rules that it could not test.
 
-Order: software bugs, then configuration, then numerics; within each, severity times confidence. If one finding explains
-another, it shows it under "also". Without findings the answer is "no FP8 evidence found" with the share of layers that
-the watch saw, never "healthy".
+Order: software bugs, then data, then configuration, then numerics; within each, severity times confidence. If one
+finding explains another, it shows it under "also". What FP8 has no part in (stage "training") are notes, never alarms;
+they explain what began later, too: a learning rate that blew the weights up explains the casts of these weights.
+Without findings the answer is "no FP8 evidence found" with the share of layers that the watch saw, never "healthy".
 """
 
 from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ottava.debug.analysis.conditions import Comparison, Condition, Missing, Values, evaluate
+from ottava.debug.analysis.conditions import Comparison, Condition, Missing, Values, evaluate, numbers
 from ottava.debug.analysis.facts import context_of
-from ottava.debug.analysis.patches import render
-from ottava.debug.analysis.rows import CastRows, Context, EventRows, RunRows, StepRows
+from ottava.debug.analysis.headline import headline
+from ottava.debug.analysis.ladder import ladder
+from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, RunRows, StepRows
 from ottava.debug.analysis.rules import Rule, Rulebook, TriageNode, load_rules
+from ottava.debug.analysis.story import told
+from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, WouldRows
 from ottava.debug.run.reader import Run
-from ottava.debug.run.schema import SYMBOLS
 from ottava.debug.statistics import STATISTICS
 
-_STAGES = ("bug", "config", "numeric")
-_SEVERITY = (("critical", 1.0), ("warning", 0.4))
+_STAGES = ("bug", "data", "config", "numeric", "training")
+_SEVERITY = (("critical", 1.0), ("warning", 0.4), ("note", 0.2))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
 _MOST_EVIDENCE = 8
-_BOOKKEEPING = frozenset({"looks", "age", "step", "kind", "check", "format", "granularity", "scale_format", "scaling"})
+_BOOKKEEPING = frozenset(
+    {"looks", "age", "step", "kind", "check", "format", "granularity", "scale_format", "scaling", "onset", "held"}
+)
 """Names that only decide whether a rule applies; they are no evidence."""
-_Rows = CastRows | StepRows | EventRows | RunRows
+_Rows = AnyRows
+_KINDS = (CastRows, AmaxRows, WouldRows, StepRows, EventRows, ParameterRows, LayerRows, RunRows)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ class Diagnosis:
     coverage_pct: float
     """Share of the linear layers that the watch saw; NaN if unknown."""
     findings: list[Finding]
+    notes: list[Finding]
+    """What FP8 has no part in, but deserves a look; severity "note"."""
     questions: list[dict[str, Any]]
     """The triage tree: {id, question, answer, say, needs}."""
     untested: list[dict[str, str]]
@@ -97,7 +105,7 @@ class Diagnosis:
         """Whether the worst finding is at least as severe as `on`.
 
         Example:
-            >>> Diagnosis("warning", "", 100.0, [], [], [], 0).fails("critical")
+            >>> Diagnosis("warning", "", 100.0, [], [], [], [], 0).fails("critical")
             False
         """
         order = ("none", "warning", "critical")
@@ -121,13 +129,22 @@ class _Fired:
         if isinstance(self.rows, EventRows):
             layers, tensors = self.rows.words("layer"), self.rows.words("tensor")
             return [(layers[i], tensors[i]) for i in self.index]
+        if isinstance(self.rows, ParameterRows):
+            return [(self.rows.layers()[i], "weight") for i in self.index]
+        if isinstance(self.rows, LayerRows):
+            return [(str(self.rows.rows[i]["name"]), "") for i in self.index]
         return [("", "")] * len(self.index)
 
     def steps(self) -> list[int]:
         """The step of every row."""
-        if isinstance(self.rows, RunRows):
+        if isinstance(self.rows, (RunRows, LayerRows)):
             return []
-        return [int(s) for s in self.rows.value("step")[self.index]]
+        return [int(s) for s in self.rows.value("step")[self.index] if math.isfinite(s)]
+
+    @property
+    def first(self) -> float:
+        """Its first step; that of the loss's trouble for a finding about the run."""
+        return min(self.steps(), default=math.inf)
 
 
 def diagnose(
@@ -166,34 +183,41 @@ def diagnose(
     answers = dict(answers or {})
     book.check_answers(answers)
     context = context_of(run, baseline, answers, book.config)
-    fired, untested = _ask_all(context, [rule for rule in book.rules.values() if not _asks_for_findings(rule)])
-    numeric = sum(1 for hit in fired if hit.rule.stage == "numeric")
-    later, more = _ask_all(
-        replace(context, findings=numeric), [r for r in book.rules.values() if _asks_for_findings(r)]
-    )
-    fired = _explained(fired + later)
-    findings = sorted((_finding(hit, book, context) for hit in fired), key=_rank)
+    tables: dict[str, _Rows] = {}
+    fired, untested = _ask_all(context, [rule for rule in book.rules.values() if not _asks_for_findings(rule)], tables)
+    numeric = [hit for hit in fired if hit.rule.stage == "numeric"]
+    later = replace(context, findings=len(numeric), first_finding=min((hit.first for hit in numeric), default=math.inf))
+    more, missing = _ask_all(later, [r for r in book.rules.values() if _asks_for_findings(r)], {})
+    hits = _explained(fired + more)
+    found = [_finding(hit, book, context) for hit in sorted(hits, key=_began)]
+    found.sort(key=_rank)  # stable: of equals that which began first
+    findings = [finding for finding in found if finding.stage != "training"]
+    notes = [finding for finding in found if finding.stage == "training"]
     coverage = _coverage(context)
+    tested = len(book.rules) - len(untested + missing)
     return Diagnosis(
         max((f.severity for f in findings), key=lambda s: dict(_SEVERITY)[s], default="none"),
-        _sentence(findings, coverage, context, len(book.rules) - len(untested + more), len(book.rules)),
+        headline(findings, notes, coverage, context, f"{tested} of {len(book.rules)} rules tested"),
         coverage,
         findings,
+        notes,
         _walk(book.triage, context),
-        untested + more,
-        len(book.rules) - len(untested + more),
+        untested + missing,
+        tested,
     )
 
 
 def _asks_for_findings(rule: Rule) -> bool:
-    return any("run.findings" in condition.names for condition in rule.conditions)
+    return any({"run.findings", "run.loss_first"} & condition.names for condition in rule.conditions)
 
 
-def _ask_all(context: Context, rules: Iterable[Rule]) -> tuple[list[_Fired], list[dict[str, str]]]:
-    tables: dict[str, _Rows] = {kind.kind: kind(context) for kind in (CastRows, StepRows, EventRows, RunRows)}
+def _ask_all(
+    context: Context, rules: Iterable[Rule], tables: dict[str, _Rows]
+) -> tuple[list[_Fired], list[dict[str, str]]]:
+    kinds = {kind.kind: kind for kind in _KINDS}
     fired, untested = [], []
     for rule in rules:
-        rows: _Rows = tables[rule.over]
+        rows = tables.setdefault(rule.over, kinds[rule.over](context)) if rule.over not in tables else tables[rule.over]
         eligible = np.ones(rows.count, dtype=bool)
         for column, words in rule.where.items():
             eligible &= np.isin(rows.value(column).astype(str), list(words))
@@ -216,14 +240,16 @@ def _ask_all(context: Context, rules: Iterable[Rule]) -> tuple[list[_Fired], lis
 
 def _was_checked(rule: Rule, context: Context) -> bool:
     """Whether the run could have such an event: checks run only at the doors of ottava layers."""
-    if "check" not in rule.where or any(event.get("kind") == "check" for event in context.run.events):
+    if "check" not in rule.where:
+        return "mode" not in rule.where.get("kind", ()) or any(e.get("kind") == "mode" for e in context.run.training)
+    if any(event.get("kind") == "check" for event in context.run.events):
         return True
     return "door" in set(context.table["source"])
 
 
 def _repeated(rows: _Rows, index: Values, least: int) -> Values:
     """The rows of series in which at least `least` rows hold; in a shorter series all rows must hold."""
-    if least <= 1 or isinstance(rows, (RunRows, EventRows)) or not len(index):
+    if least <= 1 or isinstance(rows, (RunRows, EventRows, LayerRows)) or not len(index):
         return index
     series = [hits for s in rows.series() if len(hits := np.intersect1d(s, index)) >= min(least, len(s)) > 0]
     return np.sort(np.concatenate(series)) if series else np.array([], dtype=int)
@@ -232,7 +258,8 @@ def _repeated(rows: _Rows, index: Values, least: int) -> Values:
 def _explained(fired: list[_Fired]) -> list[_Fired]:
     """Removes rows that other findings explain."""
     by_id = {hit.rule.id: hit for hit in fired}
-    order = sorted(fired, key=lambda f: (_STAGES.index(f.rule.stage), -len(f.rule.explains)))
+    # of numerics and training that which came first explains what came later; at one step training is asked first
+    order = sorted(fired, key=_precedence)
     for hit in order:
         if not len(hit.index):
             continue
@@ -245,6 +272,16 @@ def _explained(fired: list[_Fired]) -> list[_Fired]:
                 other.index = np.array(unexplained, dtype=int)
                 hit.also.append(f"{other.rule.id} {other.rule.title}")
     return [hit for hit in fired if len(hit.index)]
+
+
+def _precedence(hit: _Fired) -> tuple[float, ...]:
+    # a NaN that a computation makes may itself come from weights that a learning rate blew up
+    early = hit.rule.stage in ("bug", "data", "config") or hit.rule.reach == "everywhere"
+    early = early and hit.rule.over != "amaxes"
+    rank = _STAGES.index(hit.rule.stage)
+    if early:
+        return 0, rank, 0.0, -len(hit.rule.explains)
+    return 1, 0.0 if hit.rule.reach == "slot" else hit.first, -rank, -len(hit.rule.explains)
 
 
 def _under(cause: _Fired, effect: _Fired) -> list[bool]:
@@ -289,33 +326,37 @@ def _finding(hit: _Fired, book: Rulebook, context: Context) -> Finding:
     layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
     tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
     recipe = hit.rows.slots[hit.index[0]].recipe if isinstance(hit.rows, CastRows) else _main_recipe(context)
-    remedies = sorted((book.remedies[name] for name in rule.remedies), key=lambda r: r.rung)
-    remedies = [r for r in remedies if r.name != "current_scaling" or _some_predicted(context)]
+    evidence = _evidence(hit)
+    casts = list(dict.fromkeys([*((e.layer, e.tensor) for e in evidence if e.layer), *places]))
+    casts = [cast for cast in casts if all(cast)]
     return Finding(
         rule.id,
         rule.title,
         rule.stage,
-        "critical" if rule.severity == "critical" or _holds(rule.critical, hit) else "warning",
+        "note"
+        if rule.stage == "training"
+        else "critical"
+        if rule.severity == "critical" or _holds(rule.critical, hit)
+        else "warning",
         layers,
         tensors,
         [min(steps), max(steps)] if steps else [],
-        _evidence(hit),
-        rule.cause,
+        evidence,
+        told(rule.cause, context, hit.rows, hit.index),
         round(min(max(confidence, 0.05), 0.95), 2),
         rule.refute_by,
-        [
-            render(r, context, id=rule.id, layers=layers, tensor=tensors[0] if len(tensors) == 1 else "", recipe=recipe)
-            for r in remedies
-        ],
+        ladder(
+            [book.remedies[name] for name in rule.remedies],
+            context,
+            casts if rule.stage != "training" else [],
+            recipe,
+            id=rule.id,
+            layers=layers,
+            tensor=tensors[0] if len(tensors) == 1 else "",
+        ),
         list(rule.source),
         hit.also,
     )
-
-
-def _some_predicted(context: Context) -> bool:
-    """Whether current scaling could be a remedy: some cast has another scaling, or the run has no statistics."""
-    scaling = set(context.table["scaling"])
-    return not scaling or bool(scaling - {"current"})
 
 
 def _main_recipe(context: Context) -> str:
@@ -338,7 +379,13 @@ def _evidence(hit: _Fired) -> list[Evidence]:
         if place not in worst or excess[hit.index[at]] > excess[hit.index[worst[place]]]:
             worst[place] = at
     evidence: list[Evidence] = []
-    for place, at in sorted(worst.items(), key=lambda item: -excess[hit.index[item[1]]]):
+    badness = {place: excess[hit.index[at]] for place, at in worst.items()}
+    # of places that are about as bad, that comes first in which it began: the others may follow from it
+    began = {
+        place: min((steps[at] or 0, hit.index[at]) for at, p in enumerate(places) if p == place) for place in worst
+    }
+    bad = max(badness.values(), default=0.0) / 2
+    for place, at in sorted(worst.items(), key=lambda w: (badness[w[0]] < bad, *began[w[0]], -badness[w[0]])):
         row, named = hit.index[at], set()
         for comparison, (holds, left, right) in answers.items():
             if holds is not None and holds[row] == 1:
@@ -363,7 +410,7 @@ def _numbers(comparison: Comparison, hit: _Fired) -> tuple[Values | None, Values
 def _excess(sign: str, left: Values, right: Values) -> Values:
     """The distance beyond the threshold, in octaves if both are positive."""
     with np.errstate(all="ignore"):
-        high = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
+        high = numbers(left), numbers(right)
         more, less = high if sign.startswith(">") else high[::-1]
         ratio = np.log2(np.where((more > 0) & (less > 0), more / less, 1.0))
         return np.where((more > 0) & (less > 0), ratio, more - less)
@@ -383,8 +430,17 @@ def _unit(metric: str) -> str:
     return next((unit for end, unit in ends.items() if metric.removesuffix(")").endswith(end)), "")
 
 
-def _rank(finding: Finding) -> tuple[int, float]:
-    return _STAGES.index(finding.stage), -dict(_SEVERITY)[finding.severity] * finding.confidence
+def _began(hit: _Fired) -> tuple[float, float, float]:
+    """Where a finding began: its first step, the first of its casts in the order of execution, and its confidence."""
+    at = min(hit.index, key=lambda i: (hit.rows.value("step")[i], i)) if isinstance(hit.rows, CastRows) else 0
+    return hit.first, float(at), -hit.rule.confidence
+
+
+def _rank(finding: Finding) -> tuple[int, float, float]:
+    """Bugs first; of numerics the worst, and of these that which began first; of notes the surest."""
+    weight = dict(_SEVERITY)[finding.severity]
+    sure = 0.0 if finding.stage == "numeric" else -finding.confidence
+    return _STAGES.index(finding.stage), -weight, sure
 
 
 def _coverage(context: Context) -> float:
@@ -392,27 +448,6 @@ def _coverage(context: Context) -> float:
         return float(context.scalar("run.coverage_pct"))
     except Missing:
         return math.nan
-
-
-def _sentence(findings: Sequence[Finding], coverage: float, context: Context, tested: int, rules: int) -> str:
-    """The most important finding in one line; without findings, the share of layers that the watch saw."""
-    if not findings:
-        seen = "coverage unknown" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
-        diverged = context.loss.diverged == "yes"
-        ill = f" But the loss diverges from step {context.loss.diverged_at:.0f} on." if diverged else ""
-        return f"no FP8 evidence found; {seen}, {tested} of {rules} rules tested.{ill}"
-    first = findings[0]
-    place = ""
-    if first.evidence:
-        worst = first.evidence[0]
-        value = f"{worst.value:.4g}" if isinstance(worst.value, float) else worst.value
-        where = f"{worst.layer}.{SYMBOLS.get(worst.tensor, worst.tensor)}: " if worst.layer else ""
-        unit = f" {worst.unit}" if worst.unit else ""
-        at = "" if worst.step is None else f" at step {worst.step}"
-        place = f" ({where}{worst.metric} {value}{unit}{at})"
-    rest = len(findings) - 1
-    more = f"; {rest} more finding{'s' if rest > 1 else ''}" if rest else ""
-    return f"{first.severity}: {first.title}{place}{more}."
 
 
 def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, Any]]:

@@ -18,6 +18,16 @@ from ottava.debug import limits
 from ottava.debug.analysis.conditions import Missing, Node, Values
 from ottava.debug.analysis.loss import robust_distance
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
+from ottava.debug.analysis.training import (
+    AmaxRows,
+    LayerRows,
+    ParameterRows,
+    Progress,
+    activated,
+    headroom,
+    made_by,
+    stuck,
+)
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.statistics import STATISTICS, ratio
@@ -72,6 +82,12 @@ def _at_block_amax(rows: CastRows) -> Values:
     return np.asarray(100 * ratio(bins[:, :2].sum(1), bins.sum(1)))
 
 
+def _by_direction(rows: CastRows, of_x: str, of_transpose: str) -> Values:
+    """A median SQNR of rows or channels, which x.T has the other way round."""
+    both = (rows.value(f"{name}_sqnr_p50_db") for name in (of_x, of_transpose))
+    return np.where(rows.value("direction") == "row", *both)
+
+
 _SERIES = MappingProxyType(
     {
         "early": Fact("median of the first three looks", _over(lambda v: _median_of(v, slice(None, _EARLY)))),
@@ -105,6 +121,14 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "gain_error": Fact("|gain - 1|", lambda r: np.abs(r.value("gain") - 1)),
         "cosine_distance": Fact("1 - cosine", lambda r: 1 - r.value("cosine")),
         "clipped": Fact("elements clipped", lambda r: np.asarray(r.table.tallies.n_overflow)),
+        "headroom": Fact("log2(largest number of the format / scaled amax): below 0 the cast clips", headroom),
+        "stuck": Fact("looks since the amax asked for another scale, and did not get it", stuck),
+        "made_by": Fact("operation that made the input", made_by),
+        "activated": Fact("whether an activation function made the input", activated),
+        "tokens_db": Fact("SQNR of the median row of x", lambda r: _by_direction(r, "row", "channel")),
+        "features_db": Fact("SQNR of the median column of x", lambda r: _by_direction(r, "channel", "row")),
+        "n_features": Fact("columns of x", lambda r: r.table.tallies.channel_sqnr.sum(-1) + r.table.tallies.n_dead),
+        "n_casts": Fact("casts in the look", lambda r: np.asarray(r.table.tallies.n_casts)),
         "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
         "flushed_in_blocks_pct": Fact("predicted underflow with blocks of 1x128 [%]", _flushed_in_blocks),
@@ -122,6 +146,13 @@ _COLUMNS = MappingProxyType(
         "grad_norm": "norm of all gradients",
         "lr": "learning rate",
         "tokens": "tokens of the step",
+        "input_amax": "largest magnitude in the batch",
+        "input_rms": "root mean square of the batch",
+        "input_nonfinite": "infinities and NaNs in the batch",
+        "label_nonfinite": "infinities and NaNs in the labels",
+        "labels_ignored_pct": "share of labels that the loss ignores",
+        "extra_steps": "optimizer steps without a backward since the last one",
+        "kept_gradient": "largest gradient before the first backward of the step",
         "max_logit": "largest attention logit",
         "update_rms": "RMS of Adam's update over its learning rate, largest over tensors",
         "dw_angle": "angle between dW in FP8 and in high precision, degrees",
@@ -144,6 +175,9 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
             lambda r: robust_distance(r.column("loss", _COLUMNS["loss"])),
         ),
         "loss_jump": Fact("standard deviations of noise above the 5 losses before", lambda r: r.context.loss.jumps),
+        "loss_wrong": Fact("whether the loss is not finite", lambda r: ~np.isfinite(r.columns["loss"]) * 1.0),
+        "onset": Fact("steps since the loss went wrong", lambda r: r.columns["step"] - r.context.loss.onset),
+        "update_ratio": Fact("median update of a matrix over its weight", lambda r: Progress(r.context).update_ratio),
         "since_resume": Fact("steps since the run was resumed", lambda r: r.since("resumed")),
     }
 )
@@ -154,14 +188,61 @@ EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
         **{
             name: Fact("of the event", partial(EventRows.words, name=name))
-            for name in ("kind", "check", "layer", "tensor", "reason", "direction", "text")
+            for name in (
+                *("kind", "check", "layer", "tensor", "reason", "direction", "text"),
+                *("gradients", "training", "recipe", "random"),
+            )
         },
         **{
             name: Fact("of the event", partial(EventRows.numbers, name=name)) for name in ("step", "value", "threshold")
         },
+        "trained_recipe": Fact("recipe of the first forward with gradients", lambda r: _trained_recipe(r)),
     }
 )
 """Names for conditions over events."""
+
+
+def _trained_recipe(rows: EventRows) -> Values:
+    modes = [e for e in rows.events if e.get("kind") == "mode" and e.get("gradients") is True]
+    return np.full(rows.count, str(modes[0].get("recipe", "")) if modes else "", dtype=object)
+
+
+PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        **{
+            name: Fact(why, partial(ParameterRows.number, index=i))
+            for i, (name, why) in enumerate(
+                {
+                    "ratio": "update over weight, root mean squares",
+                    "still": "share of weights with a gradient that the update did not change",
+                    "gradient": "root mean square of the gradient",
+                    "weight": "root mean square of the weight",
+                }.items(),
+                start=2,
+            )
+        },
+        "step": Fact("number of the optimizer step", lambda r: r.number(0)),
+        **{
+            name: Fact(why, partial(ParameterRows.word, name=name))
+            for name, why in {"dtype": "dtype of the parameter", "eps": "eps of its optimizer"}.items()
+        },
+        "held": Fact("whether an optimizer holds it: yes, no or frozen", ParameterRows.held),
+    }
+)
+"""Names for conditions over parameters."""
+
+LAYER_FACTS: Mapping[str, Fact] = MappingProxyType(
+    {
+        **{
+            name: Fact("of the layer", partial(LayerRows.word, name=name)) for name in ("source", "type", "why", "seen")
+        },
+        "kind": Fact("part of a transformer", LayerRows.kinds),
+        "casts": Fact("whether its operands are cast", LayerRows.casts),
+        "siblings_cast_pct": Fact("layers of this name in other blocks that are cast [%]", LayerRows.siblings_cast_pct),
+        "expert_share_pct": Fact("tokens of the expert over those of the mean expert [%]", LayerRows.expert_share_pct),
+    }
+)
+"""Names for conditions over layers."""
 
 
 def _all_casts(column: str, wanted: str) -> Callable[[Context], str]:
@@ -193,6 +274,20 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
         "looks": Fact("steps with a full look", lambda c: float(len(set(c.table["step"])))),
         "coverage_pct": Fact("linear layers that were seen", _coverage),
+        "onset": Fact("first step of which the loss is wrong", lambda c: c.loss.onset),
+        "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
+        "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
+        "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
+        "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
+        "same_batch_pct": Fact("steps with the batch of the step before [%]", lambda c: Progress(c).same_batch_pct),
+        "tied_apart": Fact("parameters that should be one", lambda c: Progress(c).tied_apart),
+        "update_ratio": Fact(
+            "largest update over weight", lambda c: float(np.nanmax(Progress(c).update_ratio, initial=-math.inf))
+        ),
+        "nonfinite": Fact(
+            "infinities and NaNs in all tensors",
+            lambda c: float(np.nansum(c.run.table(phase=None).metric("nonfinite"))),
+        ),
         "findings": Fact("numeric findings so far", lambda c: float(c.findings)),
         "diverged": Fact("whether the loss rose and stayed high, or is not finite", lambda c: c.loss.diverged),
         "diverged_at": Fact("first step of the divergence", lambda c: c.loss.diverged_at),
@@ -216,6 +311,13 @@ VOCABULARY: Vocabulary = MappingProxyType(
         "steps": (STEP_FACTS, STEP_FUNCTIONS),
         "events": (EVENT_FACTS, MappingProxyType({})),
         "run": (RUN_FACTS, MappingProxyType({})),
+        "amaxes": (
+            {**CAST_FACTS, "order_nonfinite": Fact("rank among casts that are not finite", AmaxRows.order_nonfinite)},
+            CAST_FUNCTIONS,
+        ),
+        "would": (CAST_FACTS, CAST_FUNCTIONS),
+        "parameters": (PARAMETER_FACTS, _SERIES),
+        "layers": (LAYER_FACTS, MappingProxyType({})),
     }
 )
 """Kind of rows that a rule may be `over` -> its names and functions. Names of "run" are written with "run." first."""

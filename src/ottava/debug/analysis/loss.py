@@ -21,6 +21,7 @@ _SPIKE = 6.0  # standard deviations
 _BEFORE = 5  # losses before a jump
 _RISE = 0.02  # of the lowest loss: a smaller rise is no divergence
 _RISE_NOISE = 4.0
+_ONSET = 1 / 3
 
 
 def robust_z(value: float, earlier: Iterable[float]) -> float:
@@ -115,6 +116,25 @@ class LossCurve:
         under = np.flatnonzero(~above)
         start = int(under[-1]) + 1 if len(under) else 0
         return float(self.steps[start]) if start > lowest else math.inf
+
+    @cached_property
+    def onset(self) -> float:
+        """The first step whose loss is not finite or far above all earlier ones; inf without one.
+
+        Far is a third of the lowest loss so far and five times the usual change from step to step until then.
+        """
+        low, changes, last = math.inf, list[float](), math.nan
+        for step, loss in zip(self.steps, self.loss, strict=True):
+            if not math.isfinite(loss):
+                if math.isfinite(last):
+                    return float(step)
+                continue
+            usual = float(np.median(changes)) if len(changes) > 2 else 0.0
+            if math.isfinite(low) and loss > low + max(_ONSET * abs(low), 5 * usual):
+                return float(step)
+            changes += [abs(loss - last)] if math.isfinite(last) else []
+            low, last = min(low, loss), loss
+        return math.inf
 
     @property
     def diverged(self) -> str:

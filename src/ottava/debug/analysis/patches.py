@@ -18,7 +18,7 @@ from ottava.debug.analysis.rows import Context, RunRows
 from ottava.debug.analysis.rules import Remedy
 from ottava.debug.layer_names import end_blocks, layer_index
 from ottava.debug.run.schema import SYMBOLS
-from ottava.recipe import CELL_OF, GEMMS, RECIPES, TENSORS
+from ottava.recipe import CELL_OF, GEMMS, HISTORY_FIELDS, RECIPES, TENSORS, Recipe, get_recipe
 
 _LISTS_LAYERS = re.compile(r"\$\{(pattern|quoted|regex|names)\}")
 _SPELLED_OUT = 3  # more layers than this become patterns
@@ -76,21 +76,25 @@ def render(
         id, layers, tensor, recipe: those of the finding. No layers: the patch is for all layers, or the remedy's own.
     """
     all_layers = list(dict.fromkeys(context.table["layer"]))
-    if remedy.layers == "ends":
-        ends = end_blocks(all_layers) or ()
-        layers = [layer for layer in all_layers if layer_index(layer) in ends]
-        globs = _blocks(layers)
-    else:
-        globs = patterns(layers, all_layers) if layers else ["*"]
+    layers, globs = target_layers(remedy, context, layers)
     gemms = [CELL_OF[tensor, d][0] for d in ("row", "col")] if tensor in TENSORS else GEMMS
     names = list(layers) or ["every layer"]
     predicted = recipe if recipe in RECIPES and RECIPES[recipe].predicted else "delayed"
+    own = context.recipes.get(recipe, get_recipe(_registered(recipe)))
+    spec = next((s for t in TENSORS for s in own.cells(t) if s is not None and s.predicted), None)
+    spec = RECIPES[predicted].fprop.lhs if spec is None else spec
+    length = getattr(spec, "amax_history_len", 16)
     values = {
         "id": re.sub(r"\W", "_", id.lower()),
         "symbol": SYMBOLS.get(tensor, "all operands"),
         "recipe": _registered(recipe),
         "predicted": predicted,
-        "margin": str(getattr(RECIPES[predicted].fprop.lhs, "margin", 0) + 1),
+        "margin": str(getattr(spec, "margin", 0) + 1),
+        "history": ""
+        if length == getattr(RECIPES[predicted].fprop.lhs, "amax_history_len", 16)
+        else f", amax_history_len={length}",
+        "original": written(own),
+        "first": next(iter(layers), "LAYER"),
         "gemms": ", ".join(gemms),
         "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
         "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
@@ -109,10 +113,43 @@ def render(
     return {"text": text, "cost": remedy.cost, "rung": remedy.rung, "patch": patch, "notes": _notes(remedy, context)}
 
 
+def target_layers(remedy: Remedy, context: Context, layers: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    """The layers that a remedy changes, and patterns for them: the finding's, all without any, or the remedy's own."""
+    all_layers = list(dict.fromkeys(context.table["layer"]))
+    if remedy.layers == "ends":
+        ends = end_blocks(all_layers) or ()
+        layers = [layer for layer in all_layers if layer_index(layer) in ends]
+        return layers, _blocks(layers)
+    return layers, patterns(layers, all_layers) if layers else ["*"]
+
+
+def written(recipe: Recipe) -> str:
+    """The recipe as an expression; "recipe" if only its own code can write it.
+
+    Example:
+        >>> written(get_recipe("delayed", margin=2)), written(get_recipe("bf16").override("*", "mxfp8"))
+        ("ottava.get_recipe('delayed', margin=2)", 'recipe')
+    """
+    registered = RECIPES.get(recipe.name)
+    if registered == recipe:
+        return f'ottava.get_recipe("{recipe.name}")'
+    if registered is None or not registered.predicted:
+        return "recipe"
+    spec = next(s for t in TENSORS for s in recipe.cells(t) if s is not None and s.predicted)
+    usual = next(s for t in TENSORS for s in registered.cells(t) if s is not None and s.predicted)
+    history = {n: getattr(spec, n) for n in HISTORY_FIELDS if getattr(spec, n) != getattr(usual, n)}
+    settings = "".join(f", {name}={value!r}" for name, value in history.items())
+    plain = all(isinstance(value, (int, str)) for value in history.values())
+    same = plain and get_recipe(recipe.name, **history) == recipe
+    return f"ottava.get_recipe({recipe.name!r}{settings})" if same else "recipe"
+
+
 def _fill(template: str, values: dict[str, str], globs: Sequence[str]) -> str:
     lines: list[str] = []
     for line in template.rstrip().splitlines():
         each: Iterable[dict[str, str]] = [{"pattern": p} for p in globs] if "${pattern}" in line else [{}]
+        if line == "recipe = ${original}" and values["original"] == "recipe":
+            continue  # the recipe in the caller's code
         lines += [Template(line).safe_substitute(values | extra) for extra in each]
     return "\n".join(lines)
 

@@ -22,6 +22,7 @@ from ottava.debug.run.ranks import rank_spread
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
 from ottava.formats import FORMATS, Format
+from ottava.recipe import CELL_OF, RECIPES, Recipe
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,25 @@ class Context:
     """Names and functions of each kind of rows."""
     findings: int = 0
     """Numeric findings so far."""
+    first_finding: float = math.inf
+    """Their first step."""
 
     @cached_property
     def table(self) -> Table:
-        """Full looks at real casts, and at the casts of the first simulated recipe; other recipes are what-ifs.
-        Routers that are only simulated are left out."""
+        """Full looks at real casts; if nothing is cast, those at the casts of the first simulated recipe. Other recipes
+        are what-ifs, and `simulated` has the layers that stay in BF16 on purpose."""
+        real = self._looks["source"] != "hook"
+        return self._looks.take(np.flatnonzero(real)) if real.any() else self._looks
+
+    @cached_property
+    def simulated(self) -> Table:
+        """Full looks at simulated casts beside real ones."""
+        real = self._looks["source"] != "hook"
+        return self._looks.take(np.flatnonzero(~real if real.any() else np.zeros(len(real), dtype=bool)))
+
+    @cached_property
+    def _looks(self) -> Table:
+        """Full looks without those of other simulated recipes, and of routers that are only simulated."""
         table = self.run.table()
         names = zip(table["layer"], table["source"], strict=True)
         table = table.take(np.flatnonzero([not only_simulated(*name) for name in names]))
@@ -61,6 +76,22 @@ class Context:
         if first is None or not len(table):
             return table
         return table.take(np.flatnonzero((table["source"] != "hook") | (table["recipe"] == first)))
+
+    @cached_property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """The recipes of the run by name: as recorded, or registered ones."""
+        found = dict(RECIPES)
+        for name, values in (self.run.manifest.get("recipes") or {}).items():
+            try:
+                found[str(name)] = Recipe.from_dict(values)
+            except (TypeError, ValueError, KeyError):
+                continue  # of another version
+        return found
+
+    @cached_property
+    def twin_casts(self) -> bool:
+        """Whether the baseline casts, so that it is no BF16 twin."""
+        return self.baseline is not None and bool((self.baseline.table()["source"] != "hook").any())
 
     @cached_property
     def loss(self) -> LossCurve:
@@ -184,6 +215,16 @@ class CastRows(AnyRows):
         """One series per cast."""
         yield from self.index.values()
 
+    def window(self, row: int) -> float:
+        """The length of the amax history behind the scale of a row; inf if unknown."""
+        slot = self.slots[row]
+        recipe = self.context.recipes.get(slot.recipe)
+        if recipe is None or (slot.tensor, slot.direction) not in CELL_OF:
+            return math.inf
+        gemm, side = CELL_OF[slot.tensor, slot.direction]
+        spec = getattr(getattr(recipe.for_layer(slot.layer), gemm), side)
+        return math.inf if spec is None else float(spec.amax_history_len)
+
     def positions(self) -> Values:
         """ "first", "inner" or "last" by block number; the LM head is "last"."""
         layers = self.table["layer"]
@@ -287,7 +328,7 @@ class EventRows(AnyRows):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.events = context.run.events
+        self.events = [*context.run.events, *(e for e in context.run.training if e.get("kind") == "mode")]
 
     @property
     def count(self) -> int:

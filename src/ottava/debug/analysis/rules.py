@@ -7,6 +7,7 @@ replaces a shipped rule with the same id.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -91,6 +92,8 @@ class Remedy(Section):
     text: str
     patch: Mapping[Annotated[str, _one_of(*FRAMEWORKS)], str]
     notes: tuple[Note, ...] = ()
+    change: Mapping[str, Any] = Field(default_factory=dict)
+    """What the patch for ottava does to a recipe, see `patches.changed`; empty: nothing."""
     layers: Annotated[str, _one_of("finding", "ends")] = "finding"
     """The layers to change: the finding's, or those of the first and the last block."""
 
@@ -100,7 +103,7 @@ class Rule(Section):
 
     id: str
     title: str
-    stage: Annotated[str, _one_of("bug", "config", "numeric")]
+    stage: Annotated[str, _one_of("bug", "data", "config", "numeric", "training")]
     when: When
     cause: str
     refute_by: str
@@ -186,9 +189,7 @@ def load_rules(extra: Path | str | None = None) -> Rulebook:
     Raises:
         RulesError: the file cannot be read, or has a mistake.
     """
-    shipped = resources.files("ottava.debug.analysis").joinpath("rules.yaml")
-    sections = _Sections()
-    sections.add("rules.yaml", shipped.read_text(encoding="utf-8"))
+    sections = _shipped().copy()
     if extra is not None:
         try:
             text = read_text(Path(extra), most=MAX_YAML_BYTES)
@@ -197,6 +198,14 @@ def load_rules(extra: Path | str | None = None) -> Rulebook:
             raise RulesError(f"{extra}: cannot be read ({why}); give a YAML file of rules") from error
         sections.add(str(extra), text)
     return sections.book()
+
+
+@functools.cache
+def _shipped() -> _Sections:
+    shipped = resources.files("ottava.debug.analysis").joinpath("rules.yaml")
+    sections = _Sections()
+    sections.add("rules.yaml", shipped.read_text(encoding="utf-8"))
+    return sections
 
 
 _T = TypeVar("_T", bound=Section)
@@ -212,6 +221,13 @@ class _Sections:
         self.triage: dict[str, TriageNode] = {}
         self.rules: dict[str, Rule] = {}
         self.places: dict[str, str] = {}
+
+    def copy(self) -> _Sections:
+        """The same entries, to which a file may add."""
+        other = _Sections()
+        for name, table in vars(self).items():
+            setattr(other, name, dict(table))
+        return other
 
     def add(self, file: str, text: str) -> None:
         try:

@@ -20,7 +20,18 @@ import pyarrow as pa
 
 from ottava.debug.layer_names import layer_kind
 from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged, read_part
-from ottava.debug.run.schema import EVENTS, IDENTITY, MANIFEST, REPORTED, STATS, STEPS, RunError, SlotKey, read_manifest
+from ottava.debug.run.schema import (
+    EVENTS,
+    IDENTITY,
+    MANIFEST,
+    REPORTED,
+    STATS,
+    STEPS,
+    TRAINING,
+    RunError,
+    SlotKey,
+    read_manifest,
+)
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.tally import Tallies, Tally, row_of
 from ottava.errors import unknown_name
@@ -208,6 +219,11 @@ class Run:
     def events(self) -> list[dict[str, Any]]:
         """Lines of events.jsonl."""
         return list(_lines(self.path / EVENTS))
+
+    @cached_property
+    def training(self) -> list[dict[str, Any]]:
+        """Lines of training.jsonl."""
+        return list(_lines(self.path / TRAINING))
 
     @cached_property
     def ranks(self) -> list[int]:

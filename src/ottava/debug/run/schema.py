@@ -4,6 +4,7 @@
     RUN/stats/part-RANK-K.parquet   a row per step x cast x rank: the fields of `Tally` and of `SlotKey`
     RUN/steps.jsonl           a line per optimizer step: step, and loss, grad_norm, lr, tokens, seconds if known
     RUN/events.jsonl          a line per event: triggers, dumps, fallbacks, warnings
+    RUN/training.jsonl        a line per look: the update of each parameter; and a line per mode of the forward
     RUN/dumps/*.safetensors   dumped tensors
 
 The files store sums that merge exactly, not statistics. Any tool reads them:
@@ -27,6 +28,7 @@ from ottava.untrusted import UntrustedError, misfit, parse_json, read_text
 
 SCHEMA_VERSION = 1
 MANIFEST, STEPS, EVENTS, STATS, DUMPS = "watch.json", "steps.jsonl", "events.jsonl", "stats", "dumps"
+TRAINING = "training.jsonl"
 
 MANIFEST_SHAPE: Mapping[str, Any] = MappingProxyType(
     {

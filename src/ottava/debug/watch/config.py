@@ -194,6 +194,8 @@ class WatchConfig(Section):
     dump: DumpConfig = Field(default_factory=DumpConfig)
     sinks: Sinks = ()
     """Places besides the run folder: "terminal", "tensorboard", "wandb", "trackio", see `sinks`."""
+    batches: bool = True
+    """Hash the inputs and labels of every batch, so that `compare` can tell whether two runs saw the same data."""
     compiled: Literal["warn", "eager"] = "warn"
     """Compiled code calls no hooks. "warn": warn about layers that are not seen. "eager": run steps with a full look
     uncompiled, which may change their last bits."""

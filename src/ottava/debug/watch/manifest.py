@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+import weakref
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import nn
 
 from ottava.debug.watch.doors import DoorTap
 from ottava.debug.watch.modules import ModuleTap
+from ottava.recipe import Recipe
 
 
 def start_of_run(world_size: int) -> dict[str, Any]:
     """Versions, command, time and host."""
     cuda = torch.cuda.is_available()
     return {
+        "ended": "",  # until `close` says why
         "versions": {
             "ottava": importlib.metadata.version("ottava"),
             "torch": torch.__version__,
@@ -40,11 +45,23 @@ def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
         for name, ref in doors.expected().items()
     ]
     layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]
+    layers = [{**layer, "before": modules.before.get(layer["name"], "")} for layer in layers]
     skipped = [{"name": x["name"], "why": x.get("why") or "never ran"} for x in layers if not x["seen"]]
     return {
         "layers": layers,
         "coverage": {"linear": len(layers), "seen": len(layers) - len(skipped), "skipped": skipped},
+        "recipes": {recipe.name: recipe.to_dict() for recipe in recipes_of(doors.layers.values())},
     }
+
+
+def recipes_of(layers: Iterable[weakref.ref[nn.Module]]) -> list[Recipe]:
+    """The recipes of ottava layers as they were given, overrides included; of several with one name the first."""
+    found: dict[str, Recipe] = {}
+    for ref in layers:
+        recipe = getattr(ref(), "recipe", None)
+        if isinstance(recipe, Recipe):
+            found.setdefault(recipe.name, recipe)
+    return list(found.values())
 
 
 def _facts(layer: Any) -> dict[str, Any]:

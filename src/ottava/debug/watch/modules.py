@@ -29,7 +29,7 @@ from ottava.debug.watch.adapters import Adapter, Part, adapter_of
 from ottava.debug.watch.functional import GATHERED, FunctionalTap, Origin, Owner, owns_a_matrix, weights_of_gemms
 from ottava.debug.watch.hooks import GlobalHooks
 from ottava.debug.watch.names import ModuleNames
-from ottava.debug.watch.operands import autocast_dtype, edges_to, plain, repeats_a_forward, unobserved, whole
+from ottava.debug.watch.operands import autocast_dtype, edges_to, made_by, plain, repeats_a_forward, unobserved, whole
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 
 See = Callable[..., None]
@@ -125,6 +125,8 @@ class ModuleTap:
         self._owners: dict[int, Owner] = {}
         self._functional = FunctionalTap(self._took)
         self._looked_back = False
+        self.before: dict[str, str] = {}
+        """Layer -> the operation that made its input."""
         self._hooks = GlobalHooks(self._before, self._after, self._left)
         self._period = 0
         self._looks = 0
@@ -285,6 +287,8 @@ class ModuleTap:
         if torch.compiler.is_compiling():
             return
         site = self._sites.get(id(module))
+        if site is not None and not self.before.get(site[1]) and args and isinstance(args[0], Tensor):
+            self.before[site[1]] = made_by(args[0])
         if site is None or site[0]() is not module or not self._counts(module, site):
             return
         _, name, adapter = site

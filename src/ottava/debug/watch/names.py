@@ -101,6 +101,17 @@ class ModuleNames:
         self._holders[id(parameter)] = (weakref.ref(parameter), *place)
         return best
 
+    def parameter(self, parameter: Tensor) -> str:
+        """The full name of a parameter; its shape if it is unknown."""
+        holder = self.holder(parameter)
+        if holder is None:
+            return f"parameter {list(parameter.shape)}"
+        return f"{holder[1]}.{holder[2]}" if holder[1] else holder[2]
+
+    def roots(self) -> Iterator[nn.Module]:
+        """The models."""
+        return (alive for root, _ in self._roots if (alive := root()) is not None)
+
     def compiled(self) -> Iterator[nn.Module]:
         """Modules that are known to run as compiled code."""
         for root, _ in self._roots:

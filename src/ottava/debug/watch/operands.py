@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ _HIGH_PRECISION_INSIDE = MappingProxyType({"WeightWithDynamicFloat8CastTensor": 
 """Tensor classes that quantize themselves -> the attribute with the tensor before the cast."""
 _EDGE_SEARCH = 64
 """Largest number of nodes to search in one layer's graph."""
+_MADE_SEARCH = 8
 
 
 def repeats_a_forward() -> bool:
@@ -110,3 +112,36 @@ def edges_to(target: Tensor, output: Tensor, inputs: tuple[Tensor, ...] = ()) ->
                 yield node, index
             else:
                 waiting.append(following)
+
+
+_PLUMBING = re.compile(
+    "(ToCopy|T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Unsqueeze|Squeeze|Expand|Slice|Split|SplitWithSizes"
+    "|Chunk|Alias|Clone|Index|Cat|NativeDropout|BernoulliScalar)"
+)
+"""Operations to look behind for the one that made the numbers."""
+
+
+def made_by(x: Tensor) -> str:
+    """The operation that made an operand, from the graph: "gelu", "silu * linear", "native_layer_norm"; "" if unknown.
+
+    Example:
+        >>> made_by(torch.nn.functional.gelu(torch.ones(2, 2, requires_grad=True)).view(4))
+        'gelu'
+    """
+    node, name = x.grad_fn, ""
+    for _ in range(_MADE_SEARCH):
+        if node is None:
+            return ""
+        name = _operation(node)
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if not _PLUMBING.fullmatch(name) or not inputs:
+            break
+        node = inputs[0]
+    factors = [_operation(following) for following, _ in node.next_functions if following is not None] if node else []
+    words = [re.sub(r"(?<!^)(?=[A-Z])", "_", word).lower() for word in [name, *factors]]
+    gate = next((word for word in words[1:] if word in ("silu", "gelu", "sigmoid", "relu")), "")
+    return f"{gate} * gate" if words[0] == "mul" and gate else "" if words[0].startswith("accumulate") else words[0]
+
+
+def _operation(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", str(node.name()).rpartition("::")[2])

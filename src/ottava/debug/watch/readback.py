@@ -7,10 +7,14 @@ step. A copy into pinned memory is queued like a kernel instead; an event behind
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.tally import Tallies
+from ottava.debug.watch.training import Updates
 
 
 class Reading(Protocol):
@@ -25,6 +29,32 @@ class Reading(Protocol):
         Raises:
             RuntimeError: the device failed before the copy.
         """
+
+
+class Amaxes(NamedTuple):
+    """The amaxes of one step."""
+
+    step: int
+    keys: Sequence[SlotKey]
+    amax: Sequence[float]
+    scale_inv: Sequence[float]
+    """NaN where a cast has more than one scale."""
+
+
+class Ended(NamedTuple):
+    """A step that has ended, but whose numbers may not have arrived yet."""
+
+    step: int
+    numbers: dict[str, float]
+    tallies: Tallies[SlotKey]
+    keys: Sequence[SlotKey]
+    """Casts of the amaxes."""
+    reading: Reading
+    """Amaxes, scales, and the loss of each micro-batch."""
+    looked: bool
+    training: tuple[str, ...] = ()
+    """Names of the numbers of the training."""
+    updates: Updates | None = None
 
 
 Read = Callable[[Sequence[Tensor]], Reading]

@@ -5,7 +5,7 @@ checks the triggers, and attaches or removes hooks for the next step. A step wit
 hooks that note amaxes. A watch takes part in no collective: every rank writes its own files.
 
 Between looks the watch never waits for a GPU. It copies loss and amaxes to the host and reads them when they have
-arrived, perhaps steps later, under the number of their own step (`_Ended`). On a CPU they arrive at once.
+arrived, perhaps steps later, under the number of their own step (`Ended`). On a CPU they arrive at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import MANIFEST, SlotKey
@@ -42,9 +46,10 @@ from ottava.debug.watch.interventions import Interventions
 from ottava.debug.watch.loss import LossTap
 from ottava.debug.watch.manifest import coverage, start_of_run
 from ottava.debug.watch.modules import ModuleTap
-from ottava.debug.watch.readback import Read, Reading, read_back
+from ottava.debug.watch.readback import Amaxes, Ended, Read, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
+from ottava.debug.watch.training import TrainingTap
 from ottava.errors import need
 from ottava.settings import ConfigError
 
@@ -97,29 +102,6 @@ def watch(
     return Watch(model, path, WatchConfig.load(config, **settings), step=step, append=append)
 
 
-class _Amaxes(NamedTuple):
-    """The amaxes of one step."""
-
-    step: int
-    keys: Sequence[SlotKey]
-    amax: Sequence[float]
-    scale_inv: Sequence[float]
-    """NaN where a cast has more than one scale."""
-
-
-class _Ended(NamedTuple):
-    """A step that has ended, but whose numbers may not have arrived yet."""
-
-    step: int
-    numbers: dict[str, float]
-    tallies: Tallies[SlotKey]
-    keys: Sequence[SlotKey]
-    """Casts of the amaxes."""
-    reading: Reading
-    """Amaxes, scales, and the loss of each micro-batch."""
-    looked: bool
-
-
 class Watch:
     """A watched run; made by `watch`. Use it as a context, or call `close` at the end.
 
@@ -165,11 +147,12 @@ class Watch:
             asked=lambda layer: matches(layer, config.layers),
             timed=self.collector.timed,
         )
-        self.losses = LossTap(self._saw_loss, self.modules.look_back)
+        self.training = TrainingTap(model, batches=config.batches, report=self._reports)
+        self.losses = LossTap(self._saw_loss, self._rooted)
         self.sinks = make_sinks(list(config.sinks), folder) if self.rank == 0 else []
         self._read = read
-        self._ended: deque[_Ended] = deque()
-        self._flight: deque[_Amaxes] = deque(maxlen=config.flight)
+        self._ended: deque[Ended] = deque()
+        self._flight: deque[Amaxes] = deque(maxlen=config.flight)
         self._loss_parts: list[Tensor] = []
         self._logged: dict[str, float] = {}
         self._active = self._paused = False
@@ -183,7 +166,10 @@ class Watch:
             self._resume(Run.open(folder))
         self._stance: Any = None
         self._closed = False
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
         self.losses.attach()
         atexit.register(self._at_exit)
         for note in config.notes:
@@ -236,18 +222,21 @@ class Watch:
             self._settle(wait=True)
             self._write()
 
-    def close(self) -> None:
-        """Removes every hook and writes the rest."""
+    def close(self, ended: str = "closed") -> None:
+        """Removes every hook and writes the rest. `ended` says why the run ended."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self.training.close()
         self.losses.detach()
         self._disarm()
         self.changes.undo()
         self._settle(wait=True)
         self._describe_run()
+        self.writer.describe(ended=ended)
         self.writer.close()
         for sink in self.sinks:
             sink.close()
@@ -256,18 +245,18 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not self._closed:
-            self._settle(wait=True)
-            self._keep_flight(f"{kind.__name__ if kind else 'error'}: {error}")
-        self.close()
+        self._end(error)
 
     def _at_exit(self) -> None:
         """Closes the watch if the process ends without `close`."""
-        error = getattr(sys, "last_value", None)
-        if error is not None and not self._closed:
-            self._settle(wait=True)
-            self._keep_flight(f"{type(error).__name__}: {error}")
-        self.close()
+        self._end(getattr(sys, "last_value", None))
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is None or self._closed:
+            return self.close()
+        self._settle(wait=True)
+        self._keep_flight(why := f"{type(error).__name__}: {error}")
+        return self.close(why)
 
     @property
     def overhead(self) -> float:
@@ -287,9 +276,26 @@ class Watch:
         self._active = True
         self._loss_parts.append(loss.detach().to(torch.float32))
 
+    def _rooted(self, root: Tensor) -> None:
+        with self.collector.timed():
+            for known in self.modules.names.roots():
+                self.training.adopt(known)
+            self.training.rooted(root)
+        self.modules.look_back(root)
+
+    def _reports(self, kind: str, **facts: Any) -> None:
+        self.writer.training(self.steps_done + 1, kind, **facts)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.training.active and not self._paused and self._is_ours(optimizer):
+            with self.collector.timed():
+                self.training.before(optimizer)
+
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._paused or not self._is_ours(optimizer):
             return
+        with self.collector.timed():
+            self.training.after(optimizer, self.modules.names.parameter)
         if self._ends_step(optimizer):
             self._stepped.clear()
             self._end_step()
@@ -335,10 +341,11 @@ class Watch:
             self.writer.event(step, "warning", text=text)
         tallies, light = self.collector.drain()
         self.dumps.looked(tallies)
-        reading = self._read([light.amax, light.scale_inv, *self._loss_parts])
+        training, updates = self.training.drain()
+        reading = self._read([light.amax, light.scale_inv, *training.values(), *self._loss_parts])
         numbers = {"seconds": entered - self._step_started} | self._logged
         self._loss_parts, self._logged = [], {}
-        self._ended.append(_Ended(step, numbers, tallies, light.keys, reading, looked))
+        self._ended.append(Ended(step, numbers, tallies, light.keys, reading, looked, tuple(training), updates))
         self._settle(wait=looked)  # after a look everything has arrived, because the tallies were waited for
         self._arm(step + 1)
         now = time.perf_counter()
@@ -356,20 +363,30 @@ class Watch:
                 self.writer.event(ended.step, "warning", text=text)
                 self.writer.step(ended.step, **ended.numbers)
                 continue
-            parts = [part for (part,) in losses]
+            training = self._saw_training(ended, losses)
+            parts = [part for (part,) in losses[len(ended.training) :]]
             of_step = statistics.fmean if self.config.loss == "mean" else math.fsum
             loss = {"loss": of_step(parts)} if parts else {}
-            numbers = loss | ended.numbers
+            numbers = training | loss | ended.numbers
             self.writer.step(ended.step, **numbers)
             self.writer.tallies(ended.step, ended.tallies)
             if ended.keys:
-                self._flight.append(_Amaxes(ended.step, ended.keys, amax, scale_inv))
+                self._flight.append(Amaxes(ended.step, ended.keys, amax, scale_inv))
             self._ask_triggers(ended, numbers.get("loss"), amax)
             if ended.looked:
                 self._looks += 1
                 self._after_look(ended.step, ended.tallies, numbers)
 
-    def _ask_triggers(self, ended: _Ended, loss: float | None, amax: Sequence[float]) -> None:
+    def _saw_training(self, ended: Ended, values: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Records the updates of a look; the numbers of the step."""
+        if ended.updates is not None:
+            flat, names = values[ended.training.index("updates")], ended.updates.names
+            columns = zip(("ratio", "still", "gradient", "weight"), range(0, len(flat), len(names)), strict=True)
+            facts = {name: [float(f"{v:.4g}") for v in flat[i : i + len(names)]] for name, i in columns}
+            self.writer.training(ended.step, "updates", parameters=list(names), **facts)
+        return self.training.finish(ended.training, values[: len(ended.training)])
+
+    def _ask_triggers(self, ended: Ended, loss: float | None, amax: Sequence[float]) -> None:
         answers: list[Trigger | None] = [] if loss is None else [self.schedule.loss(loss)]
         answers += self.schedule.tallies(ended.tallies)
         if ended.keys:
@@ -450,6 +467,8 @@ class Watch:
         self.collector.only = None if dumping else self.schedule.only(step)
         self.collector.look = self._looks
         self.collector.noting = self.config.light and step % self._light_every == 0
+        self.training.looking = self.collector.looking
+        self.training.active = self.collector.looking or self.collector.noting
         if self.collector.looking or self.collector.noting or self.changes.config:
             self.doors.attach()
             self.modules.attach()
@@ -467,5 +486,7 @@ class Watch:
         facts = {"looks": self._looks, "steps": self.steps_done}
         overhead = {"watching_s": self.collector.seconds, "total_s": time.perf_counter() - self._started}
         self.writer.describe(
-            **coverage(self.doors, self.modules), overhead={"share": self.overhead, **overhead, **facts}
+            **self.training.describe(self.modules.names.parameter),
+            **coverage(self.doors, self.modules),
+            overhead={"share": self.overhead, **overhead, **facts},
         )

@@ -1,5 +1,6 @@
 // Sums over casts, see measure.h. It makes the casts first if the caller has none.
 
+#include "channels.h"
 #include "measure.h"
 
 #ifndef OTTAVA_TYPE  // the type of x: each has its own library
@@ -103,6 +104,7 @@ void measure(const Job& job, const Library& library, Scratch* scratch, int threa
   job.sums[places[sum::n_nonfinite]] = job.extent[NOT_FINITE];
   job.extremes[extreme::amax] = job.extent[LARGEST_FINITE];
   measure_scales(job, library);
+  need(job.rows == 0 || measure_channels<T>(job, places, team));
 }
 
 // Casts a sample of rows, with the scale of the whole tensor where there is one for all of it.
@@ -138,7 +140,7 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
 template <class T>
 int run(const Job& job, const Library& library, Scratch* scratch, int threads) {
   for (int k = 0; k < extreme::COUNT; k++) job.extremes[k] = -__builtin_inf();  // of nothing
-  job.extremes[extreme::amax] = job.extremes[extreme::max_error] = job.extremes[extreme::scale_max] = 0;
+  job.extremes[extreme::amax] = job.extremes[extreme::max_error] = job.extremes[extreme::scale_max] = job.extremes[extreme::top_channel] = 0;
   try {
     if (job.codes == nullptr) cast_and_measure<T>(job, library, scratch, threads);
     else measure<T>(job, library, scratch, threads);

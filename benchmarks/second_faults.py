@@ -1,0 +1,120 @@
+"""Does `diagnose` name faults that its rules were not made for? `python benchmarks/second_faults.py --half A`.
+
+Other models than benchmarks/faults.py (GPT, Llama, ViT, Mixer, encoder-decoder, MoE) and other mechanisms. Rules may be
+tuned on half A. Half B only reports: each look at it is counted in docs/LOG.md. A verdict is right if the headline (the
+first finding; without findings the first note) names a right family of causes, the right place, and rightly blames FP8
+or not. Runs are kept in --cache, so that another diagnosis trains nothing.
+
+`--cure` applies the first remedy of each right FP8 finding, trains again and asks whether the finding is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import shutil
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from second_injections import CASES, Case
+from second_lab import run
+
+from ottava.debug.analysis.diagnose import Diagnosis, diagnose
+from ottava.debug.run.reader import Run
+
+FAMILIES: Mapping[str, str] = {
+    "N1": "token row outlier", "N3": "token row outlier", "N19": "channel", "N8": "boundary", "G1": "noisy",
+    "N4": "gradient", "N16": "gradient", "N5": "clip jump", "N6": "old_spike", "N7": "start", "N2": "growth",
+    "N10": "growth", "N14": "growth", "N9": "logits", "M1": "margin_low", "M2": "margin_high", "M3": "frozen",
+    "M4": "two_sites", "D1": "nonfinite_data", "D2": "absurd_data", "D3": "labels", "D4": "labels",
+    "F1": "nonfinite_compute", "TW": "twin", "L1": "lr", "L2": "lr", "O1": "loss_first", "L3": "vanish",
+    "L4": "adam_eps", "L5": "clip_grad", "L6": "vanish lr_zero", "L7": "double_step", "L8": "no_zero_grad",
+    "L9": "dead_units", "L10": "dead_experts", "L11": "router_fp8", "L12": "no_optimizer", "L13": "unconverted",
+    "L14": "tied", "L15": "constant_loss", "L16": "eval_mode", "L17": "eval_mode", "L18": "eval_recipe",
+    "L19": "same_batch", "L20": "labels",
+}  # fmt: skip
+"""Rule -> families of causes that its text names."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was said of a case."""
+
+    case: str
+    half: str
+    says: str
+    """right, place, wrong, silent, false alarm or quiet."""
+    rule: str
+    layer: str
+    sentence: str
+
+
+def made(case: Case, cache: Path) -> tuple[Path, Path | None]:
+    """The folders of a case's run and twin; trains what the cache lacks."""
+    source = "" if case.inject is None else inspect.getsource(case.inject)
+    key = hashlib.sha256(repr((case.name, source, sorted(case.options.items()), str(case.recipe))).encode()).hexdigest()
+    folders = []
+    for twin in (False, True) if case.with_twin else (False,):
+        folder = cache / f"{case.name.replace(' ', '-').replace(',', '')}-{key[:10]}{'-twin' if twin else ''}"
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            run(folder, case.kind, case.recipe, case.inject, twin=twin, **case.options)
+            (folder / "done").touch()
+        folders.append(folder)
+    return folders[0], folders[1] if case.with_twin else None
+
+
+def judged(case: Case, found: Diagnosis) -> Verdict:
+    """Compares a diagnosis with what the case says."""
+    notes = getattr(found, "notes", [])
+    first: Any = (found.findings or notes or [None])[0]
+    rule, layer = (first.id, ", ".join(first.layers[:3])) if first else ("", "")
+    if not case.family:
+        says = "false alarm" if found.findings else "noted" if notes else "quiet"
+    elif first is None:
+        says = "silent"
+    else:
+        blames = first.stage not in ("data", "training")
+        right = bool(set(FAMILIES.get(rule, "").split()) & set(case.family)) and blames == case.fp8
+        place = not case.place or any(case.place in name for name in (*first.layers[:2], found.sentence))
+        says = "right" if right and place else "place" if case.place and place and blames == case.fp8 else "wrong"
+    return Verdict(case.name, case.half, says, rule, layer, found.sentence)
+
+
+def main() -> int:
+    """Prints a line for each case, totals, and the rules that were said in place of others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", default="A", choices=("A", "B"))
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--cache", type=Path, default=Path("runs/second-lab"))
+    parser.add_argument("--json", type=Path, help="write verdicts here, too")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    verdicts = []
+    for case in CASES:
+        if case.half != options.half or options.only not in case.name:
+            continue
+        own, twin = made(case, options.cache)
+        found = diagnose(Run.open(own), baseline=None if twin is None else Run.open(twin))
+        verdict = judged(case, found)
+        verdicts.append(verdict)
+        print(
+            f"{verdict.says:12}{verdict.rule:5}{case.name:38}{' '.join(case.family):22}{verdict.sentence}", flush=True
+        )
+    print(json.dumps(Counter(v.says for v in verdicts)))
+    if options.json:
+        options.json.write_text(json.dumps([vars(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

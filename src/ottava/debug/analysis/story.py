@@ -1,0 +1,49 @@
+"""The cause of a finding from facts of its run: where it is, what stands before it, when it began, how it grew."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.rows import AnyRows, CastRows, Context
+from ottava.debug.analysis.training import headroom, made_by
+from ottava.debug.layer_names import layer_index
+from ottava.debug.run.schema import SYMBOLS
+
+_GREW = 2.0
+
+
+def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:
+    """The cause of a rule, and what the record says about the cast where it began."""
+    if not isinstance(rows, CastRows) or not len(index):
+        return cause
+    first = min(index, key=lambda i: (rows.table["step"][i], i))
+    slot = rows.slots[first]
+    series = rows.index[slot]
+    steps = rows.table["step"]
+    block = layer_index(slot.layer)
+    symbol = SYMBOLS.get(slot.tensor, slot.tensor)
+    facts = [f"it began in {slot.layer}.{symbol}" + (f" (block {block})" if block is not None else "")]
+    made = str(made_by(rows)[first]).replace("_", " ")
+    if slot.tensor == "input" and made:
+        facts.append(f"whose input {made} makes")
+    earlier = [int(steps[i]) for i in series if steps[i] < steps[first]]
+    since = f"at step {steps[first]}"
+    facts.append(f"{since}; the look at step {max(earlier)} was fine" if earlier else f"{since}, its first look")
+    story = ", ".join(facts[:2]) + (f", {facts[2]}" if len(facts) > 2 else "")
+    amax = np.asarray(rows.table.tallies.amax, dtype=np.float64)[series]
+    amax = amax[np.isfinite(amax) & (amax > 0)]
+    more = []
+    if len(amax) > 1 and max(amax[-1] / amax[0], amax[0] / amax[-1]) > _GREW:
+        more.append(f"its amax went from {amax[0]:.3g} to {amax[-1]:.3g}")
+    channel = float(rows.value("top_channel_pct")[first])
+    if math.isfinite(channel) and channel > 50:
+        more.append(f"one channel has {channel:.4g} % of its energy")
+    room = float(headroom(rows)[first])
+    if math.isfinite(room) and not -0.1 <= room <= 2.5:
+        more.append(
+            f"its scale puts the amax {abs(room):.1f} octaves {'above' if room < 0 else 'below'} the format's end"
+        )
+    return f"{cause}; {story}" + "".join(f"; {fact}" for fact in more)

@@ -1,0 +1,302 @@
+"""Facts about the training around the casts: when it went wrong, its batches, updates, experts and call sites.
+
+Rules over steps, parameters and layers name them; see `facts`. What a watch did not record is unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ottava.debug.analysis.conditions import Missing, Values
+from ottava.debug.analysis.rows import AnyRows, CastRows, Context
+from ottava.debug.layer_names import layer_kind, starred
+from ottava.debug.run.reader import number_of
+
+_ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "mish", "elu", "hardswish")
+_EXPERT = re.compile(r"(.*expert[^.]*)\.(\d+)(\..*)?|(.*expert.*)\.(\d+)()")
+_MOVED = 0.25  # octaves of the amax that a live scale must follow
+
+
+class ParameterRows(AnyRows):
+    """One row per parameter and measured update; one without numbers for a parameter that never had an update."""
+
+    kind = "parameters"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.about = {
+            str(p.get("name")): p for p in context.run.manifest.get("parameters") or () if isinstance(p, dict)
+        }
+        rows: list[tuple[float, str, float, float, float, float]] = []
+        for event in context.run.training:
+            if event.get("kind") == "updates":
+                columns = [event.get(name) or [] for name in ("parameters", "ratio", "still", "gradient", "weight")]
+                rows += [(float(event["step"]), str(n), *map(number_of, v)) for n, *v in zip(*columns, strict=False)]  # type: ignore[misc]
+        seen = {row[1] for row in rows}
+        rows += [(math.nan, name, *[math.nan] * 4) for name in self.about if name not in seen]  # type: ignore[misc]
+        self.rows = rows
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def number(self, index: int) -> Values:
+        """A column of the updates."""
+        return np.array([row[index] for row in self.rows], dtype=np.float64)
+
+    def word(self, name: str) -> Values:
+        """A fact of the parameter: of the manifest, or of the optimizer's settings."""
+        if not self.about:
+            raise Missing("the parameters in watch.json")
+        values = []
+        for row in self.rows:
+            about = self.about.get(row[1]) or {}
+            held = about.get("held") or {}
+            values.append(about.get(name, held.get(name, "")))
+        return np.array([str(v) if isinstance(v, (str, bool, list)) else v for v in values], dtype=object)
+
+    def held(self) -> Values:
+        """ "yes", "no", or "frozen"."""
+        words = []
+        for row in self.rows:
+            about = self.about.get(row[1]) or {}
+            words.append("yes" if about.get("held") else "no" if about.get("trains") else "frozen")
+        return np.array(words, dtype=object)
+
+    def layers(self) -> list[str]:
+        """The layer of every row."""
+        return [re.sub(r"\.(weight|bias)$", "", row[1]) for row in self.rows]
+
+    def series(self) -> Any:
+        """One series per parameter."""
+        places: dict[str, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            places.setdefault(row[1], []).append(i)
+        yield from (np.array(sorted(rows, key=lambda i: self.rows[i][0])) for rows in places.values())
+
+
+class LayerRows(AnyRows):
+    """One row per layer that the watch knows."""
+
+    kind = "layers"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        layers = context.run.manifest.get("layers") or ()
+        self.rows = [layer for layer in layers if isinstance(layer, dict) and layer.get("name")]
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def word(self, name: str) -> Values:
+        """A field of the manifest's layer, as a word."""
+        return np.array([str(layer.get(name, "")) for layer in self.rows], dtype=object)
+
+    def kinds(self) -> Values:
+        """The part of a transformer that each is."""
+        return np.array([layer_kind(str(layer["name"])) for layer in self.rows], dtype=object)
+
+    def casts(self) -> Values:
+        """Whether ottava casts the operands of each layer: "yes" or "no"."""
+        real = {slot.layer for slot in self.context.run.table().slots() if slot.source != "hook"}
+        return np.array(["yes" if str(layer["name"]) in real else "no" for layer in self.rows], dtype=object)
+
+    def siblings_cast_pct(self) -> Values:
+        """Share of the layers with the same name in other blocks that are cast [%]."""
+        names = [starred(str(layer["name"]))[0] for layer in self.rows]
+        cast = self.value("casts") == "yes"
+        groups: dict[str, list[int]] = {}
+        for i, name in enumerate(names):
+            groups.setdefault(name, []).append(i)
+        values = np.full(self.count, np.nan)
+        for members in groups.values():
+            for i in members:
+                others = [j for j in members if j != i]
+                values[i] = 100 * float(np.mean(cast[others])) if others else np.nan
+        return values
+
+    def expert_share_pct(self) -> Values:
+        """Rows of the expert's input over those of the mean expert beside it, in the later half of the looks [%]."""
+        table = self.context.run.table().where(tensor="input", direction="row")
+        steps = sorted(set(table["step"]))
+        late = set(steps[len(steps) // 2 :])
+        rows: dict[str, float] = {}
+        for layer, step, n, shape in zip(
+            table["layer"], table["step"], table.tallies.n_total, table.tallies.n_casts, strict=True
+        ):
+            if step in late and shape:
+                rows[layer] = rows.get(layer, 0.0) + float(n)
+        groups: dict[tuple[str, str], list[int]] = {}
+        for i, layer in enumerate(self.rows):
+            if match := _EXPERT.fullmatch(str(layer["name"])):
+                head, _, tail = (match[1], match[2], match[3]) if match[1] else (match[4], match[5], match[6])
+                groups.setdefault((head, tail or ""), []).append(i)
+        values = np.full(self.count, np.nan)
+        for members in groups.values():
+            counts = [rows.get(str(self.rows[i]["name"]), 0.0) for i in members]
+            if len(members) > 1 and any(counts):
+                values[members] = [100 * count * len(members) / sum(counts) for count in counts]
+        return values
+
+
+class AmaxRows(CastRows):
+    """One row per cast and step of which an amax is known, also between full looks, and also of layers in BF16."""
+
+    kind = "amaxes"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, context.run.table(phase=None))
+
+    def order_nonfinite(self) -> Values:
+        """Rank among rows with infinities or NaNs, by step and then by execution; NaN for others."""
+        bad = np.flatnonzero(np.asarray(self.table.metric("nonfinite")) > 0)
+        steps, full = self.table["step"], self.table["phase"] == "full"
+        looked = set(steps[full].tolist())
+        # a step with a full look has its casts there, in the order in which they ran
+        bad = np.array([i for i in bad if full[i] or steps[i] not in looked], dtype=int)
+        ranks = np.full(self.count, np.nan)
+        ranks[bad[np.lexsort((bad, steps[bad]))]] = np.arange(len(bad))
+        return ranks
+
+
+class WouldRows(CastRows):
+    """Simulated casts of layers that stay in BF16 beside layers that are cast."""
+
+    kind = "would"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, context.simulated)
+
+
+def made_by(rows: CastRows) -> Values:
+    """The operation that made each input: its activation, or the graph's name of it; "" if unknown."""
+    before = {str(x.get("name")): str(x.get("before") or "") for x in rows.context.run.manifest.get("layers") or ()}
+    return np.array([before.get(layer, "") for layer in rows.table["layer"]], dtype=object)
+
+
+def activated(rows: CastRows) -> Values:
+    """ "yes" if an activation function made the input."""
+    return np.array(["yes" if word.split(" *")[0] in _ACTIVATIONS else "no" for word in made_by(rows)], dtype=object)
+
+
+def headroom(rows: CastRows) -> Values:
+    """log2(largest number of the format / scaled amax): below 0 the cast clips, far above 0 it wastes octaves."""
+    top = rows.by_format(lambda fmt: fmt.max)
+    scale = np.asarray(rows.value("scale_max"), dtype=np.float64)
+    amax = np.asarray(rows.table.tallies.amax, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        octaves = np.log2(top / (amax * scale))
+    one = (rows.value("granularity") == "tensor") & np.isfinite(octaves) & (amax > 0)
+    return np.where(one, octaves, np.nan)
+
+
+def stuck(rows: CastRows) -> Values:
+    """Later looks at which a predicted scale still is what it was at a look where the amax asked for another one."""
+    scale, error = rows.value("scale_max"), rows.value("scale_error_max")
+    steps, amax = rows.table["step"], np.asarray(rows.table.tallies.amax, dtype=np.float64)
+    predicted, counts = rows.value("scaling") != "current", np.full(rows.count, np.nan)
+    for index in rows.series():
+        if not predicted[index[0]]:
+            continue
+        window, start, wrong = rows.window(int(index[0])), 0, 0
+        for k, j in enumerate(index):
+            if scale[j] != scale[index[start]]:
+                start, wrong = k, 0
+            old = [amax[i] for i in index[start:k] if steps[j] - steps[i] > window]
+            recent = [amax[i] for i in index[start:k] if steps[j] - steps[i] <= window]
+            # amaxes that left the window no longer hold a scale down
+            late = bool(old) and bool(recent) and max(recent) < max(old) * 2**-_MOVED
+            counts[j] = wrong + late
+            wrong += int(late or error[j] > 0.5)
+    return counts
+
+
+class Progress:
+    """When a run went wrong, and what else its steps tell."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def _column(self, name: str) -> Values:
+        values = self.context.run.steps.get(name)
+        if values is None or not np.isfinite(values).any():
+            raise Missing(f"{name!r} in steps.jsonl")
+        return np.asarray(values, dtype=np.float64)
+
+    @cached_property
+    def update_ratio(self) -> Values:
+        """The median matrix's update over its weight at every step: measured at looks, else by the learning rate."""
+        rows = ParameterRows(self.context)
+        shapes = {name: about.get("shape") or () for name, about in rows.about.items()}
+        by_step: dict[float, list[float]] = {}
+        for step, name, ratio, _, _, weight in rows.rows:
+            if math.isfinite(ratio) and weight > 0 and len(shapes.get(name, (0, 0))) >= 2:
+                by_step.setdefault(step, []).append(ratio)
+        if not by_step:
+            raise Missing("updates of parameters (a watch of this version records them)")
+        steps = self.context.run.steps
+        lr = steps.get("lr", np.full(len(steps["step"]), np.nan))
+        values, known, rate = [], math.nan, math.nan
+        for step, now in zip(steps["step"], lr, strict=True):
+            if float(step) in by_step:
+                known, rate = float(np.median(by_step[float(step)])), now
+            values.append(known * (now / rate if rate > 0 and now >= 0 else 1.0))
+        return np.array(values)
+
+    @cached_property
+    def clip_norm(self) -> float:
+        """The gradient norm, if it is the same in nearly every step, as clipping leaves it; inf otherwise."""
+        norms = self._column("grad_norm")
+        norms = norms[np.isfinite(norms)]
+        if len(norms) < 4 or not norms.any():
+            return math.inf
+        middle = float(np.median(norms))
+        return middle if float(np.mean(np.abs(norms - middle) <= 5e-3 * middle)) >= 0.75 else math.inf
+
+    @property
+    def loss_spread(self) -> float:
+        """(largest - smallest) / magnitude of the loss; NaN for fewer than 5 finite losses."""
+        loss = self.context.loss.loss
+        loss = loss[np.isfinite(loss)]
+        return float(np.ptp(loss) / max(abs(float(np.median(loss))), 1e-12)) if len(loss) >= 5 else math.nan
+
+    @property
+    def same_batch_pct(self) -> float:
+        """Steps whose inputs and labels are those of the step before [%]."""
+        columns = [self._column("input_hash")]
+        if "label_hash" in self.context.run.steps:
+            columns.append(self._column("label_hash"))
+        same = np.logical_and.reduce([np.diff(column) == 0 for column in columns])
+        return 100 * float(np.mean(same)) if len(same) else 0.0
+
+    @property
+    def tied_apart(self) -> str:
+        """Names of parameters that should be one and are not; "" if there are none."""
+        if "tied" not in self.context.run.manifest:
+            raise Missing("pairs of equal parameters in watch.json")
+        ties = [tie for tie in self.context.run.manifest["tied"] if isinstance(tie, Mapping) and tie.get("apart")]
+        return "; ".join(" and ".join(map(str, tie.get("names", ()))) for tie in ties)
+
+    @cached_property
+    def twin_agrees(self) -> str:
+        """Whether the BF16 twin goes wrong at the same time."""
+        loss, other = self.context.loss, self.context.baseline_loss
+        if not math.isfinite(loss.onset) or self.context.twin_casts:
+            return "no"
+        tolerance = max(2.0, 0.1 * loss.onset)
+        return "yes" if abs(loss.onset - other.onset) <= tolerance else "no"
+
+    @property
+    def loss_first(self) -> str:
+        """Whether the loss went wrong while all casts were fine, and findings about casts came later."""
+        onset, first = self.context.loss.onset, self.context.first_finding
+        if not math.isfinite(onset) or not math.isfinite(first) or first <= onset:
+            return "no"
+        return "yes" if any(onset <= step < first for step in set(self.context.table["step"])) else "no"

@@ -1,0 +1,339 @@
+"""Notes the training around the casts: each step's batch, gradient and update, and the modes of its forwards.
+
+Most trouble that is blamed on FP8 comes from data, learning rate or the loop. This tap records what tells them apart:
+
+    every step      hash and size of inputs and labels, share of ignored labels, gradient norm, learning rate, optimizer
+                    steps without a backward
+    full looks      for each parameter the update over the weight, the share of weights that did not move, the gradient
+    once            dtypes, optimizer settings, parameters that no optimizer holds, equal parameters, modes of forwards
+
+All numbers stay on their device until the step's other numbers are read.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ottava.debug.watch.operands import plain, unobserved
+from ottava.quantized_layer import quantized_layers
+
+_PRIME = 16_777_213  # fp32, in which numbers come from a GPU, holds every whole number below it
+_HASHED = 65_536  # elements of a tensor that are hashed
+_SAMPLED = 1024  # elements of a parameter whose update is measured
+_SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
+_BATCH = ("hash", "nonfinite", "amax", "square", "count")
+_CHECKED = 4  # parameters whose gradient is looked at before a backward
+_RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
+
+
+class Updates(NamedTuple):
+    """Sums over the samples of all parameters, on the device."""
+
+    names: tuple[str, ...]
+    sums: Tensor
+    """fp32 (4, parameters): update over weight; share of weights that did not move although they have a gradient;
+    rms of gradient; rms of weight."""
+
+
+class TrainingTap:
+    """Collects these numbers until `drain`.
+
+    Args:
+        model: the model; None: those that `adopt` gets.
+        batches: whether to hash inputs and labels.
+        report: gets the facts of an event.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> tap = TrainingTap(model, report=lambda kind, **facts: None)
+        >>> _ = model(torch.ones(3, 4))
+        >>> numbers, _ = tap.drain()
+        >>> tap.finish(numbers, [part.tolist() for part in numbers.values()])["input_amax"]
+        1.0
+        >>> tap.close()
+    """
+
+    def __init__(
+        self, model: nn.Module | None, *, batches: bool = True, report: Callable[..., None] = lambda kind, **facts: None
+    ) -> None:
+        self._batches, self._report = batches, report
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._handles: list[Any] = []
+        self._numbers: dict[str, Tensor] = {}
+        self._backwards = self._micro = 0
+        self._stepped_at: dict[int, int] = {}
+        self._extra_steps = 0
+        self._lr = math.nan
+        self._held: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
+        self._before: tuple[list[Tensor], Tensor] | None = None
+        self._updates: Updates | None = None
+        self._modes: set[tuple[Any, ...]] = set()
+        self._dtypes: dict[str, set[str]] = {}
+        self._equal: list[tuple[str, str]] = []
+        self.looking = self.active = False
+        """Whether the running step gets a full look; whether any step is watched."""
+        if model is not None:
+            self.adopt(model)
+
+    def adopt(self, root: nn.Module) -> None:
+        """Adds a model."""
+        if any(known() is root for known in self._roots):
+            return
+        self._roots.append(weakref.ref(root))
+        found: dict[Any, list[str]] = {}
+        for name, p in root.named_parameters(remove_duplicate=False):
+            if p.dim() == 2 and plain(p)[0] is not None:
+                sample = _samples([p])
+                if bool((sample != sample[0]).any()):
+                    found.setdefault((tuple(p.shape), tuple(sample.tolist())), []).append(name)
+        self._equal += [(group[0], other) for group in found.values() for other in group[1:]]
+        self._handles.append(root.register_forward_hook(self._forwarded, with_kwargs=True))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # --- the forward ----------------------------------------------------------------------------------------------
+
+    def _forwarded(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or not self.active:
+            return
+        trains = torch.is_grad_enabled()
+        self._note_mode(module, trains)
+        if not (trains and self._batches):
+            return
+        inputs = {f"input {i}": x for i, x in enumerate(args)} | dict(kwargs)
+        for name, x in inputs.items():
+            if isinstance(x, Tensor) and not x.requires_grad and x.numel() and x.layout == torch.strided:
+                self._dtypes.setdefault("inputs", set()).add(str(x.dtype).removeprefix("torch."))
+                self._note("label" if name in ("labels", "targets", "target") else "input", x)
+        self._micro += 1
+
+    def _note_mode(self, module: nn.Module, trains: bool) -> None:
+        """Reports each combination of modes once: whether gradients are on, `training`, and the recipe that ran."""
+        layer = next((x for x in quantized_layers(module) if x.resolved.casts), None)
+        call = None if layer is None else layer.last_call
+        recipe = "" if layer is None else "high precision" if call is None else str(call.recipe.name)
+        mode = (trains, module.training, recipe)
+        if mode in self._modes or not module._modules:
+            return
+        self._modes.add(mode)
+        kinds = {
+            type(m).__name__ for m in module.modules() if getattr(m, "p", 1.0) and type(m).__name__.startswith(_RANDOM)
+        }
+        facts = {"gradients": trains, "training": module.training, "recipe": recipe, "random": sorted(kinds)}
+        self._report("mode", **facts)
+
+    def _note(self, name: str, x: Tensor, ignore: int | None = None) -> None:
+        """Adds a tensor of the batch to its numbers: `_BATCH`, and the share of ignored labels."""
+        with unobserved(x):
+            x = x.detach()
+            flat = x.reshape(-1)
+            flat = flat[:: -(-flat.numel() // _HASHED)]
+            place = torch.arange(1, flat.numel() + 1, device=x.device)
+            if x.is_floating_point():
+                flat32 = flat.to(torch.float32)
+                whole = (flat32.view(torch.int32).to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
+                finite = x.isfinite()
+                clean = torch.where(finite, x, 0).to(torch.float32)
+                rest = [(~finite).sum(), clean.abs().amax(), clean.square().sum(), finite.sum()]
+            else:
+                whole = (flat.to(torch.int64) * place % _PRIME).sum() % _PRIME
+                rest = [torch.zeros((), device=x.device)] * 4
+            numbers = torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
+            if ignore is not None:
+                ignored = (x == ignore).sum().to(torch.float32)
+                total = torch.full_like(ignored, x.numel())
+                self._add("ignored", torch.stack([ignored, total]))
+        self._add(name, torch.cat([numbers[:1] * (self._micro + 1) % _PRIME, numbers[1:]]))
+
+    def _add(self, name: str, new: Tensor) -> None:
+        old = self._numbers.get(name)
+        if old is None or name == "ignored":
+            self._numbers[name] = new if old is None else old + new
+            return
+        joined = old + new
+        joined[0] %= _PRIME
+        joined[2] = torch.maximum(old[2], new[2])
+        self._numbers[name] = joined
+
+    # --- the backward and the step ----------------------------------------------------------------------------------
+
+    def rooted(self, root: Tensor) -> None:
+        """A backward begins at this loss."""
+        if self.looking and self._backwards in self._stepped_at.values():
+            left = [p.grad for ref, _ in [*self._held.values()][:_CHECKED] if (p := ref()) is not None]
+            found = [
+                g.detach().abs().amax().to(torch.float32) for g in left if g is not None and plain(g)[0] is not None
+            ]
+            self._numbers["kept_gradient"] = torch.stack(found).amax().reshape(1) if found else torch.zeros(1)
+        self._backwards += 1
+        if self._batches and "label" not in self._numbers:
+            for target, ignore in _labels(root):
+                self._note("label", target, ignore)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        usable = [(p, g) for p in parameters if plain(p)[0] is not None and (g := plain(p.grad)[0]) is not None]
+        with torch.no_grad():
+            if usable:
+                norms = torch._foreach_norm([g for _, g in usable])
+                joined = torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).norm().reshape(1)
+                old = self._numbers.get("grad_norm")
+                self._numbers["grad_norm"] = joined if old is None else torch.hypot(old, joined)
+            if self.looking and usable:
+                some = [p for p, _ in usable]
+                self._before = some, _samples(some)
+        self._lr = max([_lr(group) for group in optimizer.param_groups], default=math.nan)
+
+    def after(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
+        """An optimizer has stepped."""
+        if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
+            self._extra_steps += 1
+        self._stepped_at[id(optimizer)] = self._backwards
+        if self._before is None:
+            return
+        (parameters, before), self._before = self._before, None
+        with torch.no_grad():
+            self._updates = Updates(tuple(map(name_of, parameters)), _moved(parameters, before))
+        for group in optimizer.param_groups:
+            settings = {
+                k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, tuple, str, bool))
+            }
+            about = {"optimizer": type(optimizer).__name__, **settings}
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
+                kinds = sorted({str(s.dtype) for s in state.values() if isinstance(s, Tensor) and s.numel() > 1})
+                grad = "" if p.grad is None else str(p.grad.dtype)
+                self._held[id(p)] = weakref.ref(p), {**about, "gradient": grad, "state": kinds}
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> tuple[dict[str, Tensor], Updates | None]:
+        """The numbers of the step that ended, on their devices, and its updates; see `finish`."""
+        numbers, self._numbers = self._numbers, {}
+        numbers["host"] = torch.tensor([self._lr, float(self._extra_steps), float(self._micro)])
+        updates, self._updates = self._updates, None
+        if updates is not None:
+            numbers["updates"] = updates.sums.reshape(-1)
+        self._extra_steps = self._micro = 0
+        return numbers, updates
+
+    @staticmethod
+    def finish(names: Iterable[str], values: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Columns of steps.jsonl from the numbers that `drain` gave, once they were read."""
+        columns: dict[str, float] = {}
+        for name, read in zip(names, values, strict=True):
+            if name in ("input", "label"):
+                number = dict(zip(_BATCH, read, strict=True))
+                columns[f"{name}_hash"] = number["hash"]
+                columns[f"{name}_nonfinite"] = number["nonfinite"]
+                if number["count"]:
+                    columns[f"{name}_amax"] = number["amax"]
+                    columns[f"{name}_rms"] = math.sqrt(number["square"] / number["count"])
+            elif name == "ignored":
+                columns["labels_ignored_pct"] = 100 * read[0] / max(read[1], 1.0)
+            elif name == "host":
+                columns |= {"lr": float(f"{read[0]:.6g}")} if math.isfinite(read[0]) else {}
+                columns |= {"extra_steps": read[1]} if read[1] else {}
+            elif name in ("grad_norm", "kept_gradient"):
+                columns[name] = read[0]
+        return columns
+
+    def describe(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
+        """Facts of the manifest: every parameter, the dtypes, and pairs of equal parameters."""
+        parameters, seen = [], dict[int, str]()
+        for name, p in self._parameters():
+            if id(p) in seen:
+                continue
+            seen[id(p)] = name
+            held = self._held.get(id(p))
+            facts = held[1] if held is not None and held[0]() is p else None
+            kind = str(p.dtype).removeprefix("torch.")
+            trains = p.requires_grad and (facts is not None or bool(self._held))
+            parameters.append({"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts})
+        dtypes = {name: sorted(kinds) for name, kinds in self._dtypes.items()}
+        return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties()}
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for ref in self._roots:
+            if (root := ref()) is not None:
+                yield from root.named_parameters(remove_duplicate=False)
+
+    def _ties(self) -> list[dict[str, Any]]:
+        """Matrices that are one parameter, or began as equal ones: whether they still are."""
+        now = {name: p for name, p in self._parameters() if p.dim() == 2 and plain(p)[0] is not None}
+        ties = []
+        for one, other in self._equal:
+            if one in now and other in now:
+                shared = now[one] is now[other]
+                apart = not shared and bool((_samples([now[one]]) != _samples([now[other]])).any())
+                ties.append({"names": [one, other], "shared": shared, "apart": apart})
+        for ref in self._roots:
+            config = getattr(ref(), "config", None)
+            if getattr(config, "tie_word_embeddings", False) is True:
+                ends = [getattr(ref(), f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+                weights = [getattr(end, "weight", None) for end in ends]
+                if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
+                    ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
+        return ties
+
+
+def _lr(group: Mapping[str, Any]) -> float:
+    lr = group.get("lr", math.nan)
+    return math.nan if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+
+
+def _samples(parameters: Sequence[Tensor]) -> Tensor:
+    """Up to 1024 elements of each, joined, fp32; copied."""
+    parts = []
+    for p in parameters:
+        flat = plain(p)[0].reshape(-1)  # type: ignore[union-attr]
+        parts.append(flat[:: -(-flat.numel() // _SAMPLED)].to(parameters[0].device, torch.float32, copy=True))
+    return torch.cat(parts)
+
+
+def _moved(parameters: Sequence[Tensor], before: Tensor) -> Tensor:
+    """The sums of `Updates`."""
+    after = _samples(parameters)
+    gradients = _samples([p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
+    sizes = [len(range(0, p.numel(), -(-p.numel() // _SAMPLED))) for p in (plain(p)[0] for p in parameters)]  # type: ignore[union-attr]
+    count = torch.tensor(sizes, device=before.device)
+    of = torch.repeat_interleave(torch.arange(len(sizes), device=before.device), count)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros(len(sizes), device=before.device).index_add_(0, of, values.to(torch.float32))
+
+    moves = gradients != 0
+    weight, gradient = total(before.square()), total(gradients.square())
+    ratio = (total((after - before).square()) / weight.clamp_min(1e-30)).sqrt()
+    still = total((after == before) & moves) / total(moves).clamp_min(1)
+    return torch.stack([ratio, still, (gradient / count).sqrt(), (weight / count).sqrt()])
+
+
+def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None]]:
+    """The targets that losses behind a root saved, and the label that they ignore."""
+    waiting, visited = [root.grad_fn], 0
+    while waiting and visited < _SEARCH:
+        node: Any = waiting.pop(0)
+        visited += 1
+        if node is None:
+            continue
+        try:
+            target = getattr(node, "_saved_target", None)
+            if isinstance(target, Tensor):
+                ignore = getattr(node, "_saved_ignore_index", None)
+                yield target, ignore if ignore is None or ignore < 1 << 63 else ignore - (1 << 64)
+                continue
+        except RuntimeError:  # the graph was freed
+            return
+        waiting += [following for following, _ in node.next_functions]

@@ -1,0 +1,59 @@
+"""What a watch notes around the casts: batches, updates, loops and modes; and that a loop without a fault is quiet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ottava
+from ottava.debug.analysis.compare import compare
+from ottava.debug.analysis.diagnose import diagnose
+from ottava.debug.run.reader import Run
+
+
+def run(folder: Path, **fault: Any) -> Run:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))
+    model.train(not fault.get("eval"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ottava.watch(model, folder, every=2):
+        for step in range(8):
+            x, labels = torch.randn(64, 16), torch.randint(0, 4, (64,))
+            x[0, 0] = float("inf") if step == fault.get("infinity") else x[0, 0]
+            labels = torch.full_like(labels, -100) if step == fault.get("ignored") else labels
+            torch.nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            if fault.get("twice"):
+                optimizer.step()
+            if not fault.get("keep"):
+                optimizer.zero_grad()
+    return Run.open(folder)
+
+
+def test_each_fault_of_a_loop_is_noted_and_a_clean_loop_is_quiet(tmp_path: Path) -> None:
+    faults = {
+        "twice": (True, "L7"),
+        "keep": (True, "L8"),
+        "eval": (True, "L16"),
+        "infinity": (3, "D1"),
+        "ignored": (3, "D3"),
+    }
+    for name, (value, rule) in faults.items():
+        found = diagnose(run(tmp_path / name, **{name: value}))
+        assert rule in [finding.id for finding in (*found.findings[:1], *found.notes)], (name, found.sentence)
+    clean = diagnose(run(tmp_path / "clean"))
+    assert (clean.verdict, clean.notes) == ("none", [])
+
+
+def test_equal_batches_have_equal_hashes_and_others_not(tmp_path: Path) -> None:
+    one, again = run(tmp_path / "one").steps, run(tmp_path / "again").steps
+    assert one["input_hash"].tolist() == again["input_hash"].tolist()
+    assert one["label_hash"].tolist() == again["label_hash"].tolist()
+    assert len(set(one["input_hash"])) == 8
+    good, other = Run.open(tmp_path / "one"), run(tmp_path / "other", infinity=3)
+    assert compare(good, Run.open(tmp_path / "again")).data == {"step": None, "what": "", "share_pct": 0.0}
+    found = compare(good, other)
+    assert (found.data or {})["step"] == 4
+    assert found.verdict.startswith("Their inputs differ from step 4 on")
