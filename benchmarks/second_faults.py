@@ -5,7 +5,8 @@ tuned on half A. Half B only reports: each look at it is counted in docs/LOG.md.
 first finding; without findings the first note) names a right family of causes, the right place, and rightly blames FP8
 or not. Runs are kept in --cache, so that another diagnosis trains nothing.
 
-`--cure` applies the first remedy of each right FP8 finding, trains again and asks whether the finding is gone.
+`--cure` executes the patch of the first remedy of each right FP8 finding, trains again with that recipe, and asks
+whether the rule is silent about these layers then.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from second_injections import CASES, Case
 from second_lab import run
 
+import ottava
 from ottava.debug.analysis.diagnose import Diagnosis, diagnose
 from ottava.debug.run.reader import Run
 
@@ -89,17 +91,41 @@ def judged(case: Case, found: Diagnosis) -> Verdict:
     return Verdict(case.name, case.half, says, rule, layer, found.sentence)
 
 
+def cured(case: Case, found: Diagnosis, cache: Path) -> str:
+    """Trains again with the first remedy: "cured", "remains", or "no patch" if it changes no recipe."""
+    first = found.findings[0]
+    patch = next((r["patch"].get("ottava", "") for r in first.remedies), "")
+    if "recipe" not in patch:
+        return "no patch"
+
+    def remedy(lab: Any) -> Any:
+        names: dict[str, Any] = {"ottava": ottava, "model": lab.model, "recipe": lab.recipe}
+        exec(patch, names)
+        return names["recipe"]
+
+    folder = cache / f"{case.name.replace(' ', '-').replace(',', '')}-cured"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        run(folder, case.kind, case.recipe, case.inject, remedy=remedy, **case.options)
+    except Exception as error:  # a patch that does not run is a finding about the patch
+        return f"fails: {type(error).__name__}: {error}"
+    again = diagnose(Run.open(folder)).findings
+    same = [f for f in again if f.id == first.id and (not first.layers or set(f.layers) & set(first.layers))]
+    return "remains" if same else "cured"
+
+
 def main() -> int:
     """Prints a line for each case, totals, and the rules that were said in place of others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", default="A", choices=("A", "B"))
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--cache", type=Path, default=Path("runs/second-lab"))
+    parser.add_argument("--cure", action="store_true", help="train again with the first remedy")
     parser.add_argument("--json", type=Path, help="write verdicts here, too")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    verdicts = []
+    verdicts, cures = [], Counter[str]()
     for case in CASES:
         if case.half != options.half or options.only not in case.name:
             continue
@@ -110,7 +136,13 @@ def main() -> int:
         print(
             f"{verdict.says:12}{verdict.rule:5}{case.name:38}{' '.join(case.family):22}{verdict.sentence}", flush=True
         )
+        if options.cure and verdict.says == "right" and case.fp8:
+            cure = cured(case, found, options.cache)
+            cures[cure.partition(":")[0]] += 1
+            print(f"            {cure}: {found.findings[0].remedies[0]['text'] if found.findings[0].remedies else ''}")
     print(json.dumps(Counter(v.says for v in verdicts)))
+    if options.cure:
+        print(json.dumps(cures))
     if options.json:
         options.json.write_text(json.dumps([vars(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
     return 0

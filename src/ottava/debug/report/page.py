@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 
@@ -122,10 +123,13 @@ def render_report(
         "baseline": _curves(baseline) if baseline is not None else None,
         "events": events,
         "worst": [None if w is None else [w.slot, w.metric, w.value, w.level] for w in worst],
-        "start": _start(grid),
     }
     entries = diagnosis.get("findings") or []
     findings = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(entries)]
+    notes = [
+        {"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(diagnosis.get("notes") or [], 100)
+    ]
+    facts["start"] = _start(grid, findings)
     return render(
         __package__,
         "report.html.j2",
@@ -136,6 +140,7 @@ def render_report(
         diagnosis=diagnosis,
         headline=sections.headline(diagnosis),
         findings=findings,
+        notes=notes,
         questions=sections.questions(diagnosis),
         untested=sections.untested(diagnosis),
         grid=grid,
@@ -172,8 +177,14 @@ def _curves(run: Run) -> dict[str, Any]:
     return curves
 
 
-def _start(grid: Grid) -> dict[str, Any]:
-    """The selection when the page opens: the worst cell of the run, and its worst statistic."""
+def _start(grid: Grid, findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The selection when the page opens: the first evidence of the first finding; without one the worst cell."""
+    links = [item["link"] for finding in findings[:1] for item in finding["evidence"] if "metric=" in item["link"]]
+    if links:
+        asked = parse_qs(links[0][1:])
+        step = int(asked.get("step", ["0"])[0])
+        look = max((i for i, (first, _) in enumerate(grid.looks) if first <= step), default=0)
+        return {"slot": int(asked["slot"][0]), "look": look, "metric": asked["metric"][0]}
     worst = grid.worst()
     if worst is not None and worst.level > 0:
         return {"slot": worst.slot, "look": worst.look, "metric": worst.metric}

@@ -105,6 +105,7 @@ def _remedy(item: Json) -> dict[str, Any]:
         "text": str(item.get("text", "")),
         "cost": "" if cost is None else str(cost),
         "patches": patches,
+        "predicted": str(item.get("predicted") or ""),
         "notes": [str(note) for note in item.get("notes") or []],
     }
 
