@@ -25,14 +25,12 @@ def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:
     steps = rows.table["step"]
     block = layer_index(slot.layer)
     symbol = SYMBOLS.get(slot.tensor, slot.tensor)
-    facts = [f"it began in {slot.layer}.{symbol}" + (f" (block {block})" if block is not None else "")]
+    where = f"{slot.layer}.{symbol}" + (f" (block {block})" if block is not None else "")
     made = str(made_by(rows)[first]).replace("_", " ")
-    if slot.tensor == "input" and made:
-        facts.append(f"whose input {made} makes")
+    origin = f", the output of {made}" if slot.tensor == "input" and made else ""
     earlier = [int(steps[i]) for i in series if steps[i] < steps[first]]
-    since = f"at step {steps[first]}"
-    facts.append(f"{since}; the look at step {max(earlier)} was fine" if earlier else f"{since}, its first look")
-    story = ", ".join(facts[:2]) + (f", {facts[2]}" if len(facts) > 2 else "")
+    since = f"at step {steps[first]}" + (f"; step {max(earlier)} was fine" if earlier else ", its first look")
+    story = f"It began in {where}{origin}, {since}"
     amax = np.asarray(rows.table.tallies.amax, dtype=np.float64)[series]
     amax = amax[np.isfinite(amax) & (amax > 0)]
     more = []
@@ -46,4 +44,5 @@ def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:
         more.append(
             f"its scale puts the amax {abs(room):.1f} octaves {'above' if room < 0 else 'below'} the format's end"
         )
-    return f"{cause}; {story}" + "".join(f"; {fact}" for fact in more)
+    facts = "; ".join(more)
+    return f"{cause.rstrip('.')}. {story}" + (f". {facts[0].upper()}{facts[1:]}" if facts else "")
