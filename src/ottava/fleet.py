@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ottava.footprint import Memory
+from ottava.nn.convert import HEADS
 from ottava.nn.plan import Device, plan_layer
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
@@ -212,6 +213,8 @@ def _tokens(
     """Bytes of tensor parallelism with tokens split between layers: (gathered, summed, sent)."""
     held, gathered, summed = tokens // mesh.tp, 0.0, 0.0
     for layer in layers:
+        if ends and layer.name.rpartition(".")[2] in HEADS:
+            continue  # it is one of the ends
         rowwise = layer.name.rpartition(".")[2] in ROWWISE
         features = layer.out_features if rowwise else layer.in_features
         for spec in layer.resolved.cells("grad_output" if rowwise else "input"):

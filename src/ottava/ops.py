@@ -441,15 +441,15 @@ def _promised(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool,
-    accumulator: str,
-    c: Tensor | None,
+    accumulator: str = "",
+    c: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @custom_operator(
     "gemm(Tensor a, Tensor a_scale_inv, str a_spec, Tensor b, Tensor b_scale_inv, str b_spec, ScalarType out_dtype,"
-    " Tensor? bias, bool fast_accum, str accumulator, Tensor? c) -> Tensor",
+    " Tensor? bias, bool fast_accum, str accumulator='', Tensor? c=None) -> Tensor",
     _promised,
 )
 def _gemm_op(
@@ -462,8 +462,8 @@ def _gemm_op(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool,
-    accumulator: str,
-    c: Tensor | None,
+    accumulator: str = "",
+    c: Tensor | None = None,
 ) -> Tensor:
     lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
     rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)

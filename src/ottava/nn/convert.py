@@ -36,7 +36,7 @@ Filter = Callable[[str, nn.Linear], bool | str | None]
 """(full name, layer) -> True or None: convert it; False or a reason: do not. True also converts a head that is tied to
 an embedding. A layer that is no nn.Linear comes as a `nn.part.Part` with in_features, out_features, weight and bias."""
 
-_HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
+HEADS = ("lm_head", "output", "head", "embed_out", "output_projection", "score", "classifier", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
 _SMALLEST = 32
 
@@ -150,6 +150,10 @@ def convert(
         layer: Any = model.get_submodule(name)
         ours = isinstance(layer, QuantizedLayer | DotProductAttention)
         (layer if ours else _as_linear(layer)).adopt(recipe, name)
+    for name in skipped:  # a layer of ours that stays under its own recipe has a name, too: overrides go by names
+        layer = layers[name]
+        if isinstance(layer, QuantizedLayer) and not isinstance(layer, Part) and not layer.name:
+            layer.adopt(layer.recipe, name)
     if converted:
         without_fused_layers(model)
         ScalingState(model)
@@ -172,7 +176,7 @@ def default_filter(name: str, layer: nn.Linear) -> str | None:
         ('output head: sensitive, and its input feeds the loss directly', None)
     """
     parts = name.split(".")
-    if parts[-1] in _HEADS:
+    if parts[-1] in HEADS:
         return "output head: sensitive, and its input feeds the loss directly"
     if any(part.startswith("lora_") for part in parts):
         return "LoRA adapter: small, and all that is being trained"

@@ -70,8 +70,8 @@ def grow(before: Tensor, itemsize: int, step: int, group: Mapping[str, Any]) -> 
         >>> bound = torch.tensor([1.0, 0.4472], dtype=torch.float64)
         >>> for step in range(2, 102):
         ...     bound = grow(bound, 4, step, group)
-        >>> bound.round(decimals=2)                                       # 100 steps of at most 0.01 times 1.17
-        tensor([2.1300, 1.1700], dtype=torch.float64)
+        >>> bound.round(decimals=2)                                       # 100 steps of at most 0.01 times 1.16
+        tensor([2.1100, 1.1600], dtype=torch.float64)
     """
     (amax, quotient), (beta1, beta2), lr = before.tolist(), group["betas"], float(group["lr"])
     quotient = (beta1**2 / beta2 * quotient**2 + (1 - beta1) ** 2 / (1 - beta2)) ** 0.5 * _OF_STATES[itemsize]

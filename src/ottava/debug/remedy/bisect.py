@@ -213,9 +213,11 @@ class _Search:
         self.cells = {n: recipe.for_layer(n) if recipe else layer.resolved for n, layer in self.layers.items()}
         if accumulator is not None:
             self.cells = {name: cells.under(accumulator) for name, cells in self.cells.items()}
+        self.cells = {n: cells for n, cells in self.cells.items() if any(getattr(cells, g).quantized for g in GEMMS)}
+        self.layers = {name: self.layers[name] for name in self.cells}  # not a head in high precision
         self.probes: list[Probe] = []
         self.notes: list[str] = []
-        if not any(getattr(cells, gemm).quantized for cells in self.cells.values() for gemm in GEMMS):
+        if not self.cells:
             raise ValueError("bisect: this recipe quantizes no GEMM of any layer; give another one with recipe=")
 
     def run(self) -> BisectResult:
