@@ -414,6 +414,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self._states: tuple[weakref.ref[ScalingState], ...] = ()  # replaced, never changed: safe to iterate
+        self.others: tuple[weakref.ref[Any], ...] = ()
         self._lock = threading.Lock()
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self.after)
@@ -436,9 +437,17 @@ class _Steps:
         """After a step."""
         for state in self.living():
             state.after_step(optimizer)
+        for ref in self.others:
+            if (other := ref()) is not None:
+                other(optimizer)
 
 
 _STEPS = _Steps()
+
+
+def after_steps(call: Any) -> None:
+    """Calls `call` with the optimizer after every step of one and after all states, while somebody else holds it."""
+    _STEPS.others = (*(ref for ref in _STEPS.others if ref() is not None), weakref.ref(call))
 
 
 def living_states() -> list[ScalingState]:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from ottava.distributed.sharded_weight import Gathering, ShardedWeight, agree, refuse_cells
 from ottava.errors import need
 from ottava.nn.part import Part
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_weight import is_quantized_weight
+from ottava.state import after_steps
 
 
 def fully_shard(module: nn.Module | Sequence[nn.Module], **settings: Any) -> Any:
@@ -97,16 +98,15 @@ def _agree_after_steps(module: nn.Module) -> None:
     """After each step of an optimizer that holds these weights, one all-reduce tells the amaxes of all of them."""
     known = weakref.ref(module)
     for inner in module.modules():  # one all-reduce for a model, not one for each of its blocks
-        if (handle := vars(inner).pop("_agreeing", None)) is not None:
-            handle.remove()
+        vars(inner).pop("_agreeing", None)
 
-    def after(optimizer: Optimizer, *_: Any) -> None:
+    def after(optimizer: Optimizer) -> None:
         model = known()
         if model is not None:
             _agree(model, {id(p) for group in optimizer.param_groups for p in group["params"]})
 
-    handle = vars(module)["_agreeing"] = register_optimizer_step_post_hook(after)
-    weakref.finalize(module, handle.remove)
+    vars(module)["_agreeing"] = after  # it lives as long as the module does
+    after_steps(after)
 
 
 def _agree(model: nn.Module, stepped: set[int]) -> None:
