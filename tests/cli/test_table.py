@@ -81,6 +81,8 @@ def test_bad_words_are_named(folder: Path, tmp_path: Path) -> None:
         (("table", folder, "--format", "xml"), "format 'xml'"),
         (("table", folder, "--format", "parquet"), "needs a file"),
         (("table", folder, "--statistics", "cosin"), "did you mean 'cosine'"),
+        (("table", folder, "-o", tmp_path / "a.xlsx"), "format 'xlsx'"),
+        (("plot", folder, "-o", tmp_path / "no" / "a.svg"), "there is no folder"),
         (("plot", folder, "-o", tmp_path / "a.pdf"), r"\.svg or \.png"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -203,6 +203,24 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["a"]
 
 
+def test_without_a_layout_it_is_the_one_of_training(tmp_path: Path) -> None:
+    """And a layout that leaves everything in BF16 is refused: it would say FP8 and hold none."""
+    for recipe, layout in (
+        ("rowwise", "compressed-tensors-channel"),
+        ("mxfp8", "compressed-tensors-mxfp8"),
+        ("blockwise", "compressed-tensors-block"),
+        ("tensorwise", "compressed-tensors-tensor"),
+        (None, "compressed-tensors-block"),
+        ("bf16", "compressed-tensors-block"),  # a converted model that casts nothing is like one of torch
+    ):
+        report = export(trained(recipe), tmp_path / str(recipe), config={})
+        assert report.layout == layout, recipe
+        assert sum(one.cast != "bf16" for one in report.linears) == 4
+    small = Source((Weight("o.weight", torch.randn(64, 64), True),), {})
+    with pytest.raises(ExportError, match=r"leaves every weight in BF16: .*no whole blocks"):
+        export(small, tmp_path / "small", layout="fp8-block")
+
+
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Gemma2", "Phi3", "Qwen3Moe")
 
 

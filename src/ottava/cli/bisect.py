@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ottava.train.config import TrainConfig
 
 SCHEMA_VERSION = 1
-_CHECKPOINT = re.compile(r"step-(\d+)\.safetensors")
 
 
 def bisect(
@@ -60,7 +58,7 @@ def bisect(
     from ottava.debug.remedy.bisect import Probe
     from ottava.debug.remedy.bisect import bisect as search
 
-    if path.is_file() and not _CHECKPOINT.fullmatch(path.name):
+    if path.is_file() and path.parent.name != "checkpoints":
         return _operands(path, accumulator, as_json=as_json)
     checkpoint, config = _open(path)
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
@@ -85,24 +83,21 @@ def _check_target(target: str) -> Literal["gradient", "loss"]:
 
 def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
     """The checkpoint at a path, and the settings of its run."""
-    from ottava.train.checkpoint import CheckpointError, read_checkpoint
+    from ottava.train.checkpoint import CheckpointError
     from ottava.train.config import load_config
+    from ottava.train.newest import find_checkpoint
 
-    folder = path.parent.parent if path.is_file() else path
-    if not folder.is_dir():
+    folder = path.parent.parent if path.is_file() or path.parent.name == "checkpoints" else path
+    if not path.exists() or not folder.is_dir():
         raise CheckpointError(f"{path}: does not exist; needs a run folder or a checkpoint of `ottava train`")
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(
             f"{folder}: has no config.yaml, so it is no run of `ottava train`. In your "
             "own code call ottava.debug.bisect(model, batch, loss)"
         )
-    chosen = path
-    if not path.is_file():
-        steps = {int(m[1]): f for f in folder.glob("checkpoints/step-*") if (m := _CHECKPOINT.fullmatch(f.name))}
-        if not steps:
-            raise CheckpointError(f"{folder}: has no checkpoint yet; train some steps, or lower checkpoint.every")
-        chosen = steps[max(steps)]
-    return read_checkpoint(chosen), load_config(folder / "config.yaml")
+    if path == folder and not any(folder.glob("checkpoints/step-*")):
+        raise CheckpointError(f"{folder}: has no checkpoint yet; train some steps, or lower checkpoint.every")
+    return find_checkpoint(path)[0], load_config(folder / "config.yaml")
 
 
 def _load(

@@ -17,17 +17,20 @@ SCHEMA_VERSION = 1
 
 
 def export(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A run of ottava train, or a BF16 checkpoint.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     layout: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--layout",
             "-l",
             metavar="L",
             help="bf16, compressed-tensors-{block,channel,tensor,mxfp8}, fp8-block, fp8-block-ue8m0, mxfp8, modelopt.",
         ),
-    ] = "compressed-tensors-block",
+    ] = None,
     static: Annotated[bool, typer.Option("--static", help="Write scales of activations, from histories.")] = False,
     keep: Annotated[
         list[str] | None,
@@ -37,8 +40,9 @@ def export(
 ) -> int:
     """Write an FP8 checkpoint for transformers, vLLM, SGLang or TensorRT-LLM, with the codes of the trained forward.
 
-    A run of `ottava train` becomes a Llama of Hugging Face's. The report names each linear that stays in BF16 and each
-    whose codes are not those that training multiplied, with the reason.
+    Without --layout it is the first layout that holds the codes of training. A run of `ottava train` becomes a Llama
+    of Hugging Face's. The report names each linear that stays in BF16, and each whose codes are not those that
+    training multiplied, with the reason.
 
     Exit code 0; 1 if codes differ from those of training; 2 for a wrong layout or pattern; 4 for a folder that cannot
     be read.
@@ -51,9 +55,9 @@ def export(
 
 
 def _source(folder: Path) -> Source:
-    if (folder / "config.yaml").is_file():
-        from ottava.train.llama import of_run
+    from ottava.train.llama import of_run, run_of
 
+    if (run_of(folder) / "config.yaml").is_file():
         return of_run(folder)
     from ottava.serving.source import of_folder
 

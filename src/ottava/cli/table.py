@@ -44,7 +44,7 @@ def table(
     from ottava.debug.statistics import STATISTICS
     from ottava.errors import unknown_name
 
-    form = form or (out.suffix[1:] if out is not None and out.suffix[1:] in _FORMS else "text")
+    form = form or (out.suffix[1:].replace("txt", "text") if out is not None else "text")
     if form not in _FORMS:
         raise ValueError(f"--format: {unknown_name('format', form, list(_FORMS))}")
     if form == "parquet" and out is None:
@@ -55,6 +55,7 @@ def table(
     if out is not None:
         from ottava.files import replacing
 
+        _check_folder(out)
         with replacing(out) as scratch:
             scratch.write_bytes(data)
         typer.echo(f"{out}  {len(chosen):,} lines", err=True)
@@ -96,10 +97,16 @@ def plot(
     charts = [curves(tables, statistic) for statistic in _words(statistics) or CURVES]
     picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
     data = to_png(picture) if out.suffix == ".png" else picture.encode()
+    _check_folder(out)
     with replacing(out) as scratch:
         scratch.write_bytes(data)
     typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
     return 0
+
+
+def _check_folder(out: Path) -> None:
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}; make it first")
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def export(
     model: nn.Module | Path | str | Source,
     folder: Path | str,
     *,
-    layout: str = DEFAULT,
+    layout: str | None = None,
     config: Mapping[str, Any] | None = None,
     static: bool = False,
     keep: Collection[str] = (),
@@ -101,7 +101,8 @@ def export(
     Args:
         model: a model (converted by ottava or not), the folder of a BF16 checkpoint of Hugging Face's, or a `Source`.
         folder: a new or empty folder.
-        layout: a name of `serving.layouts.LAYOUTS`.
+        layout: a name of `serving.layouts.LAYOUTS`. None: the first that holds the codes of the trained forward; for a
+            model without casts compressed-tensors-block.
         config: the content of config.json; None: the model's own.
         static: write a scale of the activations of each linear, from histories of delayed scaling or of calibration.
             "modelopt" always needs them.
@@ -125,9 +126,9 @@ def export(
         ...     print(sorted(path.name for path in Path(f"{place}/out").iterdir()), report.linears[0].cast)
         ['config.json', 'export.json', 'model.safetensors'] E4M3[128x128]
     """
-    if layout not in LAYOUTS:
+    if layout is not None and layout not in LAYOUTS:
         raise ExportError(f"export: {unknown_name('layout', layout, LAYOUTS)}")
-    form, folder = LAYOUTS[layout], Path(folder)
+    folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"export: {folder} exists and is not empty; give a new folder")
     if isinstance(model, (str, Path)):
@@ -136,6 +137,7 @@ def export(
         source = model if isinstance(model, Source) else of_model(model, config)
     if config is not None:
         source = Source(source.weights, dict(config), source.files)
+    form = LAYOUTS[layout or _fitting(source)]
     static = static or form.static
     stays = _staying(source, form, keep)
     scales = _input_scales(source, stays) if static and form.spec is not None else {}
@@ -143,6 +145,9 @@ def export(
     made |= {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
     for module, pair in (kv_scales or {}).items():
         made |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
+    if form.spec is not None and all(one.cast == "bf16" for one in written):
+        reasons = "; ".join(dict.fromkeys(one.why for one in written)) or "it has no linear"
+        raise ExportError(f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take another layout")
     facts = Facts(
         ignored=[one.name for one in written if one.cast == "bf16"],
         static=static,
@@ -153,9 +158,15 @@ def export(
         tree["quantization_config"] = form.config(facts)
     nbytes = sum(tensor.nbytes for tensor in made.values())
     bf16 = sum(2 * weight.tensor.numel() for weight in source.weights)
-    report = ExportReport(str(folder), layout, tuple(written), nbytes, bf16)
+    report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
     _write(folder, source, tree, made, report, shard_bytes)
     return report
+
+
+def _fitting(source: Source) -> str:
+    casts = [weight.cast for weight in source.weights if weight.cast is not None]
+    fitting = (name for name, form in LAYOUTS.items() if form.spec is not None and any(_fits(c, form) for c in casts))
+    return next(fitting, DEFAULT)
 
 
 def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, str]:

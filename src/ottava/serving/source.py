@@ -75,7 +75,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
     """
     need("export", model, nn.Module, "a model, or the folder of a checkpoint or of a run")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
-    converted = any(isinstance(module, QuantizedLayer) for module in layers.values())
+    converted = any(isinstance(module, QuantizedLayer) and module.resolved.quantized for module in layers.values())
     own: Any = getattr(model, "config", None)
     if config is None:
         if not hasattr(own, "to_dict"):
@@ -103,13 +103,14 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
 def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -> Weight:
     stays = ""
     cast, input_scale_inv = None, None
-    if isinstance(layer, QuantizedLayer):
+    if isinstance(layer, QuantizedLayer) and converted:
         cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
         stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
     elif converted:
         stays = "it was not converted"
-    elif isinstance(layer, nn.Linear):
-        stays = default_filter(name.removesuffix(".weight"), layer) or ""
+    else:
+        linear: Any = layer
+        stays = default_filter(name.removesuffix(".weight"), linear) or ""
     return Weight(name, tensor, True, stays, cast, input_scale_inv)
 
 

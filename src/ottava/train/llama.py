@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.nn.convert import default_filter
-from ottava.quantized_layer import QuantizedLayer
+from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, rows_of_cast
 from ottava.train.checkpoint import CheckpointError, high_precision_weights
 from ottava.train.config import ModelConfig, load_config
@@ -19,17 +19,20 @@ from ottava.train.newest import find_checkpoint
 from ottava.train.optimizers import store
 
 
-def of_run(folder: Path) -> Source:
-    """The checkpoint of the newest step of a run of `ottava train`, with the casts that its last step used.
+def of_run(source: Path) -> Source:
+    """A checkpoint of a run of `ottava train`, with the casts that its last step used.
+
+    Args:
+        source: the folder of the run, for its newest checkpoint, or one of RUN/checkpoints.
 
     Raises:
         CheckpointError: the folder holds no run, or its checkpoint does not fit its settings.
     """
-    settings = folder / "config.yaml"
+    settings = run_of(source) / "config.yaml"
     if not settings.is_file():
-        raise CheckpointError(f"{folder}: has no config.yaml, so it is no run of `ottava train`")
+        raise CheckpointError(f"{source}: has no config.yaml, so it is no run of `ottava train`")
     config = load_config(settings)
-    checkpoint, _ = find_checkpoint(folder)
+    checkpoint, _ = find_checkpoint(source)
     with torch.random.fork_rng(devices=[]):
         model = ByteTransformer(config.model, config.sequence_length)
     store(model, config.build_recipe(), config.optimizer)
@@ -39,6 +42,11 @@ def of_run(folder: Path) -> Source:
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
     return as_llama(model, config.model, config.sequence_length, masters=high_precision_weights(checkpoint))
+
+
+def run_of(source: Path) -> Path:
+    """The folder of the run that a run folder, or one of its checkpoints, belongs to."""
+    return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def as_llama(
@@ -57,6 +65,7 @@ def as_llama(
     head = config.d_model // config.heads
     qkv = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
     layers = dict(model.named_modules())
+    casts = any(layer.resolved.quantized for layer in quantized_layers(model))
     own = dict(model.named_parameters()) | dict(masters or {})
 
     def plain(name: str, source: str) -> Weight:
@@ -68,7 +77,7 @@ def as_llama(
 
         def pieces(source: str, place: str, sizes: Mapping[str, int], here: str = here) -> list[Weight]:
             name = f"{here}.{source}"
-            return _pieces(layers[name], numbers(own[f"{name}.weight"]).detach(), place, sizes)
+            return _pieces(layers[name], numbers(own[f"{name}.weight"]).detach(), place, sizes, casts=casts)
 
         weights.append(plain(f"{there}.input_layernorm", f"{here}.attention.qkv_proj.norm"))
         weights += pieces("attention.qkv_proj", f"{there}.self_attn", qkv)
@@ -82,11 +91,11 @@ def as_llama(
     return Source(tuple(weights), _config(config, sequence_length))
 
 
-def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int]) -> list[Weight]:
+def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
     """The linears that one layer holds, row after row."""
     cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
     scale = input_scale_of(layer) if isinstance(layer, QuantizedLayer) else None
-    stays = "" if cast is not None else "its recipe does not cast it"
+    stays = "" if cast is not None or not casts else "its recipe does not cast it"
     weights, start = [], 0
     for name, size in sizes.items():
         rows = slice(start, start + size)

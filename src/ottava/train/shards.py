@@ -233,6 +233,10 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
 
 
 def _entries(path: Path) -> Entries:
+    if path.is_file():
+        raise CheckpointError(f"{path}: is one file already; needs the folder of a checkpoint of several processes")
+    if (path / "checkpoints").is_dir():
+        raise CheckpointError(f"{path}: is a run; name one of {path / 'checkpoints'}")
     try:
         found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors, json and files each have their own

@@ -75,6 +75,8 @@ def test_filters(run: Run) -> None:
         select(run, layers=["fc9"])
     with pytest.raises(RunError, match="no look at these tensors in steps 100:"):
         select(run, steps="100:")
+    with pytest.raises(ValueError, match="no regular expression"):
+        select(run, layers=["re:(["])
     with pytest.raises(ValueError, match="tensor 'Z'"):
         select(run, tensors=["Z"])
     for wrong in ("a:b", "9:2"):

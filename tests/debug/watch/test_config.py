@@ -124,6 +124,8 @@ def test_patterns_and_symbols() -> None:
     assert not matches("blocks.3.fc2", ("fc2",))
     assert matches("blocks.3.fc2", (r"re:^blocks\.[0-3]\.", "other"))
     assert not matches("blocks.4.fc2", (r"re:^blocks\.[0-3]\.",))
+    with pytest.raises(ConfigError, match="its first step is behind its last"):
+        WatchConfig.load({"looks": [{"ranges": [[5, 1]]}]})
     with pytest.raises(ConfigError, match="no regular expression"):
         WatchConfig(layers=["re:("])
     assert tensor_names(("X", "W", "dY", "Y", "dX", "dW")) == (

@@ -12,6 +12,7 @@ import ottava
 from ottava.debug.watch.config import Intervention
 from ottava.debug.watch.interventions import changed
 from ottava.recipe import RECIPES, get_recipe
+from ottava.settings import ConfigError
 
 
 def model(recipe: str) -> nn.Sequential:
@@ -71,6 +72,8 @@ def test_what_cannot_be_changed_is_said(tmp_path: Path, caplog: pytest.LogCaptur
         optimizer.step()
     assert "cannot change the casts of 0: they are no layers of ottava" in caplog.text
     layers = model("tensorwise")
+    with pytest.raises(ConfigError, match="'nope' matches no layer"):
+        ottava.watch(layers, tmp_path / "typo", {"interventions": [{"layers": "nope", "action": "fake"}]})
     one_sided = {"action": "fake", "tensors": ["X"], "gemms": ["fprop"]}
     with ottava.watch(layers, tmp_path / "one", {"interventions": [one_sided]}):
         pass

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import RunError, symbol
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.watch.config import matches, tensor_names
+from ottava.debug.watch.config import matches, tensor_names, usable
 from ottava.errors import unknown_name
 from ottava.pages.charts import Chart, Line
 
@@ -54,7 +54,7 @@ def select(
     if not len(table):
         raise RunError(f"{run.path}: {table.not_recorded()}")
     names = list(dict.fromkeys(table["layer"].tolist()))
-    for pattern in layers:
+    for pattern in usable(tuple(layers)):
         if not any(matches(name, (pattern,)) for name in names):
             raise RunError(f"{run.path}: {pattern!r} matches no layer; it has {', '.join(names[:8])}, ...")
     table = table.where(layer=[name for name in names if matches(name, layers)])

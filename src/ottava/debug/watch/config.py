@@ -53,7 +53,12 @@ def tensor_names(names: Iterable[str]) -> tuple[str, ...]:
     return long_names
 
 
-def _usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
+def usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The patterns, if `matches` can use them.
+
+    Raises:
+        ValueError: what follows "re:" is no regular expression.
+    """
     for pattern in patterns:
         if pattern.startswith(_REGEX):
             try:
@@ -63,7 +68,14 @@ def _usable(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(_usable)]
+def _forward(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    for first, last in ranges:
+        if first > last:
+            raise ValueError(f"[{first}, {last}] is no range of steps: its first step is behind its last")
+    return ranges
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(usable)]
 Tensors = Annotated[tuple[str, ...], BeforeValidator(_several), AfterValidator(tensor_names)]
 Recipes = Annotated[tuple[Annotated[Any, AfterValidator(_known_recipe)], ...], BeforeValidator(_several)]
 Sinks = Annotated[tuple[Any, ...], BeforeValidator(_several)]
@@ -99,7 +111,7 @@ class Period(Section):
     tensors: Tensors = ("input", "weight", "grad_output")
     every: Positive = 1
     """Every so many steps, counted from `zero`."""
-    ranges: tuple[tuple[Count, Count], ...] = ()
+    ranges: Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_forward)] = ()
     """First and last step of each range; none: every step."""
     zero: Literal[0, 1] = 0
     """The step of ours that is step 0 here. 1: TransformerEngine's iteration 0 is our first step."""

@@ -452,7 +452,8 @@ class Watch:
         self.writer.event(step, "overhead", share=self.overhead, **facts)
 
     def _check_patterns(self, names: Sequence[str]) -> None:
-        for pattern in self.config.layers:
+        chosen: tuple[Any, ...] = (*self.config.looks, *self.config.dump.periods, *self.config.interventions)
+        for pattern in (*self.config.layers, *(pattern for part in chosen for pattern in part.layers)):
             if pattern == "*" and not names:
                 self.writer.event(self.steps_done, "warning", text="the model has no layer with a GEMM")
             elif not any(matches(name, (pattern,)) for name in names):
