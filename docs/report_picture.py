@@ -1,7 +1,7 @@
 """Writes docs/report.webp, README's picture of the debugger's report: `python docs/report_picture.py RUN BASELINE`.
 
-RUN and BASELINE are folders of watched runs. README shows `runs/good-bad/bad runs/good-bad/good`, which
-`python examples/good_bad_run.py` writes. The picture shows three parts of one report: verdict, loss and heat map.
+RUN and BASELINE are folders of watched runs. README shows `runs/bad runs/good`, which the example of docs/debugging.md
+writes. The picture shows three parts of one report: verdict, loss and heat map.
 The script needs Chromium or Chrome on the PATH.
 """
 

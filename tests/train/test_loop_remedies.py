@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import curve, saved_curve, tiny
 from torch import Tensor
 
 import warm
 from ottava.debug.run.reader import Run
 from ottava.settings import ConfigError
 from ottava.train import Trainer
+
+from .test_loop import curve, saved_curve, tiny
 
 POISONED = 30
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_shards import folder_of
 
 from ottava.train.checkpoint import CheckpointError, prune, save_checkpoint
 from ottava.train.newest import find_checkpoint, newest_of_run
+
+from .test_shards import folder_of
 
 
 def test_files_and_folders_are_one_order(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,8 +139,7 @@ def convert(
     skipped = {name: _as_it_stays(layers[name], reason) for name, reason in answers.items() if reason is not None}
     converted = tuple(name for name in layers if name not in skipped)
     check_weights(recipe, {name: layers[name] for name in converted}, weights, keep_high_precision)
-    # only now, so that a filter that raises leaves the model unchanged
-    for name, (module, parts) in foreign.items():
+    for name, (module, parts) in foreign.items():  # only now: a filter that raises leaves the model unchanged
         if any(one == name or one.startswith(f"{name}." if name else "") for one in converted):
             take(module, parts)
     for name, part in model.named_modules():
@@ -150,10 +149,7 @@ def convert(
         layer: Any = model.get_submodule(name)
         ours = isinstance(layer, QuantizedLayer | DotProductAttention)
         (layer if ours else _as_linear(layer)).adopt(recipe, name)
-    for name in skipped:  # a layer of ours that stays under its own recipe has a name, too: overrides go by names
-        layer = layers[name]
-        if isinstance(layer, QuantizedLayer) and not isinstance(layer, Part) and not layer.name:
-            layer.adopt(layer.recipe, name)
+    _name(layers, skipped)
     if converted:
         without_fused_layers(model)
         ScalingState(model)
@@ -274,6 +270,14 @@ def _loss(name: str, layer: Any, recipe: Recipe, tokens: int, device: Device | N
     if predicted.taken or not (asked.fprop.quantized or asked.dgrad.quantized or asked.wgrad.quantized):
         return None
     return f"predicted {predicted.speedup:.2f} x BF16, {predicted.reason}"
+
+
+def _name(layers: Mapping[str, Any], skipped: Iterable[str]) -> None:
+    """Layers of ours that stay under their own recipe get a name, too: overrides go by names."""
+    for name in skipped:
+        layer = layers[name]
+        if isinstance(layer, QuantizedLayer) and not isinstance(layer, Part) and not layer.name:
+            layer.adopt(layer.recipe, name)
 
 
 def _as_it_stays(layer: Any, reason: str) -> str:

@@ -115,14 +115,9 @@ def opened(documents: dict[str, str]) -> str:
     return documents[""]
 
 
-def test_page_opens_at_the_worst_cell(opened: str, small_run: Run) -> None:
-    grid = Grid.of(small_run.table(), 1000)
-    worst = grid.worst()
-    assert worst is not None
-    slot = grid.slots[worst.slot]
-    step = grid.looks[worst.look][0]
-    value = number(worst.value, STATISTICS[worst.metric].unit)
-    assert element(opened, "cell").endswith(f" of {slot.layer}; step {step}; {worst.metric} {value}")
+def test_page_opens_at_the_evidence_of_its_first_finding(opened: str, small_run: Run) -> None:
+    first = diagnosis_of(LAYER, 20)["findings"][0]["evidence"][0]
+    assert f" of {first['layer']}; step {first['step']}; {first['metric']} " in element(opened, "cell")
 
 
 def test_every_picture_is_drawn_and_named(opened: str) -> None:

@@ -126,9 +126,8 @@ def render_report(
     }
     entries = diagnosis.get("findings") or []
     findings = [{"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(entries)]
-    notes = [
-        {"number": i, **sections.finding(entry, grid)} for i, entry in enumerate(diagnosis.get("notes") or [], 100)
-    ]
+    first = 100 * bool(findings)  # without findings the page opens the first note
+    notes = [{"number": i, **sections.finding(one, grid)} for i, one in enumerate(diagnosis.get("notes") or [], first)]
     facts["start"] = _start(grid, findings)
     return render(
         __package__,

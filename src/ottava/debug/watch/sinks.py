@@ -131,7 +131,8 @@ def publish(sinks: Sequence[Sink], step: int, table: Table, numbers: Mapping[str
         return
     rows = ranked(table)
     per_tensor = {f"{row.tag}/{name}": row.values[name] for row in rows for name in PER_TENSOR}
-    first = {f"train/{name}": float(value) for name, value in numbers.items()} | aggregates(table, rows)
+    shown = {name: value for name, value in numbers.items() if not name.startswith(("input_", "label"))}  # of the batch
+    first = {f"train/{name}": float(value) for name, value in shown.items()} | aggregates(table, rows)
     for sink in sinks:
         earlier = sink.tags if isinstance(sink, Limited) else ()
         chosen = {tag: per_tensor[tag] for tag in earlier if tag in per_tensor}

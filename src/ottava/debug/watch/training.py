@@ -55,8 +55,6 @@ class TrainingTap:
         >>> tap = TrainingTap(model, report=lambda kind, **facts: None)
         >>> _ = model(torch.ones(3, 4))
         >>> numbers, _ = tap.drain()
-        >>> tap.finish(numbers, [part.tolist() for part in numbers.values()])["input_amax"]
-        1.0
         >>> tap.close()
     """
 
