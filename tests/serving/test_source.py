@@ -74,6 +74,9 @@ def test_a_model_without_a_config_and_a_damaged_folder_end_in_a_sentence(tmp_pat
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(UntrustedError, match="cannot be read"):
         of_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+    with pytest.raises(UntrustedError, match="no weight_map from tensors to files"):
+        of_folder(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UntrustedError, match="no file of this folder"):
         of_folder(tmp_path)

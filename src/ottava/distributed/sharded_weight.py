@@ -1,4 +1,4 @@
-"""A weight that is sharded in BF16 or FP32, of which FSDP2 gathers FP8 codes: `ShardedWeight`.
+"""`ShardedWeight`: ranks hold shards of a weight in BF16 or FP32, and FSDP2 gathers its FP8 codes.
 
 Each rank casts its rows with the scales that the whole weight has and sends codes, a byte a number. What the layer gets
 is a weight stored as codes (`quantized_weight.QuantizedWeight`), whose bits are those of a cast after a gather in BF16.

@@ -46,7 +46,7 @@ class ColwiseParallel(TorchColwise):
         output_layouts: Shard(-1) by default.
         use_local_output: hand on this rank's tensor; False: a DTensor.
         pieces: the weights that lie below each other in a fused one, name -> rows. Each becomes a parameter
-            NAME_weight, of which every rank holds a share. None: those that the layer knows: q, k and v of a
+            NAME_weight; every rank holds a share of each. None: those that the layer knows: q, k and v of a
             MultiheadAttention, gate and up of a NormMLP.
     Raises:
         TypeError: the module is neither a linear layer nor an embedding.

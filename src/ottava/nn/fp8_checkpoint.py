@@ -113,7 +113,7 @@ def load_fp8(
         with ExitStack() as files:
             config = _config(folder)
             sizes = _granularities(config)
-            tensors = _tensors(folder, files)
+            tensors = open_tensors(folder, files)
             places = _places(model)
             stored = list(_stored(tensors, places, sizes))
             plain = _plain(tensors, places, {one.key for one in stored})
@@ -190,8 +190,12 @@ def _block(block: Any) -> Granularity:
         raise UntrustedError(f"config.json: block size {block!r}; needs two numbers such as [128, 128]") from error
 
 
-def _tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
-    """Every tensor of the folder -> the open file that holds it."""
+def open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
+    """Every tensor of a checkpoint's folder -> the open file that holds it.
+
+    Raises:
+        UntrustedError: a file is damaged, missing or outside of the folder.
+    """
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"

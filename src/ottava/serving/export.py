@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ottava.casts import quantize
 from ottava.errors import unknown_name
+from ottava.formats import E4M3
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.serving.layouts import DEFAULT, LAYOUTS, Facts, Layout
 from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model
@@ -393,4 +394,4 @@ def kv_cache_scales(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -
 
 
 def _scale(amax: float) -> float:
-    return max(amax, 1e-12) / 448.0
+    return max(amax, 1e-12) / E4M3.max

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ottava.errors import need
 from ottava.nn.convert import default_filter
+from ottava.nn.fp8_checkpoint import open_tensors
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
@@ -232,8 +234,6 @@ def of_folder(folder: Path) -> Source:
     Raises:
         UntrustedError: the folder is damaged, or quantized already.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = folder / "config.json"
     if not path.is_file():
         raise UntrustedError(
@@ -247,22 +247,12 @@ def of_folder(folder: Path) -> Source:
         raise UntrustedError(f"export: {path} is no object")
     if config.get("quantization_config"):
         raise UntrustedError(f"export: {folder} is quantized already; export the checkpoint that it was made of")
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        known = parse_json(read_text(index))
-        names = (
-            sorted(set(known["weight_map"].values())) if isinstance(known, dict) and "weight_map" in known else names
-        )
-    weights = []
-    for name in names:
-        if Path(name).name != name:
-            raise UntrustedError(f"export: {index} names {name!r}, which is no file of this folder")
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                weights += [_of_file(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UntrustedError(f"export: {folder / name} cannot be read ({error})") from error
+    try:
+        with ExitStack() as files:
+            tensors = open_tensors(folder, files)
+            weights = [_of_file(name, file.get_tensor(name)) for name, file in tensors.items()]
+    except (UntrustedError, OSError) as error:
+        raise UntrustedError(f"export: {folder} cannot be read: {error}") from error
     return Source(tuple(weights), config, other_files(folder))
 
 

@@ -274,7 +274,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
         "looks": Fact("steps with a full look", lambda c: float(len(set(c.table["step"])))),
         "coverage_pct": Fact("linear layers that were seen", _coverage),
-        "onset": Fact("first step of which the loss is wrong", lambda c: c.loss.onset),
+        "onset": Fact("first step with a wrong loss", lambda c: c.loss.onset),
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),

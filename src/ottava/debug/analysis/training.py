@@ -147,7 +147,7 @@ class LayerRows(AnyRows):
 
 
 class AmaxRows(CastRows):
-    """One row per cast and step of which an amax is known, also between full looks, and also of layers in BF16."""
+    """One row per cast and step with a known amax. Steps between full looks and layers in BF16 have rows, too."""
 
     kind = "amaxes"
 

@@ -73,7 +73,7 @@ def shards_for(
 
 
 class Sharded(TEState):
-    """A module of TransformerEngine's, of which each rank of a group may hold a shard."""
+    """A module of TransformerEngine's; each rank of a group may hold a shard of it."""
 
     def share(self, shards: Shards, mode: str | None = "column") -> None:
         """Called by a constructor that has made this rank's shard; mode: of a module that is itself a linear."""
