@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from expert_scenarios import moe
@@ -12,7 +13,7 @@ from parallel_layers_scenarios import WIDTH, grads, noise
 from parallel_scenarios import EPS, mesh_of, mlp, nearest, tensors
 from parallel_scenarios import step as plain_step
 from state_scenarios import World, same_everywhere
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -21,6 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import ottava
 from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, tensor_parallel_plan
+from ottava.distributed.styles import GatheredKeys
+from ottava.nn.rope import RotaryTable
 from ottava.quantized_tensor import QuantizedTensor
 
 
@@ -76,6 +79,47 @@ def sequences_split_over_ranks(world: World) -> None:
         for name, grad in grads(model).items():
             dist.all_reduce(grad)
             assert near(grad, references[name], 2 * bound), (recipe, name)
+
+
+def gathered_keys(world: World) -> None:
+    """Each rank's queries see the keys of all ranks before them: any mask, any backend, the numbers of one process."""
+    mesh, tokens = mesh_of(world), 32 * world.size
+    x, dy = noise(2, tokens, WIDTH), noise(2, tokens, WIDTH, seed=2)
+    rotary = ottava.nn.RotaryEmbedding(WIDTH // 4)(torch.arange(tokens))
+    mine = slice(32 * world.rank, 32 * world.rank + 32)
+    for recipe, bound in (("bf16", 4 * world.size * EPS), ("tensorwise", 0.11)):
+        for mask, window in (("causal", None), ("causal", (20, 0)), ("no_mask", None)):
+            torch.manual_seed(0)
+            own: dict[str, Any] = {"mask": mask, "window": window, "recipe": nearest(recipe), "dtype": torch.bfloat16}
+            whole = ottava.nn.TransformerLayer(WIDTH, 256, 4, kv_heads=2, **own)
+            model = parallelize_module(copy.deepcopy(whole), mesh, {"": ContextParallel(gather_keys=True)})
+            all_rows, rows = x.clone().requires_grad_(), x[:, mine].clone().requires_grad_()
+            wanted = whole(all_rows, rotary=rotary)
+            wanted.backward(dy)
+            y = model(rows, rotary=RotaryTable(rotary.cos[mine], rotary.sin[mine], rotary.interleaved))
+            y.backward(dy[:, mine])
+            assert all_rows.grad is not None
+            assert rows.grad is not None
+            assert near(y, wanted[:, mine], bound), (recipe, mask)
+            assert near(rows.grad, all_rows.grad[:, mine], bound), (recipe, mask)
+            references = grads(whole)
+            for name, grad in grads(model).items():
+                dist.all_reduce(grad)
+                assert near(grad, references[name], 2 * bound), (recipe, mask, name)
+    q = noise(2, 8, 4, 16)
+    attention = ottava.nn.DotProductAttention(window=(3, None), mask="no_mask")
+    for layer, given, match in (
+        (attention, {}, "needs mask 'causal'"),
+        (ottava.nn.DotProductAttention(), {"key_lengths": torch.tensor([3, 4])}, "no lengths"),
+    ):
+        layer.keys = GatheredKeys(mesh)
+        with pytest.raises(ValueError, match=match):
+            layer(q, q, q, **given)
+    with pytest.raises(ValueError, match="so no cache"):
+        layer(q[:, :1], q, q)
+    packed = nn.ModuleList([ottava.nn.Linear(16, 16), ottava.nn.DotProductAttention(layout="thd")])
+    with pytest.raises(ValueError, match="1 takes packed sequences"):
+        parallelize_module(packed, mesh, {"": ContextParallel(gather_keys=True)})
 
 
 def replicas_of_shards_of_split_layers(world: World) -> None:

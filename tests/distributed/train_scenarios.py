@@ -136,7 +136,23 @@ def tensor_parallelism_stays_near_one_process(world: World) -> None:
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
 
 
-LAYOUTS = ("dp", "shard", "tp", "pp")
+def sequences_stay_near_one_process(world: World) -> None:
+    """Parts of sequences with gathered keys: only attention's rounding in FP32 differs, and codes that flip by it."""
+    names = [(f"parallel.cp={world.size}", f"microbatches={world.size}", "recipe=delayed")]
+    if world.size == 4:
+        names = [(f"parallel={{cp: 2, {other}: 2}}", "microbatches=2") for other in ("dp", "shard")]
+        names += [(f"parallel={{cp: 2, {other}: 2}}", "microbatches=4") for other in ("tp", "pp")]
+    for overrides in names:
+        folder = "cp-" + overrides[0].replace("parallel", "").strip(".={}").replace(" ", "")
+        run_of(world, folder, *overrides)
+        name = "delayed" if "recipe=delayed" in overrides else "tensorwise"
+        expected, got = curve(witness(world, name)), curve(Path(world.folder, folder))
+        first = 2 * 2 * 8 * 2.0**-8 if "tp" in overrides[0] else 2.0**-20 * expected[0][1]
+        assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
+        assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
+
+
+LAYOUTS = ("dp", "shard", "tp", "pp", "cp")
 
 
 def checkpoints_of_any_shape(world: World) -> None:
@@ -395,6 +411,7 @@ QUICK: tuple[Callable[[World], None], ...] = (
 SCENARIOS: tuple[Callable[[World], None], ...] = (
     same_bits_as_one_process,
     tensor_parallelism_stays_near_one_process,
+    sequences_stay_near_one_process,
     checkpoints_of_any_shape,
     a_run_in_parts,
     all_ranks_are_on_record,

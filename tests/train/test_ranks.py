@@ -34,7 +34,7 @@ def test_sizes_that_do_not_fit_are_sentences() -> None:
     with pytest.raises(ConfigError, match=r"asks for 4 processes \(dp 2 x shard 1 x tp 2 x pp 1\), and there is one"):
         Ranks(ParallelConfig(dp=2, tp=2), CPU)
     for settings, said in (
-        (["parallel.cp=2"], "cp is 2: `ottava train` does not split that yet"),
+        (["parallel.ep=2"], "ep is 2: `ottava train` does not split that yet"),
         (["parallel.ep=2"], "ep is 2"),
         (["parallel.dp=3"], "batch_size is 16; needs a multiple of parallel.dp x parallel.shard x microbatches, which"),
         (["parallel.tp=4"], "model.kv_heads is 2; needs a multiple of parallel.tp, which is 4"),

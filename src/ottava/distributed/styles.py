@@ -12,7 +12,10 @@ Convert before or after. Layers that are not converted run in high precision. On
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -27,6 +30,7 @@ from ottava.nn.convert import convert
 from ottava.nn.cross_entropy import LinearCrossEntropy
 from ottava.nn.expert_parallel import ExpertRanks
 from ottava.nn.layer import Layer
+from ottava.nn.masks import MaskRule
 from ottava.nn.mlp import NormMLP
 from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
@@ -190,17 +194,26 @@ class ExpertParallel(ParallelStyle):
 class ContextParallel(ParallelStyle):
     """Layers whose ranks hold parts of each sequence and whole weights: casts per tensor have one scale for all of it.
 
-    Attention between them is torch's: `torch.distributed.tensor.experimental.context_parallel`. The gradients of the
-    weights are sums over ranks, which DistributedDataParallel or fully_shard makes on the mesh of data and context.
+    The gradients of the weights are sums over ranks, which DistributedDataParallel or fully_shard makes on the mesh of
+    data and context.
 
+    Args:
+        gather_keys: each attention gathers the keys and values of all ranks, and sums their gradients back onto the
+            ranks (Llama 3, arXiv 2407.21783, 3.3.2). It runs on any device, under causal masks and windows before the
+            query, too. False: attention is torch's: `torch.distributed.tensor.experimental.context_parallel`.
     Raises:
-        ValueError: no layer is ottava's.
+        ValueError: no layer is ottava's, or attention whose keys cannot be gathered.
     Edge cases: blocks, rows and predicted scales need no exchange. Layers that are split over ranks as well
-        (`ColwiseParallel`) agree with those ranks only.
+        (`ColwiseParallel`) agree with those ranks only. With gather_keys rank r holds the r-th part of each sequence,
+        and all parts have one length; give rotary embeddings the positions of this part.
 
     Example:
-        >>> plan = {"": ContextParallel()}                             # parallelize_module(model, mesh["cp"], plan)
+        >>> plan = {"": ContextParallel(gather_keys=True)}             # parallelize_module(model, mesh["cp"], plan)
     """
+
+    def __init__(self, *, gather_keys: bool = False) -> None:
+        super().__init__()
+        self.gather_keys = gather_keys
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers = quantized_layers(module)
@@ -210,7 +223,71 @@ class ContextParallel(ParallelStyle):
             if getattr(layer, "sharding", None) is None:
                 tokens = AgreedCast(device_mesh.get_group(), 0)
                 layer.quantizers.input.cast = layer.quantizers.grad_output.cast = tokens
+        for name, attention in module.named_modules() if self.gather_keys else ():
+            if isinstance(attention, DotProductAttention):
+                if attention.layout == "thd" or attention.resolved.attention is not None:
+                    raise ValueError(
+                        f"ContextParallel: {name or 'the attention'} takes packed sequences or casts to FP8; gathered "
+                        "keys need one of the layouts of four dimensions, and attention in high precision"
+                    )
+                attention.keys = GatheredKeys(device_mesh)
         return module
+
+
+class GatheredKeys:
+    """Keys and values of whole sequences, of which each rank holds a part, in the order of the ranks.
+
+    Args:
+        mesh: of one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def gather(
+        self, k: Tensor, v: Tensor, rule: MaskRule, queries: int, *, alone: bool
+    ) -> tuple[Tensor, Tensor, MaskRule]:
+        """k and v (B, G, S, D) of this rank -> those that its queries may see, and the rule for them.
+
+        Args:
+            alone: the call has no other mask and no lengths.
+        Raises:
+            ValueError: a mask that is not made here of whole sequences.
+        """
+        if not alone or rule.right not in (0, None) or (rule.right is None and rule.left is not None):
+            raise ValueError(
+                "attention with gathered keys: needs mask 'causal' (a window before the query is fine) or 'no_mask', "
+                "and no attention_mask and no lengths, which are those of a part of the sequence"
+            )
+        if k.shape[2] != queries:
+            raise ValueError(
+                f"attention with gathered keys: got {queries} queries and {k.shape[2]} keys on this rank; needs as "
+                "many, so no cache"
+            )
+        k, v = (_GatherTokens.apply(t, self.mesh.get_group()) for t in (k, v))
+        if rule.right is None:
+            return k, v, rule
+        end = (self.mesh.get_local_rank() + 1) * queries
+        return k[:, :, :end], v[:, :, :end], rule._replace(bottom_right=True)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # (B, G, S, D) -> (B, G, ranks * S, D)
+        ctx.group, part = group, part.movedim(2, 0).contiguous()
+        whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part, group=group)
+        return whole.movedim(0, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        whole = grads[0].movedim(2, 0).contiguous()
+        part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
+        dist.reduce_scatter_tensor(part, whole, group=ctx.group)
+        return part.movedim(0, 2), None
 
 
 class SplitHeads(ParallelStyle):

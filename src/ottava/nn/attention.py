@@ -114,6 +114,8 @@ class DotProductAttention(nn.Module):
         """Why no fused kernel ran."""
         self.last_shape: tuple[int, ...] = ()
         """B, H, G, Sq, Sk, D of the last call."""
+        self.keys: Any = None
+        """A `distributed.GatheredKeys` where ranks hold parts of each sequence."""
         self.adopt(get_recipe(recipe), "")
 
     def adopt(self, recipe: Recipe, name: str) -> None:
@@ -207,6 +209,9 @@ class DotProductAttention(nn.Module):
                 f"DotProductAttention: as (B, H, S, D) got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
                 "needs one B and D, k and v of one S, and heads of q that are a multiple of those of k and v"
             )
+        if self.keys is not None:
+            k, v, rule = self.keys.gather(k, v, rule, queries, alone=given is query_lengths is key_lengths is None)
+            keys = k.shape[2]
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
         fp8 = ambient().recipe_for(self.name, self.resolved).attention
         causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None

@@ -182,7 +182,7 @@ class GuardConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Processes that share the run, as torchrun starts them: dp x shard x tp x pp. Together they read one batch."""
+    """Processes that share the run, as torchrun starts them: dp x cp x shard x tp x pp. They read one batch together."""
 
     dp: Positive = 1
     """Replicas that each read a part of the batch: DistributedDataParallel, or FSDP2's replicas where `shard` is more
@@ -195,7 +195,7 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Stages of a pipeline: each holds some of the layers."""
     cp: Positive = 1
-    """Processes that share a sequence. Not built: 1."""
+    """Processes that share each sequence: every one has a part of the tokens, and gathers keys and values."""
     ep: Positive = 1
     """Processes that share experts. This model has none: 1."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
@@ -208,7 +208,12 @@ class ParallelConfig(Section):
     @property
     def processes(self) -> int:
         """How many there are."""
-        return self.dp * self.shard * self.tp * self.pp
+        return self.replicas * self.shard * self.tp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """How many processes hold the same part of the weights, and take the mean of its gradients."""
+        return self.dp * self.cp
 
     @property
     def stages(self) -> int:
@@ -217,9 +222,8 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _built(self) -> Self:
-        for name in ("cp", "ep"):
-            if (got := getattr(self, name)) > 1:
-                raise ValueError(f"{name} is {got}: `ottava train` does not split that yet; set {name}=1")
+        if self.ep > 1:
+            raise ValueError(f"ep is {self.ep}: `ottava train` does not split that yet; set ep=1")
         return self
 
 
@@ -298,7 +302,7 @@ class TrainConfig(Section):
             "batch_size": (self.batch_size, parts, "parallel.dp x parallel.shard x microbatches"),
             "model.kv_heads": (model.kv_heads, ranks.tp, "parallel.tp"),
             "model.ffn": (model.ffn, ranks.tp, "parallel.tp"),
-            "sequence_length": (self.sequence_length, ranks.tp, "parallel.tp"),
+            "sequence_length": (self.sequence_length, ranks.cp * ranks.tp, "parallel.cp x parallel.tp"),
             "microbatches": (self.microbatches, ranks.pp, "parallel.pp"),
         }
         for name, (size, parts, why) in multiples.items():
@@ -310,7 +314,7 @@ class TrainConfig(Section):
             raise ValueError("guard and auto_fallback watch one process: leave them off, or set parallel to 1 process")
         if ranks.processes > 1 and self.carry == "optimizer":
             raise ValueError("carry=optimizer needs one process, which then writes a checkpoint for --resume with any")
-        if ranks.processes > ranks.dp and self.optimizer.name == "muon":
+        if ranks.processes > ranks.replicas and self.optimizer.name == "muon":
             raise ValueError("optimizer.name=muon needs whole weights: set parallel.shard, tp and pp to 1")
         if ranks.tp > 1 and self.optimizer.weights == "fp8":
             raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: take parallel.shard")

@@ -50,7 +50,7 @@ from ottava.train.newest import newest_of_run
 from ottava.train.optimizers import make_optimizer, store
 from ottava.train.parallel import split
 from ottava.train.passes import Microbatches, Passes, Pipeline
-from ottava.train.ranks import DIMS, Ranks
+from ottava.train.ranks import SPLITS, Ranks
 from ottava.train.requirements import find_device, gather
 from ottava.train.run_folder import FollowerFolder, RunFolder, StepRecord
 from ottava.train.shards import ShardWriter, collect_shards, restore_shards
@@ -177,7 +177,8 @@ class Trainer:
             kept, folder = config.checkpoint, self.folder.checkpoints
             self._writer = ShardWriter(folder, ranks, keep=kept.keep, asynchronous=kept.asynchronous)
         if config.parallel.pp > 1:
-            shape = config.batch_size // ranks.readers // config.microbatches, config.sequence_length
+            tokens = config.sequence_length // config.parallel.cp
+            shape = config.batch_size // ranks.readers // config.microbatches, tokens
             self._passes: Passes = Pipeline(self.model, self._compute, config.microbatches, ranks, shape)
         else:
             self._passes = Microbatches(running, self._compute, config.microbatches, ranks)
@@ -420,7 +421,7 @@ class Trainer:
             **_versions(),
             "threads": str(torch.get_num_threads()),
             "device": _device_name(self.device),
-            "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in DIMS),
+            "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in SPLITS),
         }
 
     def _newest(self) -> Checkpoint | None:

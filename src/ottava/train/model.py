@@ -110,6 +110,8 @@ class ByteTransformer(nn.Module):
         self.depth, self.width = config.layers, config.d_model
         self.token_ranks = 1
         """How many processes share the tokens between layers."""
+        self.first = 0
+        """The position of this process's first token in its sequence."""
 
     def forward(self, given: Tensor, part: range | None = None) -> Tensor:
         """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256).
@@ -120,7 +122,8 @@ class ByteTransformer(nn.Module):
         """
         part = range(self.depth) if part is None else part
         length = given.shape[1] if part.start == 0 else given.shape[1] * self.token_ranks
-        rotary = RotaryTable(self.cos[:length], self.sin[:length], interleaved=False)
+        positions = slice(self.first, self.first + length)
+        rotary = RotaryTable(self.cos[positions], self.sin[positions], interleaved=False)
         x = self.embedding(given) if part.start == 0 else given  # (B, T, D)
         for index in part:
             x = getattr(self.layers, str(index))(x, rotary)  # by name: other stages of a pipeline hold the rest

@@ -1,4 +1,4 @@
-"""Splits the model of a run over its processes: stages, tensor parallelism, FSDP2 or DistributedDataParallel."""
+"""Splits the model of a run over its processes: stages, heads, sequences, FSDP2 or DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ottava.distributed import ColwiseParallel, RowwiseParallel, fully_shard
+from ottava.distributed import ColwiseParallel, ContextParallel, RowwiseParallel, fully_shard
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import ByteTransformer
 from ottava.train.ranks import Ranks
@@ -46,11 +46,14 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
         model.keep([part for _, part in parts_of(config, sizes.layers, ranks.place("pp"))])
     if config.tp > 1:
         orders = _split_layers(model, sizes, mesh["tp"])
+    if ranks.context is not None:
+        model.first = ranks.part_of_sequences * (len(model.cos) // config.cp)
+        parallelize_module(model, ranks.context, {"": ContextParallel(gather_keys=True)})
     if config.shard > 1:
-        own = mesh["dp", "shard"] if config.dp > 1 else mesh["shard"]
+        own = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
         for module in (*model.layers, model):
             fully_shard(module, mesh=own)
-    elif ranks.size == config.dp:
+    elif ranks.size == config.replicas:
         index = ranks.device.index if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=None if index is None else [index]), orders
     return model, orders

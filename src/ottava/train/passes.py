@@ -161,7 +161,7 @@ class Stage(nn.Module):
 def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
     """Divides the sum over microbatches, and takes the mean over replicas that no wrapper has taken."""
     config = ranks.config
-    replicas = config.dp if config.shard == 1 and ranks.size > config.dp else 1
+    replicas = config.replicas if config.shard == 1 and ranks.size > config.replicas else 1
     if count == replicas == 1:
         return
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
@@ -169,7 +169,7 @@ def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             own = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in own])
-            dist.all_reduce(flat, group=ranks.mesh.get_group("dp"))
+            dist.all_reduce(flat, group=ranks.mesh.get_group("replicas"))
             for gradient, total in zip(own, flat.split([one.numel() for one in own]), strict=True):
                 gradient.copy_(total.view_as(gradient))
     torch._foreach_div_(gradients, count * replicas)

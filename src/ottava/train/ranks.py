@@ -18,7 +18,8 @@ from ottava.settings import ConfigError
 from ottava.train.config import ParallelConfig
 
 T = TypeVar("T")
-DIMS = ("pp", "dp", "shard", "tp")
+SPLITS = ("pp", "dp", "cp", "shard", "tp")
+_DIMS = ("pp", "replicas", "shard", "tp")
 
 
 class RankError(RuntimeError):
@@ -42,21 +43,28 @@ class Ranks:
         self.size, self.rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
         self.config, self.device = config, device
         if self.size != config.processes:
-            split = " x ".join(f"{name} {getattr(config, name)}" for name in ("dp", "shard", "tp", "pp"))
+            split = " x ".join(f"{name} {getattr(config, name)}" for name in SPLITS)
             there = "there is one process" if self.size == 1 else f"there are {self.size} processes"
             raise ConfigError(
                 f"parallel asks for {config.processes} processes ({split}), and {there}. Set parallel.dp, for example, "
                 f"or start it with: torchrun --nproc-per-node {config.processes} -m ottava train ..."
             )
         self.mesh: DeviceMesh | None = None
+        self.context: DeviceMesh | None = None
+        """The processes that share this one's sequences, if it holds parts of them."""
         if self.size > 1:
             self.mesh = init_device_mesh(
-                device.type, tuple(getattr(config, name) for name in DIMS), mesh_dim_names=DIMS
+                device.type, tuple(getattr(config, name) for name in _DIMS), mesh_dim_names=_DIMS
             )
             store = dist.distributed_c10d._get_default_store()
             self.run = store.add(f"ottava/runs of {self.rank}", 1)  # a process may have several runs, one after another
-            self.of_stage = self.mesh["dp", "shard", "tp"]._flatten("stage").get_group()
-            for group in (*self.mesh.get_all_groups(), self.of_stage, None):
+            self.of_stage = self.mesh["replicas", "shard", "tp"]._flatten("stage").get_group()
+            groups = [*self.mesh.get_all_groups(), self.of_stage, None]
+            if config.cp > 1:
+                sizes = config.pp * config.dp, config.cp, config.shard * config.tp
+                self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("_", "cp", "__"))["cp"]
+                groups.append(self.context.get_group())
+            for group in groups:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout), group)
 
     @property
@@ -71,7 +79,12 @@ class Ranks:
     @property
     def reader(self) -> int:
         """Which part of a batch this process reads, of `readers`."""
-        return self.place("dp") * self.config.shard + self.place("shard")
+        return self.place("replicas") // self.config.cp * self.config.shard + self.place("shard")
+
+    @property
+    def part_of_sequences(self) -> int:
+        """Which part of its sequences this process reads, of `config.cp`."""
+        return self.place("replicas") % self.config.cp
 
     @property
     def readers(self) -> int:
@@ -80,7 +93,7 @@ class Ranks:
 
     def rows(self, whole: Tensor) -> Tensor:
         """This process's part of a batch."""
-        return whole.chunk(self.readers)[self.reader]
+        return whole.chunk(self.readers)[self.reader].chunk(self.config.cp, 1)[self.part_of_sequences]
 
     def together(self, make: Callable[[], T]) -> T:
         """make() in all processes; if it fails in one, it fails in all.
@@ -165,7 +178,7 @@ class Ranks:
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
         """Scales gradients with a larger norm down to that norm; returns the norm, of all shards and stages."""
         owned = [parameter for parameter in parameters if parameter.grad is not None]
-        if self.size == self.config.dp:  # every process has all gradients
+        if self.size == self.config.replicas:  # every process has all gradients
             return nn.utils.clip_grad_norm_(owned, most)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in owned:
