@@ -42,10 +42,12 @@ TINY = (
     "parallel.timeout=60",
 )
 LOW = "optimizer={weights: bf16, master: remainder, moments: bf16}"
+EXPERTS = ("model.experts=4", "recipe=blockwise")
 ALONE: dict[str, tuple[str, ...]] = {
     "tensorwise": (),
     "delayed": ("recipe=delayed",),
     "low": (LOW,),
+    "experts": EXPERTS,
 }
 """Runs of one process."""
 
@@ -150,6 +152,35 @@ def sequences_stay_near_one_process(world: World) -> None:
         first = 2 * 2 * 8 * 2.0**-8 if "tp" in overrides[0] else 2.0**-20 * expected[0][1]
         assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
+
+
+def experts_stay_near_one_process(world: World) -> None:
+    """Experts divided over replicas: the bits of one process forward; gradients of experts are summed in another order.
+
+    A checkpoint has the experts whole, and a run of other processes goes on from it.
+    """
+    names = [(f"parallel={{dp: {world.size}, ep: {world.size}}}",)]
+    if world.size == 4:
+        names += [("parallel={dp: 4, ep: 2}",), ("parallel={dp: 2, pp: 2, ep: 2}", "microbatches=2")]
+        names += [("parallel={dp: 2, cp: 2, ep: 4}", "microbatches=2")]
+    expected = curve(witness(world, "experts"))
+    for overrides in names:
+        folder = "ep-" + overrides[0].replace("parallel", "").strip(".={}").replace(" ", "")
+        trainer = run_of(world, folder, *EXPERTS, *overrides)
+        weights = [p for name, p in trainer.model.named_parameters() if "moe.up" in name]
+        assert all(local(p).shape[0] == 4 // trainer.config.parallel.ep for p in weights)
+        got = curve(Path(world.folder, folder))
+        first = 2.0**-20 * expected[0][1]
+        assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
+        assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
+    folder = "ep-parts"
+    run_of(world, folder, *EXPERTS, *names[0], steps=3)
+    one = newest_checkpoint(witness(world, "experts") / "checkpoints")[0]
+    assert one is not None
+    run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", resume=True)
+    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000006"))
+    assert all(got.tensors[name].shape == t.shape for name, t in one.tensors.items() if name.startswith("model."))
+    assert abs(curve(Path(world.folder, folder))[-1][1] - expected[-1][1]) < 0.1
 
 
 LAYOUTS = ("dp", "shard", "tp", "pp", "cp")
@@ -412,6 +443,7 @@ SCENARIOS: tuple[Callable[[World], None], ...] = (
     same_bits_as_one_process,
     tensor_parallelism_stays_near_one_process,
     sequences_stay_near_one_process,
+    experts_stay_near_one_process,
     checkpoints_of_any_shape,
     a_run_in_parts,
     all_ranks_are_on_record,

@@ -49,9 +49,10 @@ def train(
     another run, also under another recipe, and calibrates predicted scales on them. After --watch, `ottava diagnose
     RUN` and `ottava report RUN` show where FP8 hurt.
 
-    Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.shard (FSDP2), parallel.tp
-    (tensor parallelism) and parallel.pp (a pipeline), whose product is the number of processes. batch_size stays that
-    of the whole run. Each writes its part of a checkpoint, which any number of processes reads.
+    Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.cp (parts of sequences),
+    parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline), whose product is the number
+    of processes; parallel.ep divides model.experts among replicas. batch_size stays that of the whole run. Each writes
+    its part of a checkpoint, which any number of processes reads.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.cli.torchrun import joined

@@ -31,7 +31,7 @@ def absolute(path: Path | None) -> Path | None:
 
 
 class ModelConfig(Section):
-    """The Llama-style byte model; the defaults have 1,049,984 parameters."""
+    """The Llama-style byte model, or Mixtral-style with experts; the defaults have 1,049,984 parameters."""
 
     d_model: Positive = 128
     """Width of the residual stream."""
@@ -41,7 +41,12 @@ class ModelConfig(Section):
     kv_heads: Positive = 2
     """Key and value heads, each shared by heads / kv_heads query heads."""
     ffn: Positive = 384
-    """Inner width of the SwiGLU."""
+    """Inner width of the SwiGLU, or of that of each expert."""
+    experts: Annotated[int, Field(ge=0)] = 0
+    """Experts in the place of each layer's MLP; 0 for one MLP that every token runs."""
+    experts_per_token: Positive = 2
+    aux_loss: Annotated[float, Field(ge=0.0)] = 0.01
+    """Coefficient of the loss that balances the load of the experts (Switch Transformer)."""
     rope_theta: Annotated[float, Field(gt=0.0)] = 10_000.0
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
 
@@ -51,6 +56,8 @@ class ModelConfig(Section):
             raise ValueError(f"d_model {self.d_model} must be heads {self.heads} times an even number")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        if 0 < self.experts < self.experts_per_token:
+            raise ValueError(f"experts is {self.experts}; needs at least experts_per_token, {self.experts_per_token}")
         return self
 
     @property
@@ -62,7 +69,8 @@ class ModelConfig(Section):
             1049984
         """
         attention = (2 * self.heads + 2 * self.kv_heads) * (self.d_model // self.heads) * self.d_model
-        block = attention + 3 * self.ffn * self.d_model + 2 * self.d_model
+        mlp = 3 * self.ffn * self.d_model
+        block = attention + (self.experts * (mlp + self.d_model) if self.experts else mlp) + 2 * self.d_model
         return self.layers * block + self.d_model + 2 * 256 * self.d_model
 
 
@@ -182,7 +190,7 @@ class GuardConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Processes that share the run, as torchrun starts them: dp x cp x shard x tp x pp. They read one batch together."""
+    """Processes that share the run, as torchrun starts them: dp x cp x shard x tp x pp. They share one batch."""
 
     dp: Positive = 1
     """Replicas that each read a part of the batch: DistributedDataParallel, or FSDP2's replicas where `shard` is more
@@ -197,7 +205,8 @@ class ParallelConfig(Section):
     cp: Positive = 1
     """Processes that share each sequence: every one has a part of the tokens, and gathers keys and values."""
     ep: Positive = 1
-    """Processes that share experts. This model has none: 1."""
+    """How many of the replicas (dp x cp) share the experts of each layer: tokens travel to their experts, as FP8 codes
+    where the recipe allows it."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """The order of microbatches in a pipeline. interleaved gives each process two stages."""
     timeout: Annotated[float, Field(gt=0.0)] = 300.0
@@ -220,19 +229,15 @@ class ParallelConfig(Section):
         """Of the pipeline."""
         return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
 
-    @model_validator(mode="after")
-    def _built(self) -> Self:
-        if self.ep > 1:
-            raise ValueError(f"ep is {self.ep}: `ottava train` does not split that yet; set ep=1")
-        return self
-
 
 _LATER = MappingProxyType(
     {
         "": ("carry", "rewarm", "accumulator", "microbatches"),
+        "model": ("experts", "experts_per_token", "aux_loss"),
         "optimizer": ("name", "weights", "master", "moments", "stochastic_rounding", "momentum"),
     }
 )
+_DEFAULTS = MappingProxyType({"model": ModelConfig(), "optimizer": OptimizerConfig()})
 
 
 class TrainConfig(Section):
@@ -302,6 +307,8 @@ class TrainConfig(Section):
             "batch_size": (self.batch_size, parts, "parallel.dp x parallel.shard x microbatches"),
             "model.kv_heads": (model.kv_heads, ranks.tp, "parallel.tp"),
             "model.ffn": (model.ffn, ranks.tp, "parallel.tp"),
+            "parallel.dp x parallel.cp": (ranks.replicas, ranks.ep, "parallel.ep"),
+            "model.experts": (model.experts, ranks.ep, "parallel.ep"),
             "sequence_length": (self.sequence_length, ranks.cp * ranks.tp, "parallel.cp x parallel.tp"),
             "microbatches": (self.microbatches, ranks.pp, "parallel.pp"),
         }
@@ -316,6 +323,12 @@ class TrainConfig(Section):
             raise ValueError("carry=optimizer needs one process, which then writes a checkpoint for --resume with any")
         if ranks.processes > ranks.replicas and self.optimizer.name == "muon":
             raise ValueError("optimizer.name=muon needs whole weights: set parallel.shard, tp and pp to 1")
+        if ranks.ep > 1 and (not model.experts or ranks.shard * ranks.tp > 1 or self.optimizer.weights == "fp8"):
+            raise ValueError("parallel.ep needs model.experts, shard=1, tp=1, and weights that are not fp8")
+        if ranks.tp > 1 and model.experts:
+            raise ValueError("parallel.tp does not split experts: take parallel.ep")
+        if model.experts and self.optimizer.name == "muon":
+            raise ValueError("optimizer.name=muon updates matrices, and experts are stacks of them: take adamw")
         if ranks.tp > 1 and self.optimizer.weights == "fp8":
             raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: take parallel.shard")
         return self
@@ -362,7 +375,7 @@ class TrainConfig(Section):
         """
         decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "parallel", "watch"})
         for section, names in _LATER.items():
-            given, default = (decisive[section], OptimizerConfig()) if section else (decisive, TrainConfig())
+            given, default = (decisive[section], _DEFAULTS[section]) if section else (decisive, TrainConfig())
             for name in names:
                 if given[name] == getattr(default, name):
                     del given[name]

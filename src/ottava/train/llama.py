@@ -62,6 +62,8 @@ def as_llama(
         >>> [weight.name for weight in source.weights][:3]
         ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', 'model.layers.0.self_attn.q_proj.weight']
     """
+    if config.experts:
+        raise CheckpointError("this run has experts (model.experts); export writes the layers of a Llama only")
     head = config.d_model // config.heads
     qkv = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
     layers = dict(model.named_modules())

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.nn import ActivatedLinear, DotProductAttention, Linear, NormLinear, RMSNorm, RotaryEmbedding
+from ottava.nn import ActivatedLinear, DotProductAttention, Linear, MoE, NormLinear, RMSNorm, RotaryEmbedding
 from ottava.nn.rope import RotaryTable, rotate
 from ottava.train.config import ModelConfig
 
@@ -63,13 +63,29 @@ class MLP(nn.Module):
         return y
 
 
+class Experts(nn.Module):
+    """Norm and a mixture of SwiGLUs, as Mixtral has it: each token runs some of them, weighted by its router."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        router = {"normalize": True, "aux_loss": config.aux_loss}
+        sizes = config.d_model, config.ffn, config.experts, config.experts_per_token
+        self.moe = MoE(*sizes, router=router, recipe="bf16")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, D) -> (B, T, D)."""
+        y: Tensor = self.moe(self.norm(x))
+        return y
+
+
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Each norms the stream and adds its output to it."""
+    """One layer: attention, then the MLP or the experts. Each norms the stream and adds its output to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config)
 
     def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
@@ -105,7 +121,7 @@ class ByteTransformer(nn.Module):
         std = config.d_model**-0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                residual = name.endswith(("o_proj.weight", "down_proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=std / (2 * config.layers) ** 0.5 if residual else std)
         self.depth, self.width = config.layers, config.d_model
         self.token_ranks = 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ottava.nn.convert import ConversionReport, convert
 from ottava.optim import SGD, AdamW, Lion, Muon
@@ -51,7 +52,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     decay, lr = config.weight_decay, config.learning_rate
-    groups: list[Any] = [{"params": matrices, "weight_decay": decay}, {"params": gains, "weight_decay": 0.0}]
+    split, whole = ([p for p in matrices if isinstance(p, DTensor) == kind] for kind in (True, False))
+    groups: list[Any] = [{"params": kind, "weight_decay": decay} for kind in (whole, split) if kind]
+    groups.append({"params": gains, "weight_decay": 0.0})  # torch takes no group of both kinds
     if config.plain:
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
     moments: Moments = config.moments

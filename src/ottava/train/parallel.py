@@ -12,7 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ottava.distributed import ColwiseParallel, ContextParallel, RowwiseParallel, fully_shard
+from ottava.distributed import ColwiseParallel, ContextParallel, ExpertParallel, RowwiseParallel, fully_shard
+from ottava.nn import MoE
 from ottava.train.config import ModelConfig, ParallelConfig
 from ottava.train.model import ByteTransformer
 from ottava.train.ranks import Ranks
@@ -49,11 +50,13 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
     if ranks.context is not None:
         model.first = ranks.part_of_sequences * (len(model.cos) // config.cp)
         parallelize_module(model, ranks.context, {"": ContextParallel(gather_keys=True)})
+    if ranks.experts is not None:
+        parallelize_module(model, ranks.experts, dict.fromkeys(_layers_of_experts(model), ExpertParallel()))
     if config.shard > 1:
         own = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
         for module in (*model.layers, model):
             fully_shard(module, mesh=own)
-    elif ranks.size == config.replicas:
+    elif ranks.size == config.replicas and ranks.experts is None:  # DistributedDataParallel takes no split weights
         index = ranks.device.index if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=None if index is None else [index]), orders
     return model, orders
@@ -85,6 +88,10 @@ def _split_layers(model: ByteTransformer, sizes: ModelConfig, mesh: DeviceMesh) 
     present = {name for name, _ in model.named_modules()}
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in present})
     return orders
+
+
+def _layers_of_experts(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
 def _shared_out(sizes: list[int], ranks: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ottava.train.model import VOCABULARY, ByteTransformer, entropy, loss
@@ -161,18 +162,30 @@ class Stage(nn.Module):
 def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
     """Divides the sum over microbatches, and takes the mean over replicas that no wrapper has taken."""
     config = ranks.config
-    replicas = config.replicas if config.shard == 1 and ranks.size > config.replicas else 1
+    wrapped = config.shard > 1 or (ranks.size == config.replicas and ranks.experts is None)
+    replicas = 1 if wrapped else config.replicas
     if count == replicas == 1:
         return
-    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    owned = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local(gradient) for gradient in owned]
     if replicas > 1 and ranks.mesh is not None:
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            own = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in own])
-            dist.all_reduce(flat, group=ranks.mesh.get_group("replicas"))
-            for gradient, total in zip(own, flat.split([one.numel() for one in own]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        group = ranks.mesh.get_group("replicas")
+        if ranks.experts is None:
+            _add(gradients, group)
+        else:  # gradients of experts are of the tokens of all processes that share them
+            _add([gradient for gradient in owned if not isinstance(gradient, DTensor)], group)
+            _add([local(gradient) for gradient in owned if isinstance(gradient, DTensor)], ranks.copies)
     torch._foreach_div_(gradients, count * replicas)
+
+
+def _add(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sums over the processes of a group, in place."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        own = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in own])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(own, flat.split([one.numel() for one in own]), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def _mean(losses: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from ottava.train.config import ParallelConfig
 
 T = TypeVar("T")
 SPLITS = ("pp", "dp", "cp", "shard", "tp")
+"""Settings whose product is the number of processes. `ep` divides replicas, which are dp x cp."""
 _DIMS = ("pp", "replicas", "shard", "tp")
 
 
@@ -52,6 +53,8 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         self.context: DeviceMesh | None = None
         """The processes that share this one's sequences, if it holds parts of them."""
+        self.experts: DeviceMesh | None = None
+        """The processes among which its experts are divided; `copies` is the group of those that hold the same ones."""
         if self.size > 1:
             self.mesh = init_device_mesh(
                 device.type, tuple(getattr(config, name) for name in _DIMS), mesh_dim_names=_DIMS
@@ -64,6 +67,11 @@ class Ranks:
                 sizes = config.pp * config.dp, config.cp, config.shard * config.tp
                 self.context = init_device_mesh(device.type, sizes, mesh_dim_names=("_", "cp", "__"))["cp"]
                 groups.append(self.context.get_group())
+            if config.ep > 1:
+                sizes = config.pp, config.replicas // config.ep, config.ep
+                mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("_", "copies", "ep"))
+                self.experts, self.copies = mesh["ep"], mesh["copies"].get_group()
+                groups += [self.experts.get_group(), self.copies]
             for group in groups:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout), group)
 
@@ -178,7 +186,7 @@ class Ranks:
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
         """Scales gradients with a larger norm down to that norm; returns the norm, of all shards and stages."""
         owned = [parameter for parameter in parameters if parameter.grad is not None]
-        if self.size == self.config.replicas:  # every process has all gradients
+        if self.size == self.config.replicas and self.experts is None:  # every process has all gradients
             return nn.utils.clip_grad_norm_(owned, most)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in owned:
