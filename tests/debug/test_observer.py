@@ -204,7 +204,7 @@ def test_nonfinite_inputs_are_counted_and_blind_nothing() -> None:
     model = network("rowwise")
     x = data(requires_grad=False)
     x[0, 0], x[1, 1] = math.nan, math.inf
-    with ottava.debug.observe(model) as seen:
+    with ottava.debug.observe(model, detail="anatomy") as seen:
         model(x)
     row = next(r for r in seen.table() if (r["layer"], r["tensor"], r["direction"]) == ("0.up", "input", "row"))
     assert row["nonfinite"] == 2

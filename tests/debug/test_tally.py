@@ -48,7 +48,7 @@ def test_fields_are_sorted_into_sums_and_extremes() -> None:
     assert len(SUM_FIELDS) + len(EXTREME_FIELDS) == len(fields(Tally))
     assert {f.name for f in tally_fields("histogram")} <= {f.name for f in SUM_FIELDS}
     assert {*tally_fields("histogram")} | {*tally_fields("number")} == {*tally_fields()}
-    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == DETAIL_WIDTHS["blocks"]
+    assert sum(f.metadata["bins"] or 1 for f in SUM_FIELDS) == DETAIL_WIDTHS["anatomy"]
 
 
 def test_merging_has_a_zero_and_no_order_and_no_brackets() -> None:
@@ -147,13 +147,13 @@ def test_a_sum_that_a_kernel_forgets_is_an_error(monkeypatch: pytest.MonkeyPatch
     look = native_measure.Look(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.E4M3)), measure.survey(x))
     sums, extremes = SUMMED["blocks"], tuple(EXTREMES.items())
     with pytest.raises(ValueError, match=LACKS.format("native_measure")):
-        native_measure.measure([look], native_measure.Layout((("sx3", 0), *sums.items()), extremes, 9), 0)
+        native_measure.measure([look], native_measure.Layout((("sx3", 0), *sums.items()), extremes, 9, 99), 0)
     with pytest.raises(ValueError, match=r"'sx3' is a number in debug/tally\.py, but missing"):
-        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), (*extremes, ("sx3", 0)), 9), 0)
+        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), (*extremes, ("sx3", 0)), 9, 99), 0)
     with pytest.raises(ValueError, match="native_measure: extremes are amax, amin"):
-        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9), 0)
+        native_measure.measure([look], native_measure.Layout(tuple(sums.items()), extremes[::-1], 9, 99), 0)
     with pytest.raises(ValueError, match=r"'exponents' is of 8 bins in .*, but of 1024 bins in"):
-        native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9), 0)
+        native_measure.measure([look], native_measure.Layout((*(sums | {"exponents": 8}).items(),), extremes, 9, 99), 0)
     with pytest.raises(ValueError, match=LACKS.format("triton_statistics")):
         new_slot("cpu", tile_fields("numbers") | {"sx3": 0})
     monkeypatch.setattr(native_measure, "supports_measure", lambda *_: "not now")

@@ -47,7 +47,7 @@ def watch(
         int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
     ] = None,
     detail: Annotated[
-        str | None, typer.Option(metavar="D", help="Record numbers, exponents or blocks (for what-if) [blocks].")
+        str | None, typer.Option(metavar="D", help="Record numbers, exponents, blocks or anatomy (of errors) [blocks].")
     ] = None,
     sink: Annotated[
         list[str] | None, typer.Option(metavar="S", help="terminal, tensorboard, wandb, trackio; repeatable.")

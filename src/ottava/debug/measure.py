@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ottava.casts import quantize
+from ottava.debug.anatomy import anatomy
 from ottava.debug.tally import (
     DETAIL_WIDTHS,
     DETAILS,
@@ -147,9 +148,22 @@ def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
         >>> measure_all([Look(x, spec, survey(x)), Look(x, quantize(x, spec), survey(x))]).sums.shape[0]
         2
     """
+    if detail == "anatomy":
+        return _with_anatomy(looks)
     if all(native_measure.supports_measure(look.x, look.cast) is None for look in looks):
         return Packed(*native_measure.measure(looks, _layout(detail), DETAILS.index(detail)))
     return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, detail) for look in looks), strict=True)))
+
+
+def _with_anatomy(looks: Sequence[Look]) -> Packed:
+    """The tallies with every detail. Torch finds the parts of the errors, on any device."""
+    casts = [cast_of(look) for look in looks]
+    packed = measure_all([look._replace(cast=cast) for look, cast in zip(looks, casts, strict=True)])
+    first = DETAIL_WIDTHS["blocks"]
+    for sums, look, cast in zip(packed.sums, looks, casts, strict=True):
+        found = anatomy(look, cast)
+        sums[first:] = torch.cat([found[f.name].reshape(-1) for f in SUM_FIELDS if f.metadata["detail"] == "anatomy"])
+    return packed
 
 
 def cast_of(look: Look) -> QuantizedTensor:
@@ -191,7 +205,8 @@ def _walked(look: Look, detail: Detail) -> Packed:
 
 @functools.cache
 def _layout(detail: Detail) -> Layout:
-    return Layout(tuple(SUMMED[DETAILS[-1]].items()), tuple(EXTREMES.items()), DETAIL_WIDTHS[detail])
+    kernel = tuple(SUMMED["blocks"].items())
+    return Layout(kernel, tuple(EXTREMES.items()), DETAIL_WIDTHS[detail], DETAIL_WIDTHS[DETAILS[-1]])
 
 
 def _f64(value: float, like: Tensor) -> Tensor:

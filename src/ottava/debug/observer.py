@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ottava.debug.measure import measure
+from ottava.debug.measure import measure_packed
 from ottava.debug.run.schema import symbol
 from ottava.debug.statistics import STATISTICS
-from ottava.debug.tally import Tally
+from ottava.debug.tally import Detail, Tally
 from ottava.errors import need
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import is_quantized_weight
@@ -67,8 +67,11 @@ class Observation:
 
 
 @contextmanager
-def observe(model: nn.Module) -> Iterator[Observation]:
+def observe(model: nn.Module, *, detail: Detail = "blocks") -> Iterator[Observation]:
     """Collects statistics of every cast in the ottava layers of a model while the context lasts.
+
+    Args:
+        detail: "anatomy" adds the parts of each error, see `debug.anatomy`; the others leave histograms out.
 
     Edge cases: layers in high precision cast nothing and have no rows. Every cast waits for the GPU, so observe a few
     steps only. Compiled models run eagerly in the context, because compiled code calls no hooks.
@@ -83,7 +86,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         [('input', 'E4M3', 0.0), ('weight', 'E4M3', 0.0), ('grad_output', 'E5M2', 0.0)]
     """
     seen = Observation()
-    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure(x, x_q)))
+    handles = watch_doors(model, lambda key, x, x_q: seen.add(key, measure_packed(x, x_q, detail=detail).tally()))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield seen

@@ -109,13 +109,14 @@ def take_bands_of(x_q: QuantizedTensor, bands: Bands) -> QuantizedTensor:
 
 
 def sampled(
-    look: Look, every: int, phase: int, dtype: torch.dtype | None = None, *, blocks: bool = True
+    look: Look, every: int, phase: int, dtype: torch.dtype | None = None, *, blocks: bool = True, complete: bool = False
 ) -> Look | None:
     """The look at a copy of one row in `every`, see `sample_bands`; None if the look needs all rows.
 
     Args:
         dtype: dtype of the copy, if the cast is still to be made.
         blocks: whether the look needs amaxes of 128x128 blocks; otherwise only the selected rows are read.
+        complete: whether the look needs all rows of each block of the cast.
 
     Edge cases: if the height of a block does not divide 128 the look takes all rows. A cast that is still to be made
     in blocks of several rows takes whole bands, because its scales need all rows of a block.
@@ -124,7 +125,7 @@ def sampled(
     tall = height is not None and height > 1
     if height is not None and BAND_ROWS % height:
         return None
-    most = BAND_ROWS if not tall else height if isinstance(cast, QuantizedTensor) else 1
+    most = BAND_ROWS if not tall else height if isinstance(cast, QuantizedTensor) and not complete else 1
     if (bands := sample_bands(x.shape[0], every, phase, step=most or 1)) is None:
         return None
     if isinstance(cast, QuantizedTensor):

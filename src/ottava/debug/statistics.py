@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ottava.debug.tally import ROW_SQNR_DB, Bins, Number, Tally, plain
+from ottava.debug.tally import PARTS, ROW_SQNR_DB, Bins, Number, Tally, plain
 
 Worse = Literal["high", "low", ""]
 
@@ -140,6 +140,22 @@ def _rows_below(limit_db: float) -> Callable[[Tally], Number]:
     return lambda t: 100 * ratio(np.asarray(t.row_sqnr)[..., :bins].sum(-1), t.n_rows)
 
 
+def _part(name: str) -> Callable[[Tally], Number]:
+    """Percent of the squared error; see `debug.anatomy`."""
+
+    def share(t: Tally) -> Number:
+        dead, clipped, live, grid = map(np.asarray, (t.error_dead, t.error_clipped, t.error_live, t.error_grid))
+        part = (dead, clipped, live - grid, grid)[PARTS.index(name)]
+        return 100 * ratio(part, dead + clipped + live)
+
+    return share
+
+
+def _blocks_of(name: str) -> Callable[[Tally], Number]:
+    index = PARTS.index(name)
+    return lambda t: 100 * ratio(np.asarray(t.blocks_by_part)[..., index], np.asarray(t.blocks_by_part).sum(-1))
+
+
 _ENTRIES = (
     Statistic("amax", "of x", "largest magnitude before the cast", "", lambda t: t.amax),
     Statistic("amin", "of x", "smallest magnitude that is not 0", "", _amin),
@@ -214,6 +230,19 @@ _ENTRIES = (
         lambda t: plain(_cosine_and_gain(t)[1]),
     ),
     Statistic("mse", "of x squared", "mean squared error of the cast", "high", lambda t: ratio(t.see, t.n)),
+    Statistic("error_dead_pct", "%", "share of the squared error of elements cast to 0", "high", _part("dead")),
+    Statistic("error_clipped_pct", "%", "share of the squared error of clipped elements", "high", _part("clipped")),
+    Statistic(
+        "error_scale_pct",
+        "%",
+        "share of the squared error that the ideal scale of each block would save; below 0: the scale is better",
+        "high",
+        _part("scale"),
+    ),
+    Statistic("error_grid_pct", "%", "share of the squared error that no scale avoids", "", _part("grid")),
+    Statistic("blocks_dead_pct", "%", "blocks that lose most by elements cast to 0", "high", _blocks_of("dead")),
+    Statistic("blocks_clipped_pct", "%", "blocks that lose most by clipping", "high", _blocks_of("clipped")),
+    Statistic("blocks_scale_pct", "%", "blocks that lose most by their scale", "high", _blocks_of("scale")),
     Statistic("max_error", "of x", "largest error of an element", "high", lambda t: t.max_error),
     Statistic("rms", "of x", "root of the mean square", "", lambda t: plain(_rms(t))),
     Statistic("mean", "of x", "mean", "", lambda t: ratio(t.sx, t.n)),

@@ -21,10 +21,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Detail = Literal["numbers", "exponents", "blocks"]
-"""Histograms over elements: none; magnitudes; magnitudes, and distances below the amax of the element's block."""
-DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks")
-"""Each detail includes the details before it."""
+Detail = Literal["numbers", "exponents", "blocks", "anatomy"]
+"""Histograms over elements: none; magnitudes; magnitudes, and distances below the amax of the element's block. The last
+adds the parts of the error, see `debug.anatomy`."""
+DETAILS: tuple[Detail, ...] = ("numbers", "exponents", "blocks", "anatomy")
+"""Each detail includes the details before it. The kernels know all but the last."""
 Key = TypeVar("Key", bound=Hashable)
 Number = Any
 """A float, or an array with one float64 per row of a table."""
@@ -41,6 +42,8 @@ SPREAD_BINS = 32
 """Octaves of a block's amax below the tensor's amax."""
 GRANULARITIES = ("row", "1x128", "1x32", "128x128")
 """Every recipe has a histogram for each of these blocks: how far elements lie below the amax. `what_if` reads them."""
+PARTS = ("dead", "clipped", "scale", "grid")
+"""The parts of an error, see `debug.anatomy`."""
 
 
 _SUM = MappingProxyType({"merge": "sum", "bins": 0, "detail": "numbers", "tile": True})
@@ -48,6 +51,7 @@ _MAX = MappingProxyType({**_SUM, "merge": "max"})
 _MIN = MappingProxyType({**_SUM, "merge": "min"})
 # sums about rows, blocks or scales: a tile of elements cannot compute them
 _WIDE_SUM, _WIDE_MAX, _WIDE_MIN = (MappingProxyType({**merge, "tile": False}) for merge in (_SUM, _MAX, _MIN))
+_PART = MappingProxyType({**_WIDE_SUM, "detail": "anatomy"})
 
 
 def _histogram(bins: int, detail: Detail = "numbers") -> Any:
@@ -146,6 +150,16 @@ class Tally:
     energy_below_1x32: Bins = _histogram(RELATIVE_BINS, "blocks")
     below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
     energy_below_128x128: Bins = _histogram(RELATIVE_BINS, "blocks")
+    error_dead: Number = field(default=0.0, metadata=_PART)
+    """Sum of e**2 of non-zero elements that the cast turned into 0. This and the next four: see `debug.anatomy`."""
+    error_clipped: Number = field(default=0.0, metadata=_PART)
+    """Sum of e**2 of clipped elements."""
+    error_live: Number = field(default=0.0, metadata=_PART)
+    """Sum of e**2 of all others."""
+    error_grid: Number = field(default=0.0, metadata=_PART)
+    """What the last sum would be under the ideal scale of each block."""
+    blocks_by_part: Bins = _histogram(len(PARTS), "anatomy")
+    """Blocks with an error, by its largest part, in the order of PARTS."""
 
     def __add__(self, other: Tally) -> Tally:
         merge = {"sum": np.add, "max": np.maximum, "min": np.minimum}

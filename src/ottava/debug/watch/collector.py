@@ -192,8 +192,9 @@ class Collector:
     ) -> None:
         """Measures a large cast now. Of others it copies a sample, and measures all copies together after the step."""
         look = Look(x, cast, extent, scale)
-        blocks = self.config.detail == "blocks"
-        part = sampled(look, self.config.sample, self.look, dtype, blocks=blocks)
+        detail = self.config.detail
+        blocks, complete = detail in ("blocks", "anatomy"), detail == "anatomy"
+        part = sampled(look, self.config.sample, self.look, dtype, blocks=blocks, complete=complete)
         if part is None and x.nbytes <= _SMALL_BYTES:
             whole = [range(x.shape[0])]
             part = look._replace(x=take_bands(x, whole, dtype))

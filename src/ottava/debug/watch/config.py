@@ -197,7 +197,8 @@ class WatchConfig(Section):
     rows."""
     detail: Detail = "blocks"
     """Histograms of elements. "numbers": none, at a fifth of the cost. "exponents": magnitudes. "blocks": magnitudes,
-    and distances below the amax of the element's block for every block size; what-if needs them."""
+    and distances below the amax of the element's block for every block size; what-if needs them. "anatomy": also the
+    parts of each error (`debug.anatomy`), at about five times the cost of "blocks"."""
     light: bool = True
     """Note the amax of inputs and gradients in every step, in a ring that a trigger writes to the run folder."""
     flight: Annotated[int, Field(ge=1, le=65_536)] = 64

@@ -124,10 +124,12 @@ class Layout(NamedTuple):
     """The same of each extreme, which merges by the maximum; minima are negated."""
     used: int
     """Length of the part of a vector of sums, from its beginning, that the fields of a detail take."""
+    width: int
+    """Length of a vector of sums; what lies beyond its fields stays 0."""
 
     @property
     def places(self) -> list[int]:
-        """The place of each field in a vector of sums, then the vector's length."""
+        """The place of each field in a vector of sums, then the end of the last."""
         return list(itertools.accumulate((bins or 1 for _, bins in self.sums), initial=0))
 
 
@@ -153,12 +155,12 @@ def measure(looks: Sequence[Look], layout: Layout, detail: int) -> tuple[Tensor,
         layout: the requested fields, and their places in a vector of sums.
         detail: 0: no histograms over elements; 1: that of magnitudes; 2: those below the amax of blocks, too.
     Returns:
-        (fp64 (looks, layout.places[-1]), 0 between fields; fp64 (looks, len(layout.extremes))). All threads of torch
+        (fp64 (looks, layout.width), 0 between fields; fp64 (looks, len(layout.extremes))). All threads of torch
         share one look, or take some of several each; the bits do not depend on their number.
     Raises:
         ValueError: C++ sums other fields.
     """
-    width = layout.places[-1]
+    width = layout.width
     sums = torch.zeros(len(looks), width, dtype=torch.float64, device="cpu")
     extremes = torch.empty(len(looks), len(layout.extremes), dtype=torch.float64, device="cpu")
     for dtype in dict.fromkeys([look.x.dtype for look in looks]):
