@@ -19,6 +19,9 @@ SCENARIOS = scenarios_of(
     *("state_scenarios_sharded", "state_scenarios_experts", "state_scenarios_modules"),
     "ddp_scenarios",
 )
+LONG = {"compiled", "compiled_models", "modules_under_ddp_and_fsdp2"}
+"""Scenarios that cost seconds each."""
+SHORT = [name for name in SCENARIOS if name.rpartition(".")[2] not in LONG]
 SIZES = (2, 3)
 
 
@@ -40,7 +43,7 @@ class Results(dict[int, list[dict[str, str]]]):
     def __missing__(self, size: int) -> list[dict[str, str]]:
         for smaller in SIZES[: SIZES.index(size)]:
             self[smaller]  # they leave a checkpoint for the larger ones
-        self[size] = start(size, self.folder / f"{size}", SCENARIOS)
+        self[size] = start(size, self.folder / f"{size}", SHORT if size == 2 else SCENARIOS)
         return self[size]
 
 
@@ -53,7 +56,16 @@ def results(folder: Path) -> Results:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda size: f"{size} processes")
 def test_every_scenario_holds_on_every_rank(results: Results, size: int) -> None:
     """See the scenarios' own docstrings. One test: workers of pytest-xdist would each start the processes again."""
-    failed = failures(results[size], SCENARIOS)
+    failed = failures(results[size], SHORT if size == 2 else SCENARIOS)
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.slow
+def test_long_scenarios_hold_in_two_processes(tmp_path: Path) -> None:
+    """Compiled code, and all modules."""
+    long = [name for name in SCENARIOS if name not in SHORT]
+    assert len(long) == len(LONG)
+    failed = failures(start(2, tmp_path / "long", long), long)
     assert not failed, "\n".join(failed)
 
 
