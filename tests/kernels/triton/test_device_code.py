@@ -15,10 +15,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 
 FOLDER = Path(__file__).parent
-every_architecture = pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 100))]
-)
-"""Each takes the compiler ten seconds: `./x test` asks it for Hopper's only."""
+every_architecture = pytest.mark.parametrize("capability", [90, 80, 89, 100])
+pytestmark = pytest.mark.slow  # each architecture takes the compiler ten seconds
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +35,6 @@ def compiled(capability: int, cache: Path) -> dict[str, dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @every_architecture
 def test_nothing_spills(capability: int, cache: Path) -> None:
     """No register goes to memory, in no launch."""
