@@ -39,6 +39,7 @@ from ottava.cli.export import export
 from ottava.cli.formats import formats
 from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
+from ottava.cli.parity import parity
 from ottava.cli.plan import plan
 from ottava.cli.report import report
 from ottava.cli.table import plot, table
@@ -68,6 +69,7 @@ app.command()(report)
 app.command()(table)
 app.command()(plot)
 app.command()(export)
+app.command()(parity)
 app.command()(formats)
 app.command("import")(import_run)
 # every word after the script belongs to the script

@@ -21,7 +21,7 @@ from ottava.errors import need
 from ottava.nn.convert import default_filter
 from ottava.nn.fp8_checkpoint import open_tensors
 from ottava.quantized_layer import QuantizedLayer
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
 from ottava.untrusted import UntrustedError, parse_json, read_text
 
@@ -45,6 +45,10 @@ class Weight:
     """Its cast in the trained forward."""
     input_scale_inv: float | None = None
     """scale_inv of the activations, from a history."""
+    input_spec: QuantizationSpec | None = None
+    """The cast of its input in the trained forward."""
+    layer: str = ""
+    """The layer that multiplies it in training."""
 
     @property
     def module(self) -> str:
@@ -104,16 +108,16 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
 
 def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -> Weight:
     stays = ""
-    cast, input_scale_inv = None, None
+    cast, input_scale_inv, input_spec = None, None, None
     if isinstance(layer, QuantizedLayer) and converted:
-        cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
+        cast, input_scale_inv, input_spec = cast_of(layer), input_scale_of(layer), layer.resolved.fprop.lhs
         stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
     elif converted:
         stays = "it was not converted"
     else:
         linear: Any = layer
         stays = default_filter(name.removesuffix(".weight"), linear) or ""
-    return Weight(name, tensor, True, stays, cast, input_scale_inv)
+    return Weight(name, tensor, True, stays, cast, input_scale_inv, input_spec, name.removesuffix(".weight"))
 
 
 def _parts(model: nn.Module) -> dict[int, list[QuantizedLayer]]:
@@ -134,7 +138,8 @@ def _of_stack(name: str, tensor: Tensor, parts: Mapping[int, list[QuantizedLayer
     for part in parts.get(int(match["number"]), ()):
         rows = _rows_of(tensor, numbers(part.weight))
         if rows is not None and (cast := cast_of(part)) is not None:
-            return Weight(name, tensor, True, "", rows_of_cast(cast, rows), input_scale_of(part))
+            own = input_scale_of(part), part.resolved.fprop.lhs, part.name
+            return Weight(name, tensor, True, "", rows_of_cast(cast, rows), *own)
     return Weight(name, tensor, True, "it was not converted" if converted else "")
 
 

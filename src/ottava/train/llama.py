@@ -96,13 +96,15 @@ def as_llama(
 def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
     """The linears that one layer holds, row after row."""
     cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
-    scale = input_scale_of(layer) if isinstance(layer, QuantizedLayer) else None
+    own: tuple[Any, ...] = ()
+    if isinstance(layer, QuantizedLayer):
+        own = input_scale_of(layer), layer.resolved.fprop.lhs, layer.name
     stays = "" if cast is not None or not casts else "its recipe does not cast it"
     weights, start = [], 0
     for name, size in sizes.items():
         rows = slice(start, start + size)
         piece = None if cast is None else rows_of_cast(cast, rows)
-        weights.append(Weight(f"{place}.{name}.weight", whole[rows], True, stays, piece, scale))
+        weights.append(Weight(f"{place}.{name}.weight", whole[rows], True, stays, piece, *own))
         start += size
     return weights
 

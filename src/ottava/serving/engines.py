@@ -1,0 +1,282 @@
+"""How inference engines read a quantization_config: which linears stay in BF16, and how activations are cast.
+
+Each engine holds the patterns of its list of ignored layers against names in its own way, and joins linears under
+names of its own. Both are data here. A new engine is one entry of `ENGINES`. Written after the engines' sources of
+2026: vLLM's config_utils.py, quant_utils.py and modelopt.py; SGLang's quantization/utils.py; transformers 5.23's
+quantizers_utils.py and compressed-tensors 0.20; TensorRT-LLM's modeling_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ottava.scaling import PER_ROW, Granularity
+from ottava.untrusted import UntrustedError
+
+Match = Callable[[str, str], bool]
+"""(pattern, name of a module) -> whether the pattern is meant for it."""
+REGEX = "re:"
+
+
+def exact(pattern: str, name: str) -> bool:
+    """The whole name."""
+    return pattern == name
+
+
+def regex(pattern: str, name: str) -> bool:
+    """A regular expression behind "re:", from the start of the name; its end is open."""
+    return pattern.startswith(REGEX) and _compiled(pattern[len(REGEX) :]).match(name) is not None
+
+
+def whole_regex(pattern: str, name: str) -> bool:
+    """A regular expression behind "re:", for the whole name."""
+    return pattern.startswith(REGEX) and _compiled(pattern[len(REGEX) :]).fullmatch(name) is not None
+
+
+def contains(pattern: str, name: str) -> bool:
+    """Anywhere in the name, also in the middle of a word."""
+    return pattern in name
+
+
+def dotted(pattern: str, name: str) -> bool:
+    """Whole words of the name, one after the other."""
+    return f".{pattern.rstrip('.')}." in f".{name}."
+
+
+def shell(pattern: str, name: str) -> bool:
+    """A shell pattern; * matches dots, too."""
+    return fnmatchcase(name, pattern)
+
+
+def bounded(pattern: str, name: str) -> bool:
+    """transformers: a regular expression from the start of the name to the end of a word, or the end of the name.
+
+    Example:
+        >>> bounded("mlp.gate", "mlp.gate_proj"), bounded("layers.1", "layers.1.up"), bounded("up", "layers.1.up")
+        (False, True, True)
+    """
+    return (
+        name.endswith(pattern)
+        or _compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", shown=pattern).match(name) is not None
+    )
+
+
+def _compiled(pattern: str, shown: str = "") -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UntrustedError(
+            f"pattern {shown or pattern!r} of ignored layers is no regular expression: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one engine reads the list of ignored layers of one quant_method."""
+
+    keys: tuple[str, ...]
+    """Where the config has the list; the first key that is there."""
+    parts: tuple[Match, ...]
+    """Held against the name of each linear of the checkpoint."""
+    joined: tuple[Match, ...] = ()
+    """Held against the engine's name of the linear that joins them."""
+    parents: bool = False
+    """Whether the modules above a linear are tried, too."""
+    partly: Literal["refuse", "all", "apart"] = "refuse"
+    """If some parts of a joined linear match: the engine refuses, ignores all of them, or never joins them."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine."""
+
+    name: str
+    rules: Mapping[str, Rule]
+    """By quant_method; a method that lacks is not read."""
+    tensor_dynamic: Granularity | None = None
+    """What it does in place of one dynamic scale for all tokens; None: that."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Path of a setting of its own -> our word for it: "fuse_act_quant", "ue8m0" or "kv_cache_dtype"."""
+    never: str = r"(?:.*\.)?(?:lm_head|router|gate|gating|shared_expert_gate)"
+    """Linears that it never casts, whatever the config says: their classes take no scheme."""
+    refuses: tuple[tuple[str, str, str], ...] = ()
+    """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
+
+    def leaves(self, name: str) -> str:
+        """Why the engine never casts this linear; "" if it does as the config says."""
+        return f"{self.name} never casts it" if self.never and re.fullmatch(self.never, name) else ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an engine does with a linear."""
+
+    quantized: bool
+    pattern: str = ""
+    """The pattern that keeps it in BF16."""
+    rule: str = ""
+    """The rule by which the pattern matches, and the name that it was held against."""
+    refused: str = ""
+    """Why the engine does not load it."""
+
+
+JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+)
+"""The linears that engines join, by the name of the joined one."""
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
+
+_LISTED = Rule(("ignore",), (exact, regex))
+_FP8_KEYS = ("ignored_layers", "modules_to_not_convert")
+_VLLM_FP8 = Rule(_FP8_KEYS, (exact,))
+_SGLANG_FP8 = Rule(_FP8_KEYS, (dotted,))
+_HF_FP8 = Rule(("modules_to_not_convert",), (bounded,), partly="apart")
+_TRT = Rule(("exclude_modules", "ignore", "modules_to_not_convert"), (shell, whole_regex), parents=True, partly="all")
+
+_ENTRIES = (
+    Engine(
+        "vllm",
+        MappingProxyType(
+            {
+                "compressed-tensors": _LISTED,
+                "fp8": _VLLM_FP8,
+                "mxfp8": _VLLM_FP8,
+                "modelopt": Rule(("exclude_modules", "ignore"), (exact,), joined=(contains, shell)),
+            }
+        ),
+        tensor_dynamic=PER_ROW,
+        settings=MappingProxyType(
+            {
+                "compilation_config.pass_config.fuse_act_quant": "fuse_act_quant",
+                "env.VLLM_USE_DEEP_GEMM_E8M0": "ue8m0",
+                "kv_cache_dtype": "kv_cache_dtype",
+            }
+        ),
+    ),
+    Engine(
+        "sglang",
+        MappingProxyType(
+            {
+                "compressed-tensors": _LISTED,
+                "fp8": _SGLANG_FP8,
+                "mxfp8": _SGLANG_FP8,
+                "modelopt": Rule(("exclude_modules", "ignore"), (dotted,), joined=(shell,)),
+            }
+        ),
+        tensor_dynamic=PER_ROW,
+        settings=MappingProxyType({"kv_cache_dtype": "kv_cache_dtype", "env.DEEPGEMM_SCALE_UE8M0": "ue8m0"}),
+        refuses=(
+            ("mxfp8-quantized", "", "has no scheme for mxfp8 of compressed-tensors; take layout mxfp8"),
+            (
+                "fp8",
+                "llama",
+                "renames weight_scale_inv of a Llama, and loses the scales; take compressed-tensors-block",
+            ),
+        ),
+    ),
+    Engine(
+        "transformers",
+        MappingProxyType(
+            {
+                "compressed-tensors": Rule(("ignore",), (exact, regex), partly="apart"),
+                "fp8": _HF_FP8,
+                "mxfp8": _HF_FP8,
+            }
+        ),
+        never="",
+    ),
+    Engine(
+        "trtllm",
+        MappingProxyType({"modelopt": _TRT, "fp8": _TRT, "compressed-tensors": _TRT}),
+        settings=MappingProxyType({"kv_cache_dtype": "kv_cache_dtype", "kv_cache_config.dtype": "kv_cache_dtype"}),
+    ),
+)
+ENGINES: Mapping[str, Engine] = MappingProxyType({engine.name: engine for engine in _ENTRIES})
+
+
+def decide(rule: Rule, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Decision]:
+    """What an engine does with each linear of a checkpoint.
+
+    Args:
+        rule: of the engine, for this quant_method.
+        config: the quantization_config.
+        names: of the linears in the checkpoint.
+    Raises:
+        UntrustedError: the list is no list of texts, or one of them is no regular expression.
+
+    Example:
+        >>> names = ["l.0.mlp.gate_proj", "l.0.mlp.up_proj", "l.0.mlp.down_proj"]
+        >>> rule = ENGINES["vllm"].rules["modelopt"]
+        >>> [one.quantized for one in decide(rule, {"ignore": ["l.0.mlp.gate"]}, names).values()]
+        [False, False, True]
+    """
+    found: Any = next((config[key] for key in rule.keys if config.get(key) is not None), [])
+    if not isinstance(found, list) or not all(isinstance(pattern, str) for pattern in found):
+        raise UntrustedError(f"quantization_config: the list of ignored layers is {found!r}; needs a list of names")
+    targets = _targets(config)
+    decided: dict[str, Decision] = {}
+    for joined, parts in units(names).items():
+        each = {part: _ignored(rule, found, joined, part) for part in parts}
+        for part in parts:
+            if each[part].quantized and targets is not None and not _targeted(targets, part):
+                each[part] = Decision(False, "", "no group of the config has it as a target")
+        kept = [decision for decision in each.values() if not decision.quantized]
+        if rule.partly == "apart" or len(kept) in (0, len(parts)):
+            decided |= each
+            continue
+        if rule.partly == "all":
+            decided |= dict.fromkeys(parts, kept[0])
+            continue
+        stays = ", ".join(part.rpartition(".")[2] for part in parts if not each[part].quantized)
+        refused = f"it joins {len(parts)} linears into {joined}, and the config leaves only {stays} in BF16"
+        decided |= dict.fromkeys(parts, Decision(kept[0].quantized, kept[0].pattern, kept[0].rule, refused))
+    return decided
+
+
+def units(names: Iterable[str]) -> dict[str, list[str]]:
+    """The engine's linears -> the linears of the checkpoint that each joins; in their order.
+
+    Example:
+        >>> units(["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"])
+        {'a.qkv_proj': ['a.q_proj', 'a.k_proj', 'a.v_proj'], 'a.o_proj': ['a.o_proj']}
+    """
+    place_of = {part: joined for joined, parts in JOINED.items() for part in parts}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        place, _, last = name.rpartition(".")
+        expert = _EXPERT.fullmatch(name)
+        joined = place_of.get(last)
+        whole = expert[1] if expert else f"{place}.{joined}" if joined and place else joined or name
+        found.setdefault(whole, []).append(name)
+    return found
+
+
+def _ignored(rule: Rule, patterns: Sequence[str], joined: str, part: str) -> Decision:
+    tried = [(match, part) for match in rule.parts]
+    if rule.parents:
+        above = part.split(".")
+        tried += [(match, ".".join(above[:i])) for i in range(len(above) - 1, 0, -1) for match in rule.parts]
+    if rule.partly != "apart":
+        tried += [(match, joined) for match in (*rule.parts, *rule.joined)]
+    for match, name in tried:
+        for pattern in patterns:
+            if match(pattern, name):
+                return Decision(False, pattern, f"{match.__name__}, against {name}")
+    return Decision(True)
+
+
+def _targets(config: Mapping[str, Any]) -> list[str] | None:
+    """The targets of all groups of compressed-tensors; None: the method has no targets."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict):
+        return None
+    return [str(target) for group in groups.values() for target in (group.get("targets") or ())]
+
+
+def _targeted(targets: Sequence[str], name: str) -> bool:
+    return any(target.lower() == "linear" or exact(target, name) or regex(target, name) for target in targets)

@@ -1,0 +1,283 @@
+"""`parity`: a certificate that an engine multiplies what training multiplied, or the first layer where it does not.
+
+It compares, linear by linear in the order of execution: whether both sides cast it, codes, scales and their blocks,
+the cast of its input; then tensors in high precision, ties and the cache. Nothing of an engine runs here: its rules
+are data (`engines`), and what it would multiply is computed (`sides`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ottava.nn.receipt import Receipt, receipt
+from ottava.recipe import Recipe, get_recipe
+from ottava.serving.alone import Text, kl_alone
+from ottava.serving.causes import CAUSES, activation_cause, layer_set, plain_causes, weight_cause
+from ottava.serving.sides import Model, Side, digest, served, trained, under
+from ottava.serving.source import Source, of_folder, of_model
+from ottava.text import columns
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference at one layer."""
+
+    layer: str
+    """Module or tensor of the checkpoint."""
+    cause: str
+    """A name of `causes.CAUSES`."""
+    found: str
+    """What each side has."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear of the certificate."""
+
+    layer: str
+    trained: str
+    served: str
+    input_trained: str
+    input_served: str
+    sha256_trained: str
+    """Of the numbers that are multiplied."""
+    sha256_served: str
+    kl: float | None
+    """Nats per token if this linear alone is the engine's; None: not measured."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of `parity`. It holds no time and no path, so equal inputs give equal bytes."""
+
+    engine: str
+    rows: tuple[Row, ...]
+    """Linears in the order of execution."""
+    findings: tuple[Finding, ...]
+    """In the order of execution; at one layer in the order of `causes.CAUSES`."""
+    sha256_trained: str
+    """Of all that training multiplies."""
+    sha256_served: str
+    """Of all that the engine multiplies."""
+    files: Mapping[str, str]
+    """SHA-256 of the files of the checkpoint."""
+    text: str
+    """What the KL was measured on, or why it was not."""
+    notes: tuple[str, ...]
+    """What the certificate does not say."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both sides multiply the same."""
+        return not self.findings
+
+    @property
+    def first(self) -> Finding | None:
+        """The first difference in the order of execution."""
+        return self.findings[0] if self.findings else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        body = asdict(self)
+        verdict = "equal" if self.equal else "different"
+        first = None if self.first is None else asdict(self.first)
+        return {"schema_version": SCHEMA_VERSION, "verdict": verdict, "first": first, **body}
+
+    def to_json(self) -> str:
+        """The certificate, its own hash at the end: equal sides give equal bytes."""
+        body = json.dumps(self.to_dict(), indent=2, sort_keys=True)
+        seal = hashlib.sha256(body.encode()).hexdigest()
+        return json.dumps({**self.to_dict(), "sha256": seal}, indent=2, sort_keys=True) + "\n"
+
+    def __str__(self) -> str:
+        cast = sum(row.served != "BF16" for row in self.rows)
+        if self.first is None:
+            lines = [
+                f"equal: {self.engine} multiplies what training multiplied, {cast} of {len(self.rows)} linears in FP8"
+            ]
+        else:
+            lines = [f"different, first at {self.first.layer}: {CAUSES[self.first.cause]}", f"  {self.first.found}", ""]
+            lines += columns(("cause", "layers", "first", "KL alone", "found there"), *self._causes())
+        lines += ["", f"KL: {self.text}", f"trained {self.sha256_trained[:16]}, served {self.sha256_served[:16]}"]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _causes(self) -> list[tuple[str, str, str, str, str]]:
+        kls = {row.layer: row.kl for row in self.rows if row.kl is not None}
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.cause, []).append(finding)
+        shown = []
+        for cause, group in groups.items():
+            own = [kls[one.layer] for one in group if one.layer in kls]
+            kl = f"{max(own):.3g}" if own else "-"
+            shown.append((cause, str(len({one.layer for one in group})), group[0].layer, kl, group[0].found))
+        return shown
+
+
+def parity(
+    train: nn.Module | Source | Path | str,
+    checkpoint: Path | str,
+    engine: str = "vllm",
+    *,
+    recipe: Recipe | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    ran: Receipt | Mapping[str, Any] | None = None,
+    text: Text | None = None,
+) -> Certificate:
+    """Compares what training multiplied with what an engine multiplies after it has read a checkpoint.
+
+    Args:
+        train: a trained model (converted by ottava), a `Source`, or the folder of a checkpoint in high precision.
+        checkpoint: a folder with config.json and safetensors.
+        engine: "vllm", "sglang", "transformers" or "trtllm": whose rules read the config.
+        recipe: for a train side without casts: the recipe of the training.
+        settings: of the engine, in its words: {"compilation_config": {"pass_config": {"fuse_act_quant": True}}},
+            {"kv_cache_dtype": "fp8"}, {"env": {"VLLM_USE_DEEP_GEMM_E8M0": "1"}}.
+        ran: the receipt of the training, as an object or as the content of receipt.json. None: the model's own.
+        text: tokens to measure the KL of each layer alone on; None: not measured.
+    Returns:
+        Certificate.
+    Raises:
+        UntrustedError: a folder is damaged.  ValueError: an unknown engine or recipe, or a model without a config.
+
+    Example:
+        >>> import tempfile, ottava
+        >>> from ottava.serving.source import Weight
+        >>> plain = Source((Weight("up.weight", torch.randn(128, 128).bfloat16(), True),), {})
+        >>> source = under(plain, ottava.RECIPES["blockwise_fp32"])
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     report = ottava.export(source, f"{place}/out", layout="fp8-block")
+        ...     certificate = parity(source, f"{place}/out", "vllm")
+        >>> certificate.equal, certificate.rows[0].served
+        (True, 'E4M3[128x128]')
+    """
+    if isinstance(train, nn.Module):
+        ran = receipt(train) if ran is None else ran
+        train = of_model(train)
+    source = of_folder(Path(train)) if isinstance(train, (str, Path)) else train
+    if recipe is not None:
+        source = under(source, get_recipe(recipe))
+    ours, theirs = trained(source), served(Path(checkpoint), engine, settings)
+    findings = _findings(ours, theirs, engine) + _not_fp8(ours, ran)
+    ranks = {cause: i for i, cause in enumerate(CAUSES)}
+    findings.sort(key=lambda one: (place(one.layer), ranks[one.cause]))
+    if theirs.unread:
+        findings.insert(0, Finding("config.json", "unread", theirs.unread))
+    changed = sorted(
+        {one.layer for one in findings if one.layer in ours.linears and one.layer in theirs.linears}, key=place
+    )
+    kls, said = kl_alone(ours, theirs, changed, text)
+    rows = tuple(
+        _row(name, ours, theirs, kls.get(name)) for name in sorted({*ours.linears, *theirs.linears}, key=place)
+    )
+    return Certificate(
+        engine, rows, tuple(findings), _whole(ours), _whole(theirs), dict(theirs.files), said, _notes(ours, theirs)
+    )
+
+
+def place(name: str) -> tuple[Any, ...]:
+    """A key that sorts modules and tensors of a decoder by their execution.
+
+    Example:
+        >>> sorted(["lm_head", "layers.1.mlp.up_proj", "layers.1.self_attn.o_proj", "layers.0.mlp.gate"], key=place)
+        ['layers.0.mlp.gate', 'layers.1.self_attn.o_proj', 'layers.1.mlp.up_proj', 'lm_head']
+    """
+    name = name.removesuffix(".weight")
+    block = re.search(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.*)", name)
+    if block is None:
+        late = re.search(r"(^|\.)(norm|final_layernorm|ln_f|lm_head|head|output|score)$", name)
+        return (2 if late else 0, 0, 0, 1 if "head" in name else 0, 0, name)
+    inside = block[2]
+    rank = next((i for i, word in enumerate(_ORDER) if re.search(word, inside)), len(_ORDER))
+    expert = re.search(r"experts\.(\d+)", inside)
+    return (1, int(block[1]), rank, 0, int(expert[1]) if expert else 0, name)
+
+
+_ORDER = (
+    *(r"^(input_layernorm|ln_1|norm1)", r"(qkv_proj|\bq_proj)", r"\bk_proj", r"\bv_proj", r"q_norm", r"k_norm"),
+    *(r"self_attn|attn|attention", r"post_attention_layernorm|pre_feedforward_layernorm|ln_2|norm2"),
+    *(r"(router|gating|shared_expert_gate|\bgate)$", r"(gate_up_proj|gate_proj|\bw1|fc1)", r"(up_proj|\bw3)"),
+    *(r"(down_proj|\bw2|fc2)", r"post_feedforward_layernorm"),
+)
+
+
+def _findings(ours: Model, theirs: Model, engine: str) -> list[Finding]:
+    findings: list[Finding] = []
+    names = list(ours.linears)
+    for name, side in ours.linears.items():
+        there = theirs.linears.get(name)
+        if name == "lm_head" and ours.tied != theirs.tied:
+            continue  # `plain_causes` compares the heads
+        if there is None:
+            findings.append(Finding(name, "missing", "the checkpoint lacks it"))
+            continue
+        if there.weight.shape != side.weight.shape:
+            shapes = f"trained as {tuple(side.weight.shape)}, the checkpoint has {tuple(there.weight.shape)}"
+            findings.append(Finding(name, "missing", shapes))
+            continue
+        if cause := layer_set(name, side, there, theirs.decisions[name], names):
+            findings.append(Finding(name, *cause))
+            continue
+        if side.cast is None:
+            if not torch.equal(side.weight.bfloat16(), there.weight.bfloat16()):
+                findings.append(Finding(name, "plain", "in BF16 on both sides, with other numbers"))
+            continue
+        causes = weight_cause(name, side, there, ours, theirs), activation_cause(side.activations, there.activations)
+        findings += [Finding(name, *cause) for cause in causes if cause]
+    extra = [name for name in theirs.linears if name not in ours.linears and name != "lm_head"]
+    findings += [Finding(name, "missing", "training has no such linear") for name in extra]
+    findings += [Finding(name, *cause) for name, cause in plain_causes(ours, theirs).items()]
+    if theirs.kv_cache:
+        where = min(names, key=place, default="model")
+        findings.append(Finding(where, "kv-cache", f"{engine} stores them in FP8, and reads them rounded"))
+    return findings
+
+
+def _not_fp8(ours: Model, ran: Receipt | Mapping[str, Any] | None) -> list[Finding]:
+    """Layers that the recipe casts, and that the receipt says ran in high precision."""
+    rows = (ran.to_dict() if isinstance(ran, Receipt) else ran or {}).get("rows") or []
+    plain = {
+        row["layer"]: row.get("note", "")
+        for row in rows
+        if row.get("gemm") == "fprop" and not row.get("fp8") and row.get("kernel", "-") != "-"
+    }
+    return [
+        Finding(name, "not-fp8", plain[side.layer] or "the receipt gives no reason")
+        for name, side in ours.linears.items()
+        if side.cast is not None and side.layer in plain
+    ]
+
+
+def _row(name: str, ours: Model, theirs: Model, kl: float | None) -> Row:
+    def shown(side: Side | None) -> tuple[str, str, str]:
+        return ("absent", "-", "") if side is None else (str(side), str(side.activations or "BF16"), side.digest)
+
+    here, there = shown(ours.linears.get(name)), shown(theirs.linears.get(name))
+    return Row(name, here[0], there[0], here[1], there[1], here[2], there[2], kl)
+
+
+def _whole(model: Model) -> str:
+    lines = [f"{name} {side.digest} {side.activations}" for name, side in model.linears.items()]
+    lines += [f"{n} {digest(t.bfloat16() if t.is_floating_point() else t)}" for n, t in model.plain.items()]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _notes(ours: Model, theirs: Model) -> tuple[str, ...]:
+    notes = ["kernels of the engine did not run: sums inside its GEMMs and its attention may round differently"]
+    dynamic = [s for s in ours.linears.values() if s.activations and s.activations.granularity.rows is None]
+    if any(side.activations and not side.activations.static for side in dynamic):
+        notes.append("one dynamic scale for all tokens depends on the batch: no engine repeats the batches of training")
+    if not any(side.cast is not None for side in ours.linears.values()):
+        notes.append("the train side casts nothing: give the recipe of the training")
+    return tuple(notes)

@@ -1,0 +1,407 @@
+"""What multiplies in each linear: on the side of training, and on the side of an engine that reads a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ottava.casts import quantize
+from ottava.errors import unknown_name
+from ottava.formats import E4M3, E5M2, Format
+from ottava.nn.fp8_checkpoint import open_tensors
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.recipe import Recipe
+from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
+from ottava.serving.engines import ENGINES, Decision, Engine, decide, units
+from ottava.serving.source import Source, Weight
+from ottava.untrusted import UntrustedError, parse_json, read_text
+
+SCALE_KEYS = ("weight_scale_inv", "weight_scale")
+INPUT_KEYS = ("input_scale", "activation_scale")
+_POWERS = ("pow2", "e8m0", "e8m0_floor")
+_CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2})
+_STRATEGIES = MappingProxyType({"token": PER_ROW, "tensor": PER_TENSOR, "channel": PER_ROW})
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The cast of activations in front of a linear."""
+
+    granularity: Granularity
+    powers: bool
+    """Whether scales are powers of two."""
+    static: bool
+    """Whether the scale is a number of the checkpoint, or of a history."""
+    scale_inv: float | None = None
+    """That number."""
+    rounded: bool = True
+    """Whether a fused activation is rounded to BF16 before its cast."""
+
+    def __str__(self) -> str:
+        known = "" if self.scale_inv is None else f" {self.scale_inv:.6g}"
+        words = ["powers of two" if self.powers else "fp32", f"static{known}" if self.static else "dynamic"]
+        return f"[{', '.join([str(self.granularity), *words, *([] if self.rounded else ['not rounded to BF16'])])}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One linear on one side."""
+
+    weight: Tensor
+    """In high precision; of codes what they decode to."""
+    cast: QuantizedTensor | None = None
+    """What is multiplied, if not bf16(weight)."""
+    activations: Cast | None = None
+    """None: they stay in high precision."""
+    layer: str = ""
+    """Its layer in training."""
+    codes: bool = False
+    """Whether the checkpoint stores codes for it."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the numbers that are multiplied: codes and scales, or BF16."""
+        if self.cast is None:
+            return digest(self.weight.to(torch.bfloat16))
+        return digest(self.cast.data, self.cast.scale_inv.to(torch.float32))
+
+    def __str__(self) -> str:
+        if self.cast is None:
+            return "codes read as numbers" if self.codes else "BF16"
+        return f"{self.cast.spec.format.name}[{self.cast.spec.granularity}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Everything that multiplies, on one side."""
+
+    linears: Mapping[str, Side]
+    """By the name of the module in the checkpoint."""
+    plain: Mapping[str, Tensor]
+    """Other tensors, by name."""
+    config: Mapping[str, Any]
+    tied: bool
+    """Whether the head is the embedding."""
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    """Of the engine."""
+    kv_cache: bool = False
+    """Whether keys and values are cached in FP8."""
+    unread: str = ""
+    """Why the engine reads none of it."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the files."""
+
+
+def digest(*tensors: Tensor) -> str:
+    """SHA-256 of the bytes of tensors, with their dtypes and shapes."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def trained(source: Source) -> Model:
+    """The side of training."""
+    linears: dict[str, Side] = {}
+    for weight in source.weights:
+        if weight.linear:
+            spec = weight.input_spec if weight.cast is not None else None
+            linears[weight.module] = Side(weight.tensor, weight.cast, _cast_of(spec, weight), weight.layer)
+        elif _is_linear(weight.name, weight.tensor):  # a router that no nn.Linear holds
+            linears[weight.module] = Side(weight.tensor)
+    plain = {weight.name: weight.tensor for weight in source.weights if weight.module not in linears}
+    tied = "lm_head" not in linears and "lm_head.weight" not in plain
+    return Model(linears, plain, source.config, tied)
+
+
+def _cast_of(spec: QuantizationSpec | None, weight: Weight) -> Cast | None:
+    if spec is None:
+        return None
+    known = weight.input_scale_inv if spec.predicted else None
+    stored = None if known is None else torch.tensor(known, dtype=torch.float32).item()
+    return Cast(spec.granularity, spec.scale_format in _POWERS, spec.predicted, stored)
+
+
+def under(source: Source, recipe: Recipe) -> Source:
+    """A checkpoint in high precision as a training under a recipe casts it, by its linears' names.
+
+    Example:
+        >>> from ottava.recipe import RECIPES
+        >>> plain = Source((Weight("up.weight", torch.randn(64, 64).bfloat16(), True),), {})
+        >>> str(under(plain, RECIPES["rowwise"]).weights[0].cast.spec)
+        'E4M3[row, pow2]'
+    """
+
+    def one(weight: Weight) -> Weight:
+        if not weight.linear or weight.stays:
+            return weight
+        own = recipe.for_layer(weight.module)
+        if (spec := own.fprop.rhs) is None:
+            return weight
+        cast = quantize(weight.tensor, replace(spec, scaling="current"))
+        return replace(weight, cast=cast, input_spec=own.fprop.lhs, layer=weight.module)
+
+    return replace(source, weights=tuple(one(weight) for weight in source.weights))
+
+
+def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None) -> Model:
+    """The side of an engine that reads a checkpoint.
+
+    Args:
+        engine: a name of `engines.ENGINES`.
+        settings: of the engine, in its own words and nesting; environment variables under "env".
+    Raises:
+        UntrustedError: the folder is damaged.  ValueError: an unknown engine.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"parity: {unknown_name('engine', engine, ENGINES)}")
+    reader = ENGINES[engine]
+    config = read_config(folder)
+    found = config.get("quantization_config") or {}
+    words = _words(reader, settings or {})
+    try:
+        with ExitStack() as files:
+            tensors = {name: file.get_tensor(name) for name, file in sorted(open_tensors(folder, files).items())}
+    except (UntrustedError, OSError) as error:
+        raise UntrustedError(f"parity: {folder} cannot be read: {error}") from error
+    method = str(found.get("quant_method", "")).lower()
+    unread = _unread(reader, found, method, str(config.get("model_type", "")))
+    tied = bool(config.get("tie_word_embeddings", False)) or "lm_head.weight" not in tensors
+    weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if _is_linear(name, t)}
+    names = [name for name in weights if not (tied and name == "lm_head")]
+    rule = reader.rules.get(method)
+    decisions = decide(rule, found, names) if rule is not None else {name: Decision(bool(method)) for name in names}
+    decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
+    linears = {n: _side(n, weights[n], tensors, decisions[n], found, reader, words) for n in names}
+    if rule is not None and rule.partly != "apart":
+        linears = _rejoined(linears)
+    used = {f"{n}.{key}" for n in names for key in ("weight", *SCALE_KEYS, *INPUT_KEYS)}
+    kv = bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))
+    return Model(
+        linears,
+        {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in used and not name.endswith(("k_scale", "v_scale"))
+        },
+        config,
+        tied,
+        decisions,
+        kv or "fp8" in str(words.get("kv_cache_dtype", "")),
+        unread,
+        files={
+            path.name: _file_digest(path)
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".safetensors", ".json")
+        },
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json; ModelOpt's own file stands in for a quantization_config."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UntrustedError(f"parity: {folder} has no config.json; needs the folder of a checkpoint")
+    try:
+        config = parse_json(read_text(path))
+        more = folder / "hf_quant_config.json"
+        if isinstance(config, dict) and not config.get("quantization_config") and more.is_file():
+            own = parse_json(read_text(more))
+            config["quantization_config"] = {"quant_method": "modelopt", **dict(own.get("quantization") or {})}
+    except (UntrustedError, AttributeError, TypeError, ValueError) as error:
+        raise UntrustedError(f"parity: {path}: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("quantization_config") or {}, dict):
+        raise UntrustedError(f"parity: {path} is no object, or its quantization_config is none")
+    return config
+
+
+def _words(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an engine in our words.
+
+    Raises:
+        ValueError: a setting that parity does not know.
+    """
+
+    def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for key, value in tree.items():
+            flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        return flat
+
+    given = leaves(settings)
+    return {word: given[path] for path, word in engine.settings.items() if path in given}
+
+
+def _unread(engine: Engine, found: Mapping[str, Any], method: str, model_type: str) -> str:
+    if method and method not in engine.rules:
+        return f"{engine.name} does not read quant_method {method!r}; it reads {', '.join(engine.rules)}"
+    for kind, family, why in engine.refuses:
+        if kind in (method, found.get("format")) and family in ("", model_type):
+            return f"{engine.name} {why}"
+    return ""
+
+
+def _is_linear(name: str, tensor: Tensor) -> bool:
+    """As `source` has it: a matrix is a linear's, unless its name says otherwise."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    others = ("embed", "wte", "wpe", "norm", "position", "rotary", "relative_attention_bias")
+    return name.endswith(".weight") and tensor.ndim == 2 and not any(word in last for word in others)
+
+
+def _side(
+    name: str,
+    weight: Tensor,
+    tensors: Mapping[str, Tensor],
+    decision: Decision,
+    found: Mapping[str, Any],
+    engine: Engine,
+    words: Mapping[str, Any],
+) -> Side:
+    """A linear as the engine multiplies it, before it joins any."""
+    fmt = _CODES.get(weight.dtype)
+    if fmt is None:
+        return Side(
+            weight, activations=_activations(name, tensors, found, engine, words) if decision.quantized else None
+        )
+    stored = next((tensors[f"{name}.{key}"] for key in SCALE_KEYS if f"{name}.{key}" in tensors), None)
+    if stored is None:
+        return Side(weight.float(), codes=True)
+    scale_inv = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
+    cast = _decoded(weight, scale_inv.to(torch.float32), fmt, found)
+    if not decision.quantized:  # the engine loads the codes as numbers
+        return Side(weight.float(), codes=True)
+    activations = _activations(name, tensors, found, engine, words)
+    wants_powers = _truth(words.get("ue8m0"))
+    if wants_powers and cast.spec.granularity.rows == 128 and not _are_powers(cast.scale_inv):
+        cast = quantize(cast.dequantize(torch.float32), replace(cast.spec, scale_format="pow2"))
+    return Side(cast.dequantize(torch.float32), cast, activations, codes=True)
+
+
+def _truth(value: Any) -> bool:
+    return str(value).lower() in ("1", "true", "on", "yes")
+
+
+def _are_powers(scale_inv: Tensor) -> bool:
+    return bool((torch.frexp(scale_inv).mantissa == 0.5).all())
+
+
+def _decoded(codes: Tensor, scale_inv: Tensor, fmt: Format, found: Mapping[str, Any]) -> QuantizedTensor:
+    """Codes and scales by the blocks of the config; a grid of another shape stays as it is stored, and is compared."""
+    size = weight_blocks(found)
+    grid = size.grid_shape((codes.shape[0], codes.shape[1]))
+    kind: ScaleFormat = "e8m0" if size == BLOCK_1X32 else "fp32"
+    if scale_inv.numel() == grid[0] * grid[1]:
+        scale_inv = scale_inv.reshape(grid)
+    else:
+        size = _by_shape(codes, scale_inv)
+    return QuantizedTensor(codes, scale_inv, QuantizationSpec(fmt, size, kind), torch.bfloat16)
+
+
+def _by_shape(codes: Tensor, scale_inv: Tensor) -> Granularity:
+    """The blocks that an engine concludes from the shape of the scales."""
+    rows, cols = (scale_inv.shape[0], scale_inv.shape[1]) if scale_inv.ndim == 2 else (scale_inv.numel(), 1)
+    return Granularity(-(-codes.shape[0] // max(rows, 1)), -(-codes.shape[1] // max(cols, 1)))
+
+
+def weight_blocks(found: Mapping[str, Any]) -> Granularity:
+    """The blocks of weights that a quantization_config announces."""
+    if (groups := _group(found)) is not None:
+        weights = groups.get("weights") or {}
+        if weights.get("strategy") == "block":
+            return _blocks(weights.get("block_structure"))
+        if weights.get("strategy") == "group":
+            return _blocks([1, weights.get("group_size")])
+        return _STRATEGIES.get(weights.get("strategy") or "tensor", PER_TENSOR)
+    if block := found.get("weight_block_size"):
+        return _blocks(block)
+    return PER_ROW if "PER_CHANNEL" in str(found.get("quant_algo")) else PER_TENSOR
+
+
+def _group(found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The first group of compressed-tensors; None: another method."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict):
+        return None
+    first: Any = next(iter(groups.values()), {})
+    return first if isinstance(first, dict) else {}
+
+
+def _blocks(size: Any) -> Granularity:
+    try:
+        rows, cols = size
+        return Granularity(rows, cols)
+    except (TypeError, ValueError) as error:
+        raise UntrustedError(f"config.json: block size {size!r}; needs two numbers such as [128, 128]") from error
+
+
+def _activations(
+    name: str, tensors: Mapping[str, Tensor], found: Mapping[str, Any], engine: Engine, words: Mapping[str, Any]
+) -> Cast | None:
+    """How the engine casts the input of a linear."""
+    blocks = weight_blocks(found)
+    powers = str(found.get("scale_fmt")) == "ue8m0" or _truth(words.get("ue8m0")) or blocks == BLOCK_1X32
+    if (group := _group(found)) is not None:
+        if not (own := group.get("input_activations")):
+            return None
+        static, strategy = not own.get("dynamic", True), own.get("strategy") or "tensor"
+        size = _blocks([1, own.get("group_size")]) if strategy == "group" else _STRATEGIES.get(strategy, PER_TENSOR)
+    else:
+        algo = str(found.get("quant_algo"))
+        static = found.get("activation_scheme") == "static" or algo == "FP8"
+        by_token = PER_ROW if "PER_TOKEN" in algo else PER_TENSOR
+        size = by_token if blocks.cols is None else Granularity(1, blocks.cols)
+    if size == PER_TENSOR and not static and engine.tensor_dynamic is not None:
+        size = engine.tensor_dynamic
+    stored = next((tensors[f"{name}.{key}"] for key in INPUT_KEYS if f"{name}.{key}" in tensors), None)
+    scale_inv = float(stored.float().max()) if static and stored is not None and stored.numel() else None
+    fused = _truth(words.get("fuse_act_quant")) and name.rpartition(".")[2] in ("down_proj", "w2", "fc2")
+    return Cast(size, powers and size in (BLOCK_1X128, BLOCK_1X32), static, scale_inv, not fused)
+
+
+def _rejoined(linears: Mapping[str, Side]) -> dict[str, Side]:
+    """Linears after an engine has joined them: with one scale a tensor the largest one holds for all, and the codes of
+    the others are rounded a second time."""
+    made = dict(linears)
+    for parts in units(linears).values():
+        casts = [linears[part].cast for part in parts]
+        if len(parts) == 1 or any(cast is None or cast.spec.granularity != PER_TENSOR for cast in casts):
+            continue
+        for group in _expert_groups(parts):
+            top = max(float(linears[part].cast.scale_inv) for part in group)  # type: ignore[union-attr]
+            for part in group:
+                cast = linears[part].cast
+                assert cast is not None
+                if float(cast.scale_inv) != top:
+                    scale = torch.tensor(top).reciprocal()
+                    again = quantize(
+                        cast.dequantize(torch.float32), replace(cast.spec, scale_format="fp32"), scale=scale
+                    )
+                    again = replace(again, scale_inv=torch.tensor([[top]]))
+                    made[part] = replace(linears[part], weight=again.dequantize(torch.float32), cast=again)
+    return made
+
+
+def _expert_groups(parts: list[str]) -> list[list[str]]:
+    """The linears that share a scale: of an expert gate and up, and down alone."""
+    groups: dict[str, list[str]] = {}
+    for part in parts:
+        last = part.rpartition(".")[2]
+        alone = last in ("down_proj", "w2") or not re.search(r"\.experts\.\d+\.", part)
+        place = part.rpartition(".")[0]
+        groups.setdefault(part if alone and ".experts." in part else place, []).append(part)
+    return list(groups.values())
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
