@@ -36,7 +36,7 @@ from ottava.nn.moe import MoE
 from ottava.nn.multihead import MultiheadAttention
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import Piece
-from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding
+from ottava.nn.sharding import GatheredOnce, Sharding, TokenSharding, all_gather, reduce_scatter
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.vocabulary import VocabularySharding
 from ottava.quantized_layer import quantized_layers
@@ -279,14 +279,14 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:  # (B, G, S, D) -> (B, G, ranks * S, D)
         ctx.group, part = group, part.movedim(2, 0).contiguous()
         whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part, group=group)
+        all_gather(whole, part, group)
         return whole.movedim(0, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         whole = grads[0].movedim(2, 0).contiguous()
         part = whole.new_empty(whole.shape[0] // dist.get_world_size(ctx.group), *whole.shape[1:])
-        dist.reduce_scatter_tensor(part, whole, group=ctx.group)
+        reduce_scatter(part, whole, ctx.group)
         return part.movedim(0, 2), None
 
 
