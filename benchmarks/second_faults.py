@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import third_injections  # noqa: F401  # adds its cases
 import torch
 from second_injections import CASES, Case
 from second_lab import run
@@ -41,7 +42,7 @@ FAMILIES: Mapping[str, str] = {
     "L4": "adam_eps", "L5": "clip_grad", "L6": "vanish lr_zero", "L7": "double_step", "L8": "no_zero_grad",
     "L9": "dead_units", "L10": "dead_experts", "L11": "router_fp8", "L12": "no_optimizer", "L13": "unconverted",
     "L14": "tied", "L15": "constant_loss", "L16": "eval_mode", "L17": "eval_mode", "L18": "eval_recipe",
-    "L19": "same_batch", "L20": "labels",
+    "L19": "same_batch", "L20": "labels", "L21": "start", "L22": "dtype",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 
@@ -117,7 +118,7 @@ def cured(case: Case, found: Diagnosis, cache: Path) -> str:
 def main() -> int:
     """Prints a line for each case, totals, and the rules that were said in place of others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", default="A", choices=("A", "B"))
+    parser.add_argument("--half", default="A", choices=("A", "B", "C", "D"))
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--cache", type=Path, default=Path("runs/second-lab"))
     parser.add_argument("--cure", action="store_true", help="train again with the first remedy")

@@ -418,7 +418,8 @@ def evaluation_in_bf16(lab: Lab) -> None:
 
 
 # --- clean runs: nothing to say ------------------------------------------------------------------------------------
-def _clean(half: str, kind: str, recipe: Any, label: str = "", **options: Any) -> None:
+def clean(half: str, kind: str, recipe: Any, label: str = "", **options: Any) -> None:
+    """Registers a run without a fault."""
     name = f"clean {kind} {label or (recipe if isinstance(recipe, str) else recipe.name)}"
     inject = options.pop("inject", None)
     CASES.append(Case(name, half, kind, (), recipe=recipe, inject=inject, options=options))
@@ -469,4 +470,4 @@ for _half, _kind, _recipe, _options in (
     ("B", "vit", "bf16", {}),
     ("B", "gpt", "tensorwise_e4m3", {"clip": 1.0, "accumulate": 2}),
 ):
-    _clean(_half, _kind, _recipe, **_options)  # type: ignore[arg-type]
+    clean(_half, _kind, _recipe, **_options)  # type: ignore[arg-type]

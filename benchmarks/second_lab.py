@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,10 @@ def make_batch(kind: str, generator: torch.Generator) -> list[Tensor]:
     return [*inputs, ids[:, 1:]]
 
 
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[torch.Generator], list[Tensor]], Any]] = {}
+"""Kind -> model, batch and loss of kinds that another file adds; a loss of None is cross-entropy."""
+
+
 @dataclass
 class Lab:
     """A training run that a fault changes before it begins."""
@@ -223,7 +228,10 @@ def run(
 ) -> float:  # fmt: skip
     """Trains under the watch; the last loss. `remedy` changes the recipe of a run that is repeated."""
     torch.manual_seed(seed)
-    lab = Lab(Net(kind, tied=options.pop("tied", False), dropout=options.pop("dropout", 0.0)), recipe, twin, seed=seed)
+    made, batch, loss_of = MODELS.get(kind, (None, partial(make_batch, kind), None))
+    net = made() if made else Net(kind, tied=options.pop("tied", False), dropout=options.pop("dropout", 0.0))
+    lab = Lab(net, recipe, twin, seed=seed)
+    lab.loss_of = loss_of or lab.loss_of
     for name, value in options.items():
         setattr(lab, name, value)
     if inject is not None:
@@ -243,7 +251,7 @@ def run(
             for action in lab.before_step:
                 action()
             for _ in range(lab.accumulate):
-                *inputs, labels = lab.change_batch(make_batch(kind, generator))
+                *inputs, labels = lab.change_batch(batch(generator))
                 if lab.bf16:
                     inputs = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
                 with nullcontext() if lab.bf16 else torch.autocast("cpu", torch.bfloat16):

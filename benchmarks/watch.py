@@ -1,6 +1,7 @@
 """What watching costs: the same training step unwatched and watched, in turn, on the demo's model.
 
     python benchmarks/watch.py [--steps 200] [--rounds 5]
+    python benchmarks/watch.py --diagnose RUN      # writes a run of 1,000 steps x 200 tensors, and times a diagnosis of it
 
 Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to
 the unwatched block of the same round, so that a machine that is busy elsewhere slows both.
@@ -19,8 +20,16 @@ from typing import Any
 
 import torch
 
+import ottava
+import ottava.debug.measure
+from ottava.debug.analysis.diagnose import diagnose
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SlotKey, cast_key
+from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import Tallies, Tally
 from ottava.debug.watch import watch
 from ottava.nn import convert
+from ottava.recipe import CELL_OF, get_recipe
 from ottava.train.config import load_config
 from ottava.train.data import ByteCorpus
 from ottava.train.model import ByteTransformer, loss
@@ -41,7 +50,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of a block in the default mode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of 128 bytes in a step")
+    parser.add_argument("--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose")
+    parser.add_argument("--every", type=int, default=1, help="steps between the looks of that run")
     arguments = parser.parse_args()
+    if arguments.diagnose is not None:
+        return time_diagnosis(arguments.diagnose, arguments.every)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for recipe in ("bf16", "tensorwise"):
         seconds = measure(recipe, arguments.steps, arguments.rounds, arguments.batch_size)
@@ -87,6 +100,45 @@ def measure(recipe: str, steps: int, rounds: int, batch_size: int) -> dict[str, 
             with tempfile.TemporaryDirectory() as folder, watch(model, Path(folder) / "run", settings):
                 seconds[mode].append(train(count))
     return seconds
+
+
+def write_run(folder: Path, steps: int = 1000, layers: int = 40, every: int = 1) -> None:
+    """A recorded run of 5 casts a layer; the numbers of a real cast, of an amax that drifts."""
+    generator = torch.Generator().manual_seed(0)
+    recipe = get_recipe("tensorwise")
+    kinds = ("q_proj", "o_proj", "fc1", "fc2")
+    cells = (("input", "row"), ("input", "col"), ("weight", "row"), ("grad_output", "row"), ("grad_output", "col"))
+    names = [f"blocks.{i // 4}.{kinds[i % 4]}" for i in range(layers)]
+    with RunWriter(folder) as writer:
+        shapes = [{"name": name, "source": "door", "seen": True, "shape": [512, 512]} for name in names]
+        seen = {"linear": layers, "seen": layers, "skipped": []}
+        writer.describe(layers=shapes, coverage=seen, recipes={recipe.name: recipe.to_dict()}, ended="closed")
+        for step in range(1, steps + 1):
+            writer.step(step, loss=4 * step**-0.2 + 0.02 * float(torch.randn((), generator=generator)), lr=1e-3, grad_norm=1.0)
+            if (step - 1) % every:
+                continue
+            if step == 1 or step % 50 == 0:  # a cast is measured now and then; its numbers are written at each look
+                casts: dict[SlotKey, Tally] = {}
+                for name in names:
+                    for tensor, direction in cells:
+                        gemm, side = CELL_OF[tensor, direction]
+                        spec = getattr(getattr(recipe, gemm), side)
+                        x = torch.randn(64, 128, generator=generator) * (1 + step / steps)
+                        key = cast_key(name, tensor, direction, recipe.name, spec, "door")
+                        casts[key] = ottava.debug.measure.measure(x, ottava.quantize(x, spec))
+                tallies = Tallies.of(casts)
+            writer.tallies(step, tallies)
+        writer.flush()
+
+
+def time_diagnosis(folder: Path, every: int) -> None:
+    """Writes the run, if the folder is not there, and prints the time of three diagnoses of it."""
+    if not folder.exists():
+        write_run(folder, every=every)
+    for _ in range(3):
+        started, processor = time.perf_counter(), time.process_time()
+        found = diagnose(Run.open(folder))
+        print(f"{time.perf_counter() - started:.2f} s ({time.process_time() - processor:.2f} s of CPU): {found.sentence}")
 
 
 if __name__ == "__main__":

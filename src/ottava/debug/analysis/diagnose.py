@@ -291,12 +291,23 @@ def _under(cause: _Fired, effect: _Fired) -> list[bool]:
         return [True] * len(places)
     if cause.rule.reach == "run":
         first = min(cause.steps(), default=0)
-        return [step >= first for step in steps]
+        earlier = _earlier(cause, effect)
+        return [step >= first and place not in earlier for place, step in zip(places, steps, strict=True)]
     since: dict[Any, int] = {}
     for key, step in zip(_keys(cause, cause.rule.reach), cause.steps() or [0] * len(cause.index), strict=True):
         since[key] = min(step, since.get(key, step))
     keys = _keys(effect, cause.rule.reach)
     return [key in since and step >= since[key] for key, step in zip(keys, steps, strict=True)]
+
+
+def _earlier(cause: _Fired, effect: _Fired) -> set[tuple[str, str]]:
+    """The casts that went wrong before those of the cause did, in the order of steps and of execution."""
+    if not isinstance(cause.rows, CastRows) or cause.rows is not effect.rows:
+        return set()
+    began = min(zip(cause.steps(), cause.index, strict=True))
+    rows = zip(effect.steps(), effect.index, effect.places(), strict=True)
+    own = set(cause.places())
+    return {place for step, row, place in rows if (step, row) < began and place not in own}
 
 
 def _keys(hit: _Fired, reach: str) -> list[Any]:

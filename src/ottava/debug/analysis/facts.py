@@ -25,6 +25,7 @@ from ottava.debug.analysis.training import (
     Progress,
     activated,
     headroom,
+    hidden,
     made_by,
     stuck,
 )
@@ -104,6 +105,7 @@ CAST_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
         **_SERIES,
         "peers": Fact("median of the inner layers, same tensor and step", lambda call: call[0].peers(call[1])),
         "baseline": Fact("the same tensor in the twin", lambda call: call[0].baseline(call[1])),
+        "ends": Fact("how many ends of the model have such a layer", lambda call: call[0].ends(call[1])),
     }
 )
 STEP_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
@@ -128,6 +130,7 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "tokens_db": Fact("SQNR of the median row of x", lambda r: _by_direction(r, "row", "channel")),
         "features_db": Fact("SQNR of the median column of x", lambda r: _by_direction(r, "channel", "row")),
         "n_features": Fact("columns of x", lambda r: r.table.tallies.channel_sqnr.sum(-1) + r.table.tallies.n_dead),
+        "hidden": Fact("whether the largest element lies in a row that was not measured", hidden),
         "n_casts": Fact("casts in the look", lambda r: np.asarray(r.table.tallies.n_casts)),
         "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
@@ -224,7 +227,12 @@ PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
         "step": Fact("number of the optimizer step", lambda r: r.number(0)),
         **{
             name: Fact(why, partial(ParameterRows.word, name=name))
-            for name, why in {"dtype": "dtype of the parameter", "eps": "eps of its optimizer"}.items()
+            for name, why in {
+                "dtype": "dtype of the parameter",
+                "gradient_dtype": "dtype of its gradient",
+                "state_dtype": "dtypes of its optimizer's state",
+                "eps": "eps of its optimizer",
+            }.items()
         },
         "held": Fact("whether an optimizer holds it: yes, no or frozen", ParameterRows.held),
     }
@@ -269,6 +277,14 @@ def _coverage(context: Context) -> float:
     return 100.0 * float(coverage["seen"]) / float(coverage["linear"])
 
 
+def _fp32_casts(context: Context) -> float:
+    layers = context.run.manifest.get("layers") or ()
+    kinds = [d.get("input") for x in layers if isinstance(d := x.get("dtypes"), Mapping) and "input" in d]
+    if not kinds:
+        raise Missing("the dtypes of casts in watch.json (a watch of this version records them)")
+    return 100.0 * float(np.mean([kind == "float32" for kind in kinds]))
+
+
 RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
@@ -277,6 +293,8 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "onset": Fact("first step with a wrong loss", lambda c: c.loss.onset),
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
+        "start_ratio": Fact("first loss over ln(classes)", lambda c: Progress(c).start_ratio),
+        "fp32_casts_pct": Fact("layers whose casts read FP32 [%]", _fp32_casts),
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
         "same_batch_pct": Fact("steps with the batch of the step before [%]", lambda c: Progress(c).same_batch_pct),

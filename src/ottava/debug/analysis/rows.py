@@ -254,6 +254,17 @@ class CastRows(AnyRows):
         medians = {key: float(np.median(values[rows])) for key, rows in groups.items() if len(rows) > 1}
         return np.array([medians.get(key, math.nan) for key in keys], dtype=np.float64)
 
+    def ends(self, node: Node) -> Values:
+        """Of the first and the last block, how many have a layer for which the condition holds at the step of each row:
+        0 to 2. An LM head counts as both, because models have one."""
+        held, places, kinds = numbers(self.argument(node)) == 1, self.value("position"), self.table["kind"]
+        found: dict[Any, set[str]] = {}
+        for i in np.flatnonzero(held & (places != "inner")):
+            found.setdefault(self.table["step"][i], set()).update(
+                ("first", "last") if kinds[i] == "lm_head" else (places[i],)
+            )
+        return np.array([float(len(found.get(step, ()))) for step in self.table["step"]])
+
     def baseline(self, node: Node) -> Values:
         """The same expression for the same tensor of the baseline, at its nearest step."""
         if self.context.baseline is None:

@@ -16,10 +16,11 @@ import numpy as np
 from ottava.debug.analysis.conditions import Missing, Values
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context
 from ottava.debug.layer_names import layer_kind, starred
-from ottava.debug.run.reader import number_of
+from ottava.debug.run.reader import Run, number_of
 
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "mish", "elu", "hardswish")
 _EXPERT = re.compile(r"(.*expert[^.]*)\.(\d+)(\..*)?|(.*expert.*)\.(\d+)()")
+_FAR_ABOVE = 3.0  # times ln(classes)
 _MOVED = 0.25  # octaves of the amax that a live scale must follow
 
 
@@ -58,8 +59,9 @@ class ParameterRows(AnyRows):
         for row in self.rows:
             about = self.about.get(row[1]) or {}
             held = about.get("held") or {}
-            values.append(about.get(name, held.get(name, "")))
-        return np.array([str(v) if isinstance(v, (str, bool, list)) else v for v in values], dtype=object)
+            value = held.get(name.removesuffix("_dtype"), "") if name.endswith("_dtype") else about.get(name, held.get(name, ""))
+            values.append(" ".join(map(str, value)) if isinstance(value, list) else value)
+        return np.array([str(v) if isinstance(v, bool) else v for v in values], dtype=object)
 
     def held(self) -> Values:
         """ "yes", "no", or "frozen"."""
@@ -197,6 +199,16 @@ def headroom(rows: CastRows) -> Values:
     return np.where(one, octaves, np.nan)
 
 
+def hidden(rows: CastRows) -> Values:
+    """ "yes" if the tensor's amax, which is always exact, lies in a row that the look did not measure.
+
+    If it was measured, n * kurtosis >= (amax / rms)**4, because the fourth powers of all elements have that of the amax.
+    """
+    with np.errstate(all="ignore"):
+        share = np.asarray(rows.value("outlier_ratio")) ** 4 / (rows.value("kurtosis") * np.asarray(rows.table.tallies.n))
+    return np.where(share > 2, "yes", "no").astype(object)
+
+
 def stuck(rows: CastRows) -> Values:
     """Later looks at which a predicted scale still is what it was at a look where the amax asked for another one."""
     scale, error = rows.value("scale_max"), rows.value("scale_error_max")
@@ -285,13 +297,23 @@ class Progress:
         return "; ".join(" and ".join(map(str, tie.get("names", ()))) for tie in ties)
 
     @cached_property
+    def start_ratio(self) -> float:
+        """The first loss over that of a guess, ln(classes)."""
+        return _start(self.context.loss.loss, self.context.run)
+
+    @cached_property
     def twin_agrees(self) -> str:
-        """Whether the BF16 twin goes wrong at the same time."""
+        """Whether the BF16 twin goes wrong at the same time; a loss far above a guess is wrong from its start."""
         loss, other = self.context.loss, self.context.baseline_loss
-        if not math.isfinite(loss.onset) or self.context.twin_casts:
+        if self.context.twin_casts:
             return "no"
-        tolerance = max(2.0, 0.1 * loss.onset)
-        return "yes" if abs(loss.onset - other.onset) <= tolerance else "no"
+        if math.isfinite(loss.onset):
+            return "yes" if abs(loss.onset - other.onset) <= max(2.0, 0.1 * loss.onset) else "no"
+        try:
+            starts = self.start_ratio, _start(other.loss, self.context.run)
+        except Missing:
+            return "no"
+        return "yes" if min(starts) > _FAR_ABOVE and max(starts) < 1.1 * min(starts) else "no"
 
     @property
     def loss_first(self) -> str:
@@ -300,3 +322,13 @@ class Progress:
         if not math.isfinite(onset) or not math.isfinite(first) or first <= onset:
             return "no"
         return "yes" if any(onset <= step < first for step in set(self.context.table["step"])) else "no"
+
+
+def _start(loss: Values, run: Run) -> float:
+    """The first loss over ln(classes)."""
+    classes = run.manifest.get("classes")
+    if not isinstance(classes, int) or classes < 2:
+        raise Missing("the classes of the loss in watch.json")
+    if not len(loss) or int(run.steps["step"][0]) != 1:
+        raise Missing("the first step of the training")
+    return float(loss[0]) / math.log(classes)

@@ -48,6 +48,8 @@ class DoorTap:
         """Full name -> layer with doors."""
         self.seen: set[str] = set()
         """Names of layers that made a cast in a watched step."""
+        self.dtypes: dict[str, dict[str, str]] = {}
+        """Layer -> tensor -> dtype before its last cast in a full look."""
         self._model = None if model is None else weakref.ref(model)
         self._places: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
         self._hooks = GlobalHooks(self._before, self._after)
@@ -121,6 +123,7 @@ class DoorTap:
         shared = row_spec == col_spec and isinstance(col, QuantizedTensor) and col_spec.granularity.transposes
         if row is None and shared:
             row, col = col.t(), None  # one cast serves both GEMMs
+        self.dtypes.setdefault(layer, {})[tensor] = str(x.dtype).removeprefix("torch.")
         extent = None
         for direction, of, x_q in casts_of(x, row, col):
             extent = self.collector.cast(layer, tensor, direction, of, x_q, source="door", recipe=recipe, extent=extent)

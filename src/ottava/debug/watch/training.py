@@ -75,6 +75,7 @@ class TrainingTap:
         self._modes: set[tuple[Any, ...]] = set()
         self._dtypes: dict[str, set[str]] = {}
         self._equal: list[tuple[str, str]] = []
+        self._classes: int | None = None
         self.looking = self.active = False
         """Whether the running step gets a full look; whether any step is watched."""
         if model is not None:
@@ -175,8 +176,9 @@ class TrainingTap:
             self._numbers["kept_gradient"] = torch.stack(found).amax().reshape(1) if found else torch.zeros(1)
         self._backwards += 1
         if self._batches and "label" not in self._numbers:
-            for target, ignore in _labels(root):
+            for target, ignore, classes in _labels(root):
                 self._note("label", target, ignore)
+                self._classes = classes or self._classes
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -248,7 +250,7 @@ class TrainingTap:
         return columns
 
     def describe(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-        """Facts of the manifest: every parameter, the dtypes, and pairs of equal parameters."""
+        """Facts of the manifest: every parameter, dtypes, pairs of equal parameters, classes of a mean cross-entropy."""
         parameters, seen = [], dict[int, str]()
         for name, p in self._parameters():
             if id(p) in seen:
@@ -260,7 +262,7 @@ class TrainingTap:
             trains = p.requires_grad and (facts is not None or bool(self._held))
             parameters.append({"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts})
         dtypes = {name: sorted(kinds) for name, kinds in self._dtypes.items()}
-        return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties()}
+        return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), "classes": self._classes}
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for ref in self._roots:
@@ -318,8 +320,8 @@ def _moved(parameters: Sequence[Tensor], before: Tensor) -> Tensor:
     return torch.stack([ratio, still, (gradient / count).sqrt(), (weight / count).sqrt()])
 
 
-def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None]]:
-    """The targets that losses behind a root saved, and the label that they ignore."""
+def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
+    """The targets that losses behind a root saved, the label that they ignore, and the classes of a mean over labels."""
     waiting, visited = [root.grad_fn], 0
     while waiting and visited < _SEARCH:
         node: Any = waiting.pop(0)
@@ -330,7 +332,9 @@ def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None]]:
             target = getattr(node, "_saved_target", None)
             if isinstance(target, Tensor):
                 ignore = getattr(node, "_saved_ignore_index", None)
-                yield target, ignore if ignore is None or ignore < 1 << 63 else ignore - (1 << 64)
+                scores = node._saved_self if ignore is not None and getattr(node, "_saved_reduction", 0) == 1 else None
+                classes = scores.shape[1] if isinstance(scores, Tensor) and scores.dim() > 1 else None
+                yield target, ignore if ignore is None or ignore < 1 << 63 else ignore - (1 << 64), classes
                 continue
         except RuntimeError:  # the graph was freed
             return
