@@ -6,7 +6,8 @@ of a table are therefore a `LazyTally`: selecting rows costs nothing, and a fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -34,34 +35,55 @@ _MOST_ROWS, _MOST_VALUES = 1 << 22, 1 << 27
 """Limits of one part. A writer stores 4,096 rows at a time and merges 64 parts; Parquet compresses zeros well."""
 
 
-def read_part(path: Path) -> pa.Table:
-    """Reads one part of a run's statistics and checks its columns.
+class Part:
+    """One part of a run's statistics, as read from disk; its columns are decoded when they are asked for.
+
+    Histograms are nine tenths of a part, and a diagnosis asks for two of twelve. The bytes stay in memory, because a
+    running watch merges its parts and deletes them.
 
     Raises:
         pa.ArrowInvalid, OSError: the part is torn.
-        RunError: the part is too large, or a column is missing or of another type; the message names it.
+        RunError: the part is too large.
     """
-    try:
-        regular_size(path)
-        with pq.ParquetFile(path) as file:
-            about = file.metadata
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._damage():
+            regular_size(path)
+            self._file = pq.ParquetFile(pa.BufferReader(path.read_bytes()))
+            about = self._file.metadata
             groups = [about.row_group(i) for i in range(about.num_row_groups)]
             values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
             if about.num_rows > _MOST_ROWS or values > _MOST_VALUES:
                 raise RunError(f"{path}: has {about.num_rows:,} rows with {values:,} values, too many for one part")
-            return _checked(path, file.read())
-    except (pa.ArrowInvalid, OSError, RunError):
-        raise
-    except (pa.ArrowException, UntrustedError, ValueError, TypeError, KeyError, IndexError, MemoryError) as error:
-        why = str(error).partition("\n")[0]
-        raise RunError(f"{path}: is damaged ({why}); move it away to read the rest of the run") from error
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """These columns, as far as the part has them, checked.
+
+        Raises:
+            RunError: a column is missing or of another type; the message names it.
+        """
+        with self._damage():
+            return _checked(self.path, self._file.read(columns=list(names)), names)
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowInvalid, OSError, RunError):
+            raise
+        except (pa.ArrowException, UntrustedError, ValueError, TypeError, KeyError, IndexError, MemoryError) as error:
+            why = str(error).partition("\n")[0]
+            raise RunError(f"{self.path}: is damaged ({why}); move it away to read the rest of the run") from error
 
 
-def _checked(path: Path, stored: pa.Table) -> pa.Table:
+def _checked(path: Path, stored: pa.Table, names: Sequence[str]) -> pa.Table:
     stored.validate(full=True)
     columns = {}
     for field in stats_schema():
         name, kind = field.name, field.type
+        if name not in names:
+            continue
         if stored.column_names.count(name) != 1:
             if name in (*IDENTITY, REPORTED, _HISTOGRAM_START) or name in stored.column_names:
                 raise RunError(f"{path}: has {stored.column_names.count(name)} columns {name!r}; needs one")
@@ -75,15 +97,20 @@ def _checked(path: Path, stored: pa.Table) -> pa.Table:
             raise RunError(f"{path}: column {name!r} holds {column.type}; needs {kind}") from error
         if name in IDENTITY and column.null_count:
             raise RunError(f"{path}: column {name!r} has rows without a value")
-    steps = pc.min_max(columns["step"]).as_py()
-    if stored.num_rows and max(abs(steps["min"]), abs(steps["max"])) > MAX_STEP:
-        raise RunError(f"{path}: has the step number {max(steps.values(), key=abs)}; needs at most {MAX_STEP}")
-    firsts = columns[_HISTOGRAM_START].fill_null(0).to_numpy()
+    if "step" in columns:
+        steps = pc.min_max(columns["step"]).as_py()
+        if stored.num_rows and max(abs(steps["min"]), abs(steps["max"])) > MAX_STEP:
+            raise RunError(f"{path}: has the step number {max(steps.values(), key=abs)}; needs at most {MAX_STEP}")
     for name in _BINS.keys() & columns.keys():
+        firsts = columns[_HISTOGRAM_START].fill_null(0).to_numpy()
         ends = _sizes(columns[name]) + (firsts if name == "exponents" else 0)
         if ends.max(initial=0) > _BINS[name] or firsts.min(initial=0) < 0:
             raise RunError(f"{path}: column {name!r} has bins beyond its {_BINS[name]}")
     return pa.table(columns)
+
+
+NUMBERS = tuple(f.name for f in stats_schema() if f.name not in _BINS)
+"""The columns of a part without histograms."""
 
 
 class Columns(Protocol):
@@ -148,29 +175,34 @@ class DenseColumns:
 
 
 class StoredColumns:
-    """The fields of stats/*.parquet; a missing field has the value of an empty tally."""
+    """The fields of stats/*.parquet; a missing field has the value of an empty tally.
 
-    def __init__(self, stored: pa.Table | None) -> None:
-        self.stored = stored
+    Args:
+        stored: columns of all parts, joined.
+        parts: these parts, to read histograms from when they are asked for; none: `stored` has them.
+    """
+
+    def __init__(self, stored: pa.Table | None, parts: Sequence[Part] = ()) -> None:
+        self.stored, self.parts = stored, parts
         self._numbers: dict[str, Array] = {}
         self._lists: dict[str, pa.Array] = {}
+        self._filled: dict[str, Array] = {}
 
     def rows(self, name: str, index: Index) -> Array:
         bins = _FIELDS[name].metadata["bins"]
-        there = self.stored is not None and name in self.stored.column_names
         if bins:
-            return self._histograms(name, bins, index) if there else np.zeros((len(index), bins))
-        if not there or self.stored is None:
+            return self._histograms(name, bins, index)
+        if self.stored is None or name not in self.stored.column_names:
             return np.full(len(index), float(_FIELDS[name].default))  # type: ignore[arg-type]
         if name not in self._numbers:
             self._numbers[name] = self.stored[name].to_numpy().astype(np.float64)
         return self._numbers[name][index]
 
     def _histograms(self, name: str, bins: int, index: Index) -> Array:
-        if name not in self._lists:
-            assert self.stored is not None
-            self._lists[name] = _in_one(self.stored[name])
-        lists = self._lists[name].take(pa.array(index))
+        column = self._list(name)
+        # all rows in their order, as rules ask for them, need no copy
+        whole = len(index) == len(column) and bool((index == np.arange(len(column))).all())
+        lists = column if whole else column.take(pa.array(index))
         sizes = _sizes(lists)
         shift = self._firsts[index] if name == "exponents" else np.zeros(len(index), dtype=np.int64)
         row = np.repeat(np.arange(len(index)), sizes)
@@ -180,22 +212,27 @@ class StoredColumns:
         return filled
 
     def filled(self, name: str, index: Index) -> Array:
-        if self.stored is None or name not in self.stored.column_names:
-            return np.zeros(len(index), dtype=bool)
-        return np.asarray(_sizes(self.stored[name]) > 0)[index]
+        if name not in self._filled:
+            self._filled[name] = _sizes(self._list(name)) > 0
+        return np.asarray(self._filled[name])[index]
+
+    def _list(self, name: str) -> pa.Array:
+        if name not in self._lists:
+            kind = stats_schema().field(name).type
+            tables = [part.read((name, _HISTOGRAM_START)) for part in self.parts]
+            tables = tables if self.parts or self.stored is None else [self.stored]
+            pieces: list[pa.Array] = []
+            for table in tables:
+                pieces += table[name].chunks if name in table.column_names else [pa.nulls(len(table), kind)]
+            self._lists[name] = pa.concat_arrays(pieces) if pieces else pa.array([], type=kind)
+        return self._lists[name]
 
     @cached_property
     def _firsts(self) -> Array:
-        assert self.stored is not None
+        if self.stored is None or _HISTOGRAM_START not in self.stored.column_names:
+            return np.zeros(0 if self.stored is None else len(self.stored), dtype=np.int64)
         firsts: Array = self.stored[_HISTOGRAM_START].fill_null(0).to_numpy().astype(np.int64)
         return firsts
-
-
-def _in_one(column: pa.ChunkedArray) -> pa.Array:
-    """A column in one piece; copied only if it has several."""
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], type=column.type)
 
 
 def _sizes(lists: pa.Array | pa.ChunkedArray) -> Index:

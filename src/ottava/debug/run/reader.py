@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from ottava.debug.layer_names import layer_kind
-from ottava.debug.run.columns import DenseColumns, LazyTally, MergedColumns, StoredColumns, merged, read_part
+from ottava.debug.run.columns import NUMBERS, DenseColumns, LazyTally, MergedColumns, Part, StoredColumns, merged
 from ottava.debug.run.schema import (
     EVENTS,
     IDENTITY,
@@ -244,13 +244,15 @@ class Run:
 
     @cached_property
     def _raw(self) -> Table:
-        parts = []
+        parts, tables = [], []
         for _, _, path in self._parts:
             try:
-                parts.append(read_part(path))
+                part = Part(path)
+                tables.append(part.read(NUMBERS))
+                parts.append(part)
             except (pa.ArrowInvalid, OSError) as error:
                 _LOG.warning("%s is torn, so its rows are missing (%s)", path, str(error).partition("\n")[0])
-        return _latest(_table(pa.concat_tables(parts, promote_options="permissive") if parts else None))
+        return _latest(_table(pa.concat_tables(tables, promote_options="permissive") if tables else None, parts))
 
     @property
     def _parts(self) -> list[tuple[int, int, Path]]:
@@ -295,14 +297,14 @@ def _python(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _table(stored: pa.Table | None) -> Table:
+def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
     count = 0 if stored is None else stored.num_rows
     columns: dict[str, Any] = {}
     for name in IDENTITY:
         kind: Any = np.int64 if name in ("step", "rank") else object
         columns[name] = np.array([] if stored is None else stored[name], dtype=kind)
     reported = [] if stored is None else [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
-    return Table(columns, LazyTally(StoredColumns(stored), np.arange(count)), reported)
+    return Table(columns, LazyTally(StoredColumns(stored, parts), np.arange(count)), reported)
 
 
 def _groups(table: Table, names: Sequence[str]) -> tuple[Any, dict[tuple[Any, ...], int]]:
