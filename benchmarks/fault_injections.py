@@ -27,7 +27,10 @@ NOT_INJECTED: Mapping[str, str] = {
     "N15": "accumulation inside a tensor core: emulated GEMMs have none, and an answer is needed",
     "T4": "downstream scores: an answer is needed",
     **dict.fromkeys(
-        (*("D1", "D2", "D3", "D4", "M1", "M2", "M3", "M4", "N19", "O1", "TW", "W1"), *(f"L{i}" for i in range(1, 23))),
+        (
+            *("D1", "D2", "D3", "D4", "D5", "D6", "M1", "M2", "M3", "M4", "N19", "O1", "TW", "W1"),
+            *(f"L{i}" for i in range(1, 32)),
+        ),
         "the second lab has it (second_faults.py)",
     ),
     "G1": "the general case behind the others; fires only where no cause is known",

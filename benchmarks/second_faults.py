@@ -37,12 +37,14 @@ FAMILIES: Mapping[str, str] = {
     "N1": "token row outlier", "N3": "token row outlier", "N19": "channel", "N8": "boundary", "G1": "noisy",
     "N4": "gradient", "N16": "gradient", "N5": "clip jump", "N6": "old_spike", "N7": "start", "N2": "growth",
     "N10": "growth", "N14": "growth", "N9": "logits", "M1": "margin_low", "M2": "margin_high", "M3": "frozen",
-    "M4": "two_sites", "D1": "nonfinite_data", "D2": "absurd_data", "D3": "labels", "D4": "labels",
+    "M4": "two_sites", "D1": "nonfinite_data", "D2": "absurd_data", "D3": "labels", "D4": "labels nonfinite_data",
     "F1": "nonfinite_compute", "TW": "twin", "L1": "lr", "L2": "lr", "O1": "loss_first", "L3": "vanish",
     "L4": "adam_eps", "L5": "clip_grad", "L6": "vanish lr_zero", "L7": "double_step", "L8": "no_zero_grad",
     "L9": "dead_units", "L10": "dead_experts", "L11": "router_fp8", "L12": "no_optimizer", "L13": "unconverted",
     "L14": "tied", "L15": "constant_loss", "L16": "eval_mode", "L17": "eval_mode", "L18": "eval_recipe",
-    "L19": "same_batch", "L20": "labels", "L21": "start", "L22": "dtype",
+    "L19": "same_batch", "L20": "labels", "L21": "start", "L22": "dtype", "D5": "absurd_data", "D6": "blank",
+    "L23": "unconverted", "L24": "leak", "L25": "labels", "L26": "weight_decay", "L27": "no_gradient",
+    "L28": "dead_units", "L29": "lr", "L30": "frozen_parameters", "L31": "absurd_data",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 

@@ -104,7 +104,9 @@ class Ranking(nn.Module):
         super().__init__()
         self.bottom = nn.Sequential(nn.Linear(DENSE, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
         self.tables = nn.ModuleList(nn.Embedding(100, 16) for _ in range(TABLES))
-        self.top = nn.Sequential(nn.Linear(32 + 16 * TABLES, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.top = nn.Sequential(
+            nn.Linear(32 + 16 * TABLES, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 16)
+        )
         self.head = nn.Linear(16, 1)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What watching costs: the same training step unwatched and watched, in turn, on the demo's model.
 
     python benchmarks/watch.py [--steps 200] [--rounds 5]
-    python benchmarks/watch.py --diagnose RUN      # writes a run of 1,000 steps x 200 tensors, and times a diagnosis of it
+    python benchmarks/watch.py --diagnose RUN    # writes a run of 1,000 steps x 200 tensors, and times its diagnosis
 
 Every round trains a block of steps in each mode, one after the other; quoted are medians over rounds of the ratio to
 the unwatched block of the same round, so that a machine that is busy elsewhere slows both.
@@ -50,11 +50,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of a block in the default mode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of 128 bytes in a step")
-    parser.add_argument("--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose")
+    parser.add_argument(
+        "--diagnose", type=Path, metavar="RUN", help="write such a run there, if it is not, and time diagnose"
+    )
     parser.add_argument("--every", type=int, default=1, help="steps between the looks of that run")
     arguments = parser.parse_args()
     if arguments.diagnose is not None:
-        return time_diagnosis(arguments.diagnose, arguments.every)
+        time_diagnosis(arguments.diagnose, arguments.every)
+        return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for recipe in ("bf16", "tensorwise"):
         seconds = measure(recipe, arguments.steps, arguments.rounds, arguments.batch_size)
@@ -114,7 +117,9 @@ def write_run(folder: Path, steps: int = 1000, layers: int = 40, every: int = 1)
         seen = {"linear": layers, "seen": layers, "skipped": []}
         writer.describe(layers=shapes, coverage=seen, recipes={recipe.name: recipe.to_dict()}, ended="closed")
         for step in range(1, steps + 1):
-            writer.step(step, loss=4 * step**-0.2 + 0.02 * float(torch.randn((), generator=generator)), lr=1e-3, grad_norm=1.0)
+            writer.step(
+                step, loss=4 * step**-0.2 + 0.02 * float(torch.randn((), generator=generator)), lr=1e-3, grad_norm=1.0
+            )
             if (step - 1) % every:
                 continue
             if step == 1 or step % 50 == 0:  # a cast is measured now and then; its numbers are written at each look
@@ -138,7 +143,9 @@ def time_diagnosis(folder: Path, every: int) -> None:
     for _ in range(3):
         started, processor = time.perf_counter(), time.process_time()
         found = diagnose(Run.open(folder))
-        print(f"{time.perf_counter() - started:.2f} s ({time.process_time() - processor:.2f} s of CPU): {found.sentence}")
+        print(
+            f"{time.perf_counter() - started:.2f} s ({time.process_time() - processor:.2f} s of CPU): {found.sentence}"
+        )
 
 
 if __name__ == "__main__":

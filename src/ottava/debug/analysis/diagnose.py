@@ -33,7 +33,8 @@ _SEVERITY = (("critical", 1.0), ("warning", 0.4), ("note", 0.2))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
 _MOST_EVIDENCE = 8
 _BOOKKEEPING = frozenset(
-    {"looks", "age", "step", "kind", "check", "format", "granularity", "scale_format", "scaling", "onset", "held"}
+    "dims held moved empty late_clip run.onset run.findings run.casting looks age step kind check format granularity "
+    "scale_format scaling onset".split()
 )
 """Names that only decide whether a rule applies; they are no evidence."""
 _Rows = AnyRows
@@ -139,7 +140,8 @@ class _Fired:
         """The step of every row."""
         if isinstance(self.rows, (RunRows, LayerRows)):
             return []
-        return [int(s) for s in self.rows.value("step")[self.index] if math.isfinite(s)]
+        steps = self.rows.value("step")[self.index]
+        return [int(s) for s in steps] if np.isfinite(steps).all() else []  # a parameter without a gradient has no step
 
     @property
     def first(self) -> float:
@@ -335,6 +337,8 @@ def _finding(hit: _Fired, book: Rulebook, context: Context) -> Finding:
     if _holds(rule.refuted_when, hit):
         confidence += _REFUTED
     layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
+    if isinstance(hit.rows, AmaxRows) and (last := hit.rows.before(hit.index[0])) is not None:
+        layers = list(dict.fromkeys([*layers, hit.rows.slots[last].layer]))  # it happens between the two
     tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
     recipe = hit.rows.slots[hit.index[0]].recipe if isinstance(hit.rows, CastRows) else _main_recipe(context)
     evidence = _evidence(hit)

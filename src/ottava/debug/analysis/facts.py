@@ -26,6 +26,7 @@ from ottava.debug.analysis.training import (
     activated,
     headroom,
     hidden,
+    late_clip,
     made_by,
     stuck,
 )
@@ -131,6 +132,8 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "features_db": Fact("SQNR of the median column of x", lambda r: _by_direction(r, "channel", "row")),
         "n_features": Fact("columns of x", lambda r: r.table.tallies.channel_sqnr.sum(-1) + r.table.tallies.n_dead),
         "hidden": Fact("whether the largest element lies in a row that was not measured", hidden),
+        "empty": Fact("whether every element is 0", lambda r: (np.asarray(r.table.tallies.amax) == 0) * 1.0),
+        "late_clip": Fact("whether a predicted scale clips this cast", late_clip),
         "n_casts": Fact("casts in the look", lambda r: np.asarray(r.table.tallies.n_casts)),
         "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
@@ -154,6 +157,8 @@ _COLUMNS = MappingProxyType(
         "input_nonfinite": "infinities and NaNs in the batch",
         "label_nonfinite": "infinities and NaNs in the labels",
         "labels_ignored_pct": "share of labels that the loss ignores",
+        "labels_equal_pct": "share of labels that are as the first one",
+        "labels_copied": "tensors of labels that are equal to an input",
         "extra_steps": "optimizer steps without a backward since the last one",
         "kept_gradient": "largest gradient before the first backward of the step",
         "max_logit": "largest attention logit",
@@ -232,9 +237,16 @@ PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
                 "gradient_dtype": "dtype of its gradient",
                 "state_dtype": "dtypes of its optimizer's state",
                 "eps": "eps of its optimizer",
+                "lr": "its learning rate",
+                "weight_decay": "its weight decay",
             }.items()
         },
         "held": Fact("whether an optimizer holds it: yes, no or frozen", ParameterRows.held),
+        "dims": Fact("its dimensions", ParameterRows.dims),
+        "moved": Fact("whether it ever got a gradient", ParameterRows.moved),
+        "trains_before": Fact(
+            "whether a frozen one's namesake in an earlier block trains", ParameterRows.trains_before
+        ),
     }
 )
 """Names for conditions over parameters."""
@@ -297,7 +309,10 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "fp32_casts_pct": Fact("layers whose casts read FP32 [%]", _fp32_casts),
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
-        "same_batch_pct": Fact("steps with the batch of the step before [%]", lambda c: Progress(c).same_batch_pct),
+        "batches": Fact("different batches", lambda c: Progress(c).batches),
+        "idle_pct": Fact("steps that hardly move the weights [%]", lambda c: Progress(c).idle_pct),
+        "usual_update": Fact("median update over weight", lambda c: float(np.nanmedian(Progress(c).update_ratio))),
+        "casting": Fact("whether any layer casts", lambda c: "yes" if (c.table["source"] != "hook").any() else "no"),
         "tied_apart": Fact("parameters that should be one", lambda c: Progress(c).tied_apart),
         "update_ratio": Fact(
             "largest update over weight", lambda c: float(np.nanmax(Progress(c).update_ratio, initial=-math.inf))

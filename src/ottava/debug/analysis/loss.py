@@ -129,7 +129,7 @@ class LossCurve:
                 if math.isfinite(last):
                     return float(step)
                 continue
-            usual = float(np.median(changes)) if len(changes) > 2 else 0.0
+            usual = float(np.median(changes)) if changes else 0.0
             if math.isfinite(low) and loss > low + max(_ONSET * abs(low), 5 * usual):
                 return float(step)
             changes += [abs(loss - last)] if math.isfinite(last) else []

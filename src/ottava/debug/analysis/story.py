@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context
-from ottava.debug.analysis.training import headroom, made_by
+from ottava.debug.analysis.training import AmaxRows, headroom, made_by
 from ottava.debug.layer_names import layer_index
-from ottava.debug.run.schema import SYMBOLS
+from ottava.debug.run.schema import SYMBOLS, SlotKey
 
 _GREW = 2.0
 
@@ -24,13 +24,15 @@ def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:
     series = rows.index[slot]
     steps = rows.table["step"]
     block = layer_index(slot.layer)
-    symbol = SYMBOLS.get(slot.tensor, slot.tensor)
-    where = f"{slot.layer}.{symbol}" + (f" (block {block})" if block is not None else "")
+    where = _named(slot) + (f" (block {block})" if block is not None else "")
     made = str(made_by(rows)[first]).replace("_", " ")
     origin = f", the output of {made}" if slot.tensor == "input" and made else ""
     earlier = [int(steps[i]) for i in series if steps[i] < steps[first]]
     since = f"at step {steps[first]}" + (f"; step {max(earlier)} was fine" if earlier else ", its first look")
     story = f"It began in {where}{origin}, {since}"
+    if isinstance(rows, AmaxRows) and (last := rows.before(first)) is not None:
+        size = float(np.asarray(rows.table.tallies.amax)[last])
+        story += f". {_named(rows.slots[last])} before it is finite (amax {size:.3g}): it happens between the two"
     amax = np.asarray(rows.table.tallies.amax, dtype=np.float64)[series]
     amax = amax[np.isfinite(amax) & (amax > 0)]
     more = []
@@ -46,3 +48,7 @@ def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:
         )
     facts = "; ".join(more)
     return f"{cause.rstrip('.')}. {story}" + (f". {facts[0].upper()}{facts[1:]}" if facts else "")
+
+
+def _named(slot: SlotKey) -> str:
+    return f"{slot.layer}.{SYMBOLS.get(slot.tensor, slot.tensor)}"

@@ -21,6 +21,7 @@ from ottava.debug.run.reader import Run, number_of
 _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "mish", "elu", "hardswish")
 _EXPERT = re.compile(r"(.*expert[^.]*)\.(\d+)(\..*)?|(.*expert.*)\.(\d+)()")
 _FAR_ABOVE = 3.0  # times ln(classes)
+_IDLE = 2e-6
 _MOVED = 0.25  # octaves of the amax that a live scale must follow
 
 
@@ -59,7 +60,11 @@ class ParameterRows(AnyRows):
         for row in self.rows:
             about = self.about.get(row[1]) or {}
             held = about.get("held") or {}
-            value = held.get(name.removesuffix("_dtype"), "") if name.endswith("_dtype") else about.get(name, held.get(name, ""))
+            value = (
+                held.get(name.removesuffix("_dtype"), "")
+                if name.endswith("_dtype")
+                else about.get(name, held.get(name, ""))
+            )
             values.append(" ".join(map(str, value)) if isinstance(value, list) else value)
         return np.array([str(v) if isinstance(v, bool) else v for v in values], dtype=object)
 
@@ -68,7 +73,32 @@ class ParameterRows(AnyRows):
         words = []
         for row in self.rows:
             about = self.about.get(row[1]) or {}
-            words.append("yes" if about.get("held") else "no" if about.get("trains") else "frozen")
+            words.append("frozen" if not about.get("trains") else "yes" if about.get("held") else "no")
+        return np.array(words, dtype=object)
+
+    def dims(self) -> Values:
+        """The dimensions of each parameter; NaN if unknown."""
+        shapes = [(self.about.get(row[1]) or {}).get("shape") for row in self.rows]
+        return np.array([math.nan if shape is None else float(len(shape)) for shape in shapes])
+
+    def moved(self) -> Values:
+        """ "no" for a parameter without a gradient at every look, where others have one."""
+        seen = {row[1] for row in self.rows if math.isfinite(row[0])}
+        graded = {name for name, about in self.about.items() if (about.get("held") or {}).get("gradient", "?")}
+        return np.array(["no" if seen and row[1] not in seen | graded else "yes" for row in self.rows], dtype=object)
+
+    def trains_before(self) -> Values:
+        """ "yes" if a frozen parameter's namesake in an earlier block trains: people freeze first blocks, or all."""
+        first: dict[str, int] = {}
+        for name, about in self.about.items():
+            plain, number = starred(name)
+            if about.get("trains") and number is not None:
+                first[plain] = min(number, first.get(plain, number))
+        words = []
+        for row in self.rows:
+            plain, number = starred(row[1])
+            frozen = number is not None and not (self.about.get(row[1]) or {}).get("trains")
+            words.append("yes" if frozen and first.get(plain, math.inf) < (number or 0) else "no")
         return np.array(words, dtype=object)
 
     def layers(self) -> list[str]:
@@ -116,7 +146,8 @@ class LayerRows(AnyRows):
         cast = self.value("casts") == "yes"
         groups: dict[str, list[int]] = {}
         for i, name in enumerate(names):
-            groups.setdefault(name, []).append(i)
+            if not name.endswith("*"):  # the layers of a Sequential are no namesakes
+                groups.setdefault(name, []).append(i)
         values = np.full(self.count, np.nan)
         for members in groups.values():
             for i in members:
@@ -167,6 +198,14 @@ class AmaxRows(CastRows):
         ranks[bad[np.lexsort((bad, steps[bad]))]] = np.arange(len(bad))
         return ranks
 
+    def before(self, row: int) -> int | None:
+        """The last cast of an activation or gradient before this one in its step that is finite; None without one."""
+        same = (self.table["step"][:row] == self.table["step"][row]) & (
+            self.table["phase"][:row] == self.table["phase"][row]
+        )
+        fine = (np.asarray(self.table.metric("nonfinite"))[:row] == 0) & (self.table["tensor"][:row] != "weight")
+        return int(np.flatnonzero(same & fine)[-1]) if (same & fine).any() else None
+
 
 class WouldRows(CastRows):
     """Simulated casts of layers that stay in BF16 beside layers that are cast."""
@@ -202,11 +241,19 @@ def headroom(rows: CastRows) -> Values:
 def hidden(rows: CastRows) -> Values:
     """ "yes" if the tensor's amax, which is always exact, lies in a row that the look did not measure.
 
-    If it was measured, n * kurtosis >= (amax / rms)**4, because the fourth powers of all elements have that of the amax.
+    If it was measured, n * kurtosis >= (amax / rms)**4, because the sum of fourth powers has that of the amax.
     """
     with np.errstate(all="ignore"):
-        share = np.asarray(rows.value("outlier_ratio")) ** 4 / (rows.value("kurtosis") * np.asarray(rows.table.tallies.n))
+        share = np.asarray(rows.value("outlier_ratio")) ** 4 / (
+            rows.value("kurtosis") * np.asarray(rows.table.tallies.n)
+        )
     return np.where(share > 2, "yes", "no").astype(object)
+
+
+def late_clip(rows: CastRows) -> Values:
+    """ "yes" where the history asks for a scale that is too large for the amax of the step."""
+    error, clipped = np.asarray(rows.value("scale_error_max")), np.asarray(rows.table.tallies.n_overflow)
+    return np.where((error > 0.5) & (clipped >= 8), "yes", "no").astype(object)
 
 
 def stuck(rows: CastRows) -> Values:
@@ -280,13 +327,22 @@ class Progress:
         return float(np.ptp(loss) / max(abs(float(np.median(loss))), 1e-12)) if len(loss) >= 5 else math.nan
 
     @property
-    def same_batch_pct(self) -> float:
-        """Steps whose inputs and labels are those of the step before [%]."""
+    def batches(self) -> float:
+        """Different pairs of inputs and labels."""
         columns = [self._column("input_hash")]
         if "label_hash" in self.context.run.steps:
             columns.append(self._column("label_hash"))
-        same = np.logical_and.reduce([np.diff(column) == 0 for column in columns])
-        return 100 * float(np.mean(same)) if len(same) else 0.0
+        return float(len(set(zip(*(np.nan_to_num(column, nan=-1.0) for column in columns), strict=True))))
+
+    @property
+    def idle_pct(self) -> float:
+        """Steps whose update changes the median matrix by less than 2e-6 of itself, or whose learning rate is 0 [%]."""
+        ratio, lr = self.update_ratio, self.context.run.steps.get("lr")
+        known = np.isfinite(ratio)
+        if not known.any():
+            raise Missing("updates of parameters (a watch of this version records them)")
+        idle = (ratio < _IDLE) | (False if lr is None else lr == 0)
+        return 100 * float(np.mean(idle[known | idle]))
 
     @property
     def tied_apart(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -62,11 +62,15 @@ class DoorTap:
             self._adopt(module, name)
 
     def expected(self) -> dict[str, weakref.ref[nn.Module]]:
-        """Layers that should have been seen: attention that is in high precision has doors, and casts nothing."""
+        """Layers that should have been seen: attention that is in high precision has doors, and casts nothing. Of
+        layers that share one matrix, each for another kind of call, those that ran."""
+        used = {id(layer.parameter) for n, ref in self.layers.items() if n in self.seen and _is_layer(layer := ref())}
         return {
             name: ref
             for name, ref in self.layers.items()
-            if name in self.seen or ref() is None or isinstance(ref(), QuantizedLayer)
+            if name in self.seen
+            or (layer := ref()) is None
+            or (_is_layer(layer) and (layer.parameter.dim() > 2 or id(layer.parameter) not in used))
         }
 
     def attach(self) -> None:
@@ -146,3 +150,7 @@ class DoorTap:
         if tensor in _GRADIENTS:
             return True
         return record and not (torch._C._current_graph_task_id() != -1 and repeats_a_forward())
+
+
+def _is_layer(module: Any) -> TypeGuard[QuantizedLayer]:
+    return isinstance(module, QuantizedLayer)

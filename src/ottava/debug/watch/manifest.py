@@ -41,7 +41,13 @@ def start_of_run(world_size: int) -> dict[str, Any]:
 def coverage(doors: DoorTap, modules: ModuleTap) -> dict[str, Any]:
     """All layers, and how many of them the watch saw; with the reason for each that it did not see."""
     layers = [
-        {"name": name, "source": "door", "seen": name in doors.seen, **_facts(ref()), "dtypes": doors.dtypes.get(name, {})}
+        {
+            "name": name,
+            "source": "door",
+            "seen": name in doors.seen,
+            **_facts(ref()),
+            "dtypes": doors.dtypes.get(name, {}),
+        }
         for name, ref in doors.expected().items()
     ]
     layers += [{**layer, "source": "hook"} for layer in modules.coverage() if layer["name"] not in doors.layers]

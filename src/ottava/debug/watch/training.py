@@ -65,6 +65,7 @@ class TrainingTap:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._handles: list[Any] = []
         self._numbers: dict[str, Tensor] = {}
+        self._inputs: list[Tensor] = []
         self._backwards = self._micro = 0
         self._stepped_at: dict[int, int] = {}
         self._extra_steps = 0
@@ -86,14 +87,24 @@ class TrainingTap:
         if any(known() is root for known in self._roots):
             return
         self._roots.append(weakref.ref(root))
+        # blocks and averaged copies begin as equals, too, and should part; an embedding and a head should not
+        tables = {id(m.weight) for m in root.modules() if isinstance(m, nn.Embedding)}
+        lookups: set[str] = set()
         found: dict[Any, list[str]] = {}
         for name, p in root.named_parameters(remove_duplicate=False):
+            lookups |= {name} if id(p) in tables else set()
             if p.dim() == 2 and plain(p)[0] is not None:
                 sample = _samples([p])
                 if bool((sample != sample[0]).any()):
                     found.setdefault((tuple(p.shape), tuple(sample.tolist())), []).append(name)
-        self._equal += [(group[0], other) for group in found.values() for other in group[1:]]
+        pairs = [(group[0], other) for group in found.values() for other in group[1:]]
+        self._equal += [pair for pair in pairs if len(lookups & set(pair)) == 1 or self._is_one(root, pair)]
         self._handles.append(root.register_forward_hook(self._forwarded, with_kwargs=True))
+
+    @staticmethod
+    def _is_one(root: nn.Module, pair: tuple[str, str]) -> bool:
+        one, other = map(root.get_parameter, pair)
+        return one is other
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -143,20 +154,25 @@ class TrainingTap:
                 whole = (flat32.view(torch.int32).to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
                 finite = x.isfinite()
                 clean = torch.where(finite, x, 0).to(torch.float32)
-                rest = [(~finite).sum(), clean.abs().amax(), clean.square().sum(), finite.sum()]
+                amax = clean.abs().amax()
+                # 0 and -inf alone are a mask that is added to scores
+                wrong = ~finite & ((amax > 0) | (x != -math.inf))
+                rest = [wrong.sum(), amax, clean.square().sum(), finite.sum()]
             else:
                 whole = (flat.to(torch.int64) * place % _PRIME).sum() % _PRIME
                 rest = [torch.zeros((), device=x.device)] * 4
             numbers = torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
             if ignore is not None:
-                ignored = (x == ignore).sum().to(torch.float32)
-                total = torch.full_like(ignored, x.numel())
-                self._add("ignored", torch.stack([ignored, total]))
+                counts = [(x == ignore).sum(), (x != ignore).sum(), (x == _first(x, ignore)).sum()]
+                copied = sum((numbers[0] == other).sum() for other in self._inputs) if x.numel() > 1 else 0
+                self._add("labels", torch.stack([*(c.to(torch.float32) for c in counts), numbers[0] * 0 + copied]))
+            elif name == "input" and not x.is_floating_point():
+                self._inputs.append(numbers[0])
         self._add(name, torch.cat([numbers[:1] * (self._micro + 1) % _PRIME, numbers[1:]]))
 
     def _add(self, name: str, new: Tensor) -> None:
         old = self._numbers.get(name)
-        if old is None or name == "ignored":
+        if old is None or name == "labels":
             self._numbers[name] = new if old is None else old + new
             return
         joined = old + new
@@ -203,8 +219,10 @@ class TrainingTap:
         if self._before is None:
             return
         (parameters, before), self._before = self._before, None
+        names = {id(p): name for name, p in reversed([*self._parameters()])}
         with torch.no_grad():
-            self._updates = Updates(tuple(map(name_of, parameters)), _moved(parameters, before))
+            named = tuple(names.get(id(p)) or name_of(p) for p in parameters)
+            self._updates = Updates(named, _moved(parameters, before))
         for group in optimizer.param_groups:
             settings = {
                 k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, tuple, str, bool))
@@ -220,7 +238,7 @@ class TrainingTap:
 
     def drain(self) -> tuple[dict[str, Tensor], Updates | None]:
         """The numbers of the step that ended, on their devices, and its updates; see `finish`."""
-        numbers, self._numbers = self._numbers, {}
+        numbers, self._numbers, self._inputs = self._numbers, {}, []
         numbers["host"] = torch.tensor([self._lr, float(self._extra_steps), float(self._micro)])
         updates, self._updates = self._updates, None
         if updates is not None:
@@ -240,8 +258,11 @@ class TrainingTap:
                 if number["count"]:
                     columns[f"{name}_amax"] = number["amax"]
                     columns[f"{name}_rms"] = math.sqrt(number["square"] / number["count"])
-            elif name == "ignored":
-                columns["labels_ignored_pct"] = 100 * read[0] / max(read[1], 1.0)
+            elif name == "labels":
+                ignored, used, equal, copied = read
+                columns["labels_ignored_pct"] = 100 * ignored / max(ignored + used, 1.0)
+                columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
+                columns["labels_copied"] = copied
             elif name == "host":
                 columns |= {"lr": float(f"{read[0]:.6g}")} if math.isfinite(read[0]) else {}
                 columns |= {"extra_steps": read[1]} if read[1] else {}
@@ -250,7 +271,7 @@ class TrainingTap:
         return columns
 
     def describe(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-        """Facts of the manifest: every parameter, dtypes, pairs of equal parameters, classes of a mean cross-entropy."""
+        """Facts of the manifest: every parameter, dtypes, equal parameters, and the classes of a mean cross-entropy."""
         parameters, seen = [], dict[int, str]()
         for name, p in self._parameters():
             if id(p) in seen:
@@ -293,6 +314,12 @@ def _lr(group: Mapping[str, Any]) -> float:
     return math.nan if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
 
 
+def _first(labels: Tensor, ignore: int) -> Tensor:
+    """The first label that is not ignored."""
+    flat = labels.reshape(-1)
+    return flat[(flat != ignore).to(torch.uint8).argmax()]
+
+
 def _samples(parameters: Sequence[Tensor]) -> Tensor:
     """Up to 1024 elements of each, joined, fp32; copied."""
     parts = []
@@ -321,7 +348,7 @@ def _moved(parameters: Sequence[Tensor], before: Tensor) -> Tensor:
 
 
 def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
-    """The targets that losses behind a root saved, the label that they ignore, and the classes of a mean over labels."""
+    """The targets that losses behind a root saved, the label that they ignore, the classes of a mean over labels."""
     waiting, visited = [root.grad_fn], 0
     while waiting and visited < _SEARCH:
         node: Any = waiting.pop(0)
