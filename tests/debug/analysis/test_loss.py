@@ -80,3 +80,8 @@ def test_jumps_are_measured_in_noise() -> None:
     jumps = LossCurve(STEPS, loss).jumps
     assert jumps[120] > 20
     assert np.nanmax(np.delete(jumps, range(120, 124))) < 6
+
+
+def test_two_losses_that_differ_much_do_not_make_the_third_go_wrong() -> None:
+    assert LossCurve(STEPS[:5], np.array([3.3, 1.9, 2.6, 0.8, 1.3])).onset == math.inf
+    assert LossCurve(STEPS[:4], np.array([4.6, 4.5, 60.0, 5.0])).onset == 3

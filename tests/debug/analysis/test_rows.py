@@ -42,6 +42,18 @@ def test_positions_and_peers(tmp_path: Path) -> None:
     assert set(peers[~first_look]) == {10.0}
 
 
+def test_both_ends_are_counted_and_a_head_is_both(tmp_path: Path) -> None:
+    for flushed, ends in (
+        ({"layers.0.fc1": 1}, 1.0),
+        ({"layers.0.fc1": 1, "layers.4.fc1": 1}, 2.0),
+        ({"lm_head": 1}, 2.0),
+    ):
+        rows = CastRows(context_of(record(tmp_path / str(flushed), NAMES, flushed)))
+        assert set(rows.ends(Condition.parse("underflow_pct > 0").root)) == {ends}, flushed
+    inner = CastRows(context_of(record(tmp_path / "inner", NAMES, {"layers.2.fc1": 1})))
+    assert set(inner.ends(Condition.parse("underflow_pct > 0").root)) == {0.0}
+
+
 def test_routers_are_asked_about_only_where_something_casts_them(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         for layer, source in (("a.mlp.gate", "hook"), ("b.mlp.gate", "door"), ("a.mlp.experts.up_proj.1", "hook")):

@@ -11,7 +11,7 @@ import numpy as np
 from ottava.debug.analysis.diagnose import diagnose
 from ottava.debug.analysis.facts import context_of
 from ottava.debug.analysis.rows import CastRows
-from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, Progress, stuck
+from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, Progress, hidden, stuck
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
@@ -54,7 +54,9 @@ def test_the_first_tensor_that_is_not_finite_is_that_of_the_first_step(tmp_path:
         writer.tally(6, key("b"), Tally(amax=1.0, n_nonfinite=1), phase="light")
     rows = AmaxRows(context_of(Run.open(tmp_path)))
     assert rows.table["layer"][np.flatnonzero(rows.order_nonfinite() == 0)[0]] == "b"
-    assert diagnose(Run.open(tmp_path)).findings[0].layers == ["b"]
+    found = diagnose(Run.open(tmp_path)).findings[0]
+    assert found.layers == ["b", "a"]  # it happens between the two
+    assert "a.X before it is finite" in found.cause
 
 
 def test_updates_are_of_looks_and_follow_the_learning_rate_between(tmp_path: Path) -> None:
@@ -70,3 +72,48 @@ def test_updates_are_of_looks_and_follow_the_learning_rate_between(tmp_path: Pat
     assert ParameterRows(context).held().tolist() == ["no"]
     assert diagnose(Run.open(tmp_path)).notes[0].id == "L1"
     assert math.isinf(Progress(context).clip_norm) if "grad_norm" in context.run.steps else True
+
+
+def test_an_amax_beyond_what_the_sample_can_hold_lies_in_another_row(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        sums = {"n": 100.0, "n_nonzero": 100.0, "sxx": 100.0}
+        writer.tally(1, key("inside"), Tally(amax=9.0, sx4=9.0**4 + 100, **sums))
+        writer.tally(1, key("outside"), Tally(amax=500.0, sx4=300.0, **sums))
+    assert hidden(CastRows(context_of(Run.open(tmp_path)))).tolist() == ["no", "yes"]
+
+
+def test_parameters_that_are_frozen_between_others_or_never_get_a_gradient(tmp_path: Path) -> None:
+    held = {"lr": 0.1, "weight_decay": 0.2, "gradient": "torch.float32"}
+    frozen = {"shape": [4, 4], "dtype": "float32", "trains": False, "held": None}
+    trains = {**frozen, "trains": True, "held": held}
+    with RunWriter(tmp_path) as writer:
+        names = {
+            "blocks.0.a.weight": frozen,
+            "blocks.1.a.weight": trains,
+            "blocks.2.a.weight": frozen,
+            "base.0.b.weight": frozen,
+            "base.1.b.weight": frozen,
+            "idle.weight": {**trains, "held": {**held, "gradient": ""}},
+        }
+        writer.describe(parameters=[{"name": name, **facts} for name, facts in names.items()])
+        facts: dict[str, Any] = {"ratio": [0.1], "still": [0.0], "gradient": [1.0], "weight": [1.0]}
+        for step in (1, 2):
+            writer.training(step, "updates", parameters=["blocks.1.a.weight"], **facts)
+    found = {note.id: note.layers for note in diagnose(Run.open(tmp_path)).notes}
+    assert found == {"L26": ["blocks.1.a"], "L27": ["idle"], "L30": ["blocks.2.a"]}
+
+
+def test_steps_tell_of_few_batches_idle_steps_and_a_start_above_a_guess(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.describe(parameters=[{"name": "fc.weight", "shape": [4, 4], "trains": True}], classes=8)
+        for step in range(1, 11):
+            lr = 0.1 if step <= 5 else 0.0
+            writer.step(step, loss=30 - step, lr=lr, input_hash=step % 2, label_hash=1, input_amax=90, input_rms=40)
+        facts: dict[str, Any] = {"ratio": [0.01], "still": [0.0], "gradient": [1.0], "weight": [1.0]}
+        writer.training(1, "updates", parameters=["fc.weight"], **facts)
+    progress = Progress(context_of(Run.open(tmp_path)))
+    assert (progress.batches, progress.idle_pct) == (2.0, 50.0)
+    assert math.isclose(progress.start_ratio, 29 / math.log(8))
+    found = diagnose(Run.open(tmp_path))
+    assert found.verdict == "none"
+    assert {"L6", "L19", "L21", "L31"} <= {note.id for note in found.notes}

@@ -57,6 +57,16 @@ def test_metrics_of_a_table_are_those_of_its_rows(run: Run) -> None:
         assert np.allclose(column, single, rtol=1e-12, atol=0, equal_nan=True), name
 
 
+def test_histograms_that_are_read_late_are_those_of_the_parts_that_were_there(tmp_path: Path) -> None:
+    """A running watch merges its parts and deletes them between two readings."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.tally(1, key(), tally := tally_of(a_tensor(3)))
+    table = Run.open(tmp_path / "run").table()
+    for part in (tmp_path / "run" / STATS).iterdir():
+        part.unlink()
+    assert table.tally(0) == tally
+
+
 def test_choosing_rows(run: Run) -> None:
     """One value, several values, several columns; and what was chosen keeps its own numbers."""
     table = run.table()

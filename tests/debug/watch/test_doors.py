@@ -205,3 +205,16 @@ def test_a_weight_is_checked_in_every_micro_batch() -> None:
     tap.detach()
     assert checked.count(("0", "weight")) == 3
     assert counted(collector.drain()[0])["0", "weight", "row"] == 1
+
+
+def test_of_layers_that_share_a_matrix_those_that_ran_are_expected() -> None:
+    """torch's attention has a layer for each kind of call; the dtype before each cast is noted."""
+    model = nn.Sequential(nn.MultiheadAttention(64, 4, batch_first=True)).bfloat16()
+    ottava.convert(model, "tensorwise")
+    _, tap = looking(model)
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    assert len(tap.expected()) == 4
+    model[0](x, x, x)[0].sum().backward()
+    tap.detach()
+    assert set(tap.expected()) == tap.seen == {"0.in_proj", "0.out_proj"}
+    assert tap.dtypes["0.in_proj"] == dict.fromkeys(("input", "weight", "grad_output"), "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,53 @@ def test_equal_batches_have_equal_hashes_and_others_not(tmp_path: Path) -> None:
     found = compare(good, other)
     assert (found.data or {})["step"] == 4
     assert found.verdict.startswith("Their inputs differ from step 4 on")
+
+
+class Reader(torch.nn.Module):
+    """Words through equal blocks; a parameter of its own, an additive mask as an input, a side branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16, bias=False)
+        self.shift = torch.nn.Parameter(torch.zeros(32, 2).fill_diagonal_(1.0))
+        block = torch.nn.Linear(32, 32)
+        self.blocks = torch.nn.ModuleList(copy.deepcopy(block) for _ in range(2))
+        self.side = torch.nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, *, cut: bool = False) -> torch.Tensor:
+        x = self.words(ids) + self.shift.sum(1) + mask.exp().mean()
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        side = self.side(x)
+        return self.head(x + (side.detach() if cut else side))
+
+
+def read(folder: Path, fault: str = "") -> Run:
+    torch.manual_seed(0)
+    model = Reader()
+    if fault == "copied head":
+        model.head.weight.data.copy_(model.words.weight.data)
+    ottava.convert(model, "tensorwise", filter=lambda name, layer: name != "side")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ottava.watch(model, folder, every=2):
+        for _ in range(8):
+            ids = torch.randint(0, 16, (4, 8))
+            labels = {"leak": ids, "constant": torch.ones_like(ids)}.get(fault, (3 * ids) % 16)
+            mask = torch.zeros(4, 8).masked_fill(torch.arange(8) > 5, float("-inf"))
+            logits = model(ids, mask, cut=fault == "cut")
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return Run.open(folder)
+
+
+def test_labels_ties_and_cut_branches_are_told_from_what_only_looks_like_them(tmp_path: Path) -> None:
+    for fault, rule in {"leak": "L24", "constant": "L25", "cut": "L27", "copied head": "L14"}.items():
+        assert [note.id for note in diagnose(read(tmp_path / fault, fault)).notes][:2] in ([rule, "L22"], [rule]), fault
+    clean = read(tmp_path / "clean")
+    # equal blocks are no tie, a mask of 0 and -inf is no broken batch, and FP32 casts are noted
+    assert [note.id for note in diagnose(clean).notes] == ["L22"]
+    assert clean.manifest["classes"] == 16
+    layers = {layer["name"]: layer.get("dtypes") for layer in clean.manifest["layers"]}
+    assert layers["blocks.0"] == dict.fromkeys(("input", "weight", "grad_output"), "float32")
+    assert "shift" in clean.training[-1]["parameters"]

@@ -32,10 +32,11 @@ _STAGES = ("bug", "data", "config", "numeric", "training")
 _SEVERITY = (("critical", 1.0), ("warning", 0.4), ("note", 0.2))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
 _MOST_EVIDENCE = 8
-_BOOKKEEPING = frozenset(
-    "dims held moved empty late_clip run.onset run.findings run.casting looks age step kind check format granularity "
-    "scale_format scaling onset".split()
+_OF_PLACE = frozenset({"kind", "check", "format", "granularity", "scale_format", "scaling", "dims", "held", "moved"})
+_OF_TIME = frozenset(
+    {"looks", "age", "step", "onset", "run.onset", "run.findings", "run.casting", "empty", "late_clip"}
 )
+_BOOKKEEPING = _OF_PLACE | _OF_TIME
 """Names that only decide whether a rule applies; they are no evidence."""
 _Rows = AnyRows
 _KINDS = (CastRows, AmaxRows, WouldRows, StepRows, EventRows, ParameterRows, LayerRows, RunRows)

@@ -298,7 +298,7 @@ class Progress:
         for step, name, ratio, _, _, weight in rows.rows:
             if math.isfinite(ratio) and weight > 0 and len(shapes.get(name, (0, 0))) >= 2:
                 by_step.setdefault(step, []).append(ratio)
-        if not by_step:
+        if not by_step or not len(self.context.run.steps["step"]):
             raise Missing("updates of parameters (a watch of this version records them)")
         steps = self.context.run.steps
         lr = steps.get("lr", np.full(len(steps["step"]), np.nan))
