@@ -134,7 +134,7 @@ def test_resume_and_fresh_exclude_each_other(tmp_path: Path) -> None:
         ({"seeds": 0}, "1 to 10"),
         ({"seeds": 11}, "1 to 10"),
         ({"overrides": ("model.layer=2",)}, "model.layers"),
-        ({"overrides": ("seed=2",)}, "has an option"),
+        ({"overrides": ("seed=2",)}, "use --seeds"),
         ({"overrides": ("init=/runs/a",)}, "runs start from their seeds"),
         ({"overrides": ("batch_size=1000000000000",)}, "GB of memory"),
         ({"data": "/nope"}, "/nope: does not exist"),

@@ -272,7 +272,7 @@ def test_predicted_scales_start_calibrated_on_the_weights_of_another_run(
     with caplog.at_level("INFO", logger="ottava"):
         trainer = Trainer(config, tmp_path / "second")
     assert "starts from the weights of" in caplog.text
-    assert "without its optimizer state, scaling histories and step count" in caplog.text
+    assert "without its optimizer states, scaling histories and step count" in caplog.text
     assert "calibrated the predicted scales on the first 16 batches" in caplog.text
     weights = zip(trainer.model.parameters(), first.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)

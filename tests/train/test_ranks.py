@@ -32,7 +32,7 @@ def test_one_process_sums_what_it_has() -> None:
 
 def test_sizes_that_do_not_fit_are_sentences() -> None:
     with pytest.raises(
-        ConfigError, match=r"asks for 4 processes \(pp 1 x dp 2 x cp 1 x shard 1 x tp 2\), and there is one"
+        ConfigError, match=r"needs 4 processes \(pp 1 x dp 2 x cp 1 x shard 1 x tp 2\), but there is one"
     ):
         Ranks(ParallelConfig(dp=2, tp=2), CPU)
     for settings, said in (
@@ -40,10 +40,10 @@ def test_sizes_that_do_not_fit_are_sentences() -> None:
         (["parallel={dp: 2, ep: 2}"], "parallel.ep needs model.experts"),
         (["parallel={dp: 2, ep: 2}", "model.experts=3"], "model.experts is 3; needs a multiple of parallel.ep"),
         (["parallel={dp: 2, ep: 2, shard: 2}", "model.experts=4"], "shard=1"),
-        (["parallel.tp=2", "model.experts=4"], "take parallel.ep"),
+        (["parallel.tp=2", "model.experts=4"], "set parallel.ep instead"),
         (["parallel.cp=3"], "sequence_length is 128; needs a multiple of parallel.cp x parallel.tp, which is 3"),
         (["model.experts=1"], "experts is 1; needs at least experts_per_token, 2"),
-        (["optimizer.name=muon", "model.experts=4"], "take adamw"),
+        (["optimizer.name=muon", "model.experts=4"], "set adamw"),
         (["parallel.dp=3"], "batch_size is 16; needs a multiple of parallel.dp x parallel.shard x microbatches, which"),
         (["parallel.tp=4"], "model.kv_heads is 2; needs a multiple of parallel.tp, which is 4"),
         (["parallel.pp=2"], "microbatches is 1; needs a multiple of parallel.pp"),

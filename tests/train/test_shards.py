@@ -58,14 +58,15 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=r"is missing, cut short or damaged; ottava.json has \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"is missing, cut short or damaged; ottava.json lists it with \d+ bytes"):
         read_header(folder)
     with pytest.raises(CheckpointError, match="cut short or damaged"):
         consolidate(folder, tmp_path / "no", keep=False)
     file.write_bytes(b"\xff" * len(whole))
     with pytest.raises(CheckpointError, match="a file of it is damaged"):
         read_whole(folder)
-    for text in ("{", "[]", "{}", '{"format": "ottava.train.shards/1", "step": "x"}'):
+    header = '{"format": "ottava.train.shards/1", "step": "4", "files": []}'
+    for text in ("{", "[]", "{}", header, header.replace("4", "x").replace("[]", "{}")):
         (folder / HEADER).write_text(text)
         with pytest.raises(CheckpointError):
             read_header(folder)

@@ -40,7 +40,7 @@ def test_a_run_switches_to_fp8_and_back_in_its_middle(tmp_path: Path, caplog: py
     there = tiny("recipe=delayed", *STORED, f"init={tmp_path / 'a'}", "carry=optimizer", "rewarm=2", "steps=8")
     with caplog.at_level("INFO", logger="ottava"):
         second = Trainer(there, tmp_path / "b")
-    assert "goes on from step 4 of" in caplog.text
+    assert "continues from step 4 of" in caplog.text
     assert "calibrated the predicted scales on the first 16 batches" in caplog.text
     assert "the learning rate rises to its schedule in 2 steps" in caplog.text
     assert second.step == 4
@@ -79,9 +79,9 @@ def test_switches_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (
             (source, "carry=optimizer", "optimizer.name=lion", "steps=4"),
             CheckpointError,
-            "Take the same optimizer.name",
+            "Set the same optimizer.name",
         ),
-        ((source, "carry=optimizer", "steps=2"), ConfigError, "is of step 2, and this run has steps=2; needs more"),
+        ((source, "carry=optimizer", "steps=2"), ConfigError, "is of step 2, but this run ends at steps=2; set more"),
         (("carry=optimizer",), ConfigError, "set init=RUN, too"),
         (("init=nowhere",), CheckpointError, "nowhere: does not exist; needed: a run folder"),
         (("rewarm=3",), ConfigError, "set init=RUN, too"),

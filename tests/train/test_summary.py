@@ -26,7 +26,7 @@ def test_headline_has_the_worst_news_first(make_run: MakeRun, make_demo: MakeDem
         "blockwise ends clearly worse than BF16": [fine, worse],
         "nvfp4 diverged": [fine, worse, broken],
         "No recipe ends clearly worse than BF16": [fine, make_run("rowwise", final=1.74)],
-        "BF16 alone: no FP8 recipe was asked for": [],
+        "BF16 alone, without an FP8 recipe to compare": [],
     }
     for headline, runs in demos.items():
         assert make_demo([*seeds(make_run), *runs]).headline == headline

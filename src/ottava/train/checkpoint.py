@@ -1,12 +1,12 @@
 """A checkpoint: the whole state of a run in one safetensors file. No pickle, written atomically, checked when read.
 
     model.<name>               the model's state_dict: parameters as they are stored, and the buffers of the FP8 recipe
-    optimizer.<name>.<entry>   the optimizer's states of the parameter of that name, as they are stored, and a master
+    optimizer.<name>.<entry>   the optimizer's states of that parameter and its master, if it has one, as stored
     random.<device>            states of torch's generators
     header                     texts: step, hashes of config and text, versions, a hash of all these and the tensors
 
 The learning rate and the data order are functions of the step, so they need no state. The writer fills a file of
-another name, flushes it to the disk and renames it. So a checkpoint is there as a whole or not at all.
+another name, flushes it to the disk and renames it. So a checkpoint exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORMAT, _BEFORE = "ottava.train.checkpoint/3", "ottava.train.checkpoint/2"
 _MOVED = MappingProxyType(
     {".attention_norm.weight": ".attention.qkv_proj.norm.weight", ".mlp_norm.weight": ".mlp.gate_up_proj.norm.weight"}
 )
-"""What norms are called in format 2, whose model has them in front of its linears, and in format 3."""
+"""Names of the norms' weights in format 2 and in format 3. In format 2 a norm is a layer in front of its linear."""
 _NAME = re.compile(r"step-(\d+)(\.safetensors)?")
 _TEMPORARY = ".part"
 _HASH = "sha256"
@@ -140,12 +140,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: is not a checkpoint of `ottava train` (format {metadata.get('format')!r}; needed: {_FORMAT!r})"
         )
     if metadata.get(_HASH) != _digest(metadata, tensors):
-        raise CheckpointError(f"{path}: is damaged: the hash of its header and tensors is not the one in the header")
+        raise CheckpointError(f"{path}: is damaged: the hash of its header and tensors differs from the hash it states")
     if not metadata.get("step", "").isdecimal():
         raise CheckpointError(f"{path}: has step {metadata.get('step')!r}; needed: a whole number")
     if metadata["format"] == _BEFORE:
         tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
-        _log.info("%s: an earlier ottava wrote it; the weights of its norms are in the linears behind them now", path)
+        _log.info("%s: an earlier ottava wrote it; each norm's weight now belongs to the linear behind the norm", path)
     return Checkpoint(path, int(metadata["step"]), tensors, metadata)
 
 
@@ -162,7 +162,10 @@ def remove_temporary_files(folder: Path) -> None:
 
 
 def high_precision_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The parameters of the checkpoint by their names: masters where the run had them, decoded codes where not."""
+    """The checkpoint's parameters by name, in the highest precision that it holds.
+
+    A parameter with an FP32 master is that master. A weight with a remainder is joined with it. Others are as stored.
+    """
     states = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
     weights = {}
     for name, weight in states.items():
@@ -190,11 +193,11 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tenso
     """
     weights = high_precision_weights(checkpoint)
     try:
-        missing = model.load_state_dict(weights, strict=False)
-        left = (".quantizers.", "_scale_inv")
-        absent = [name for name in missing.missing_keys if not any(one in name for one in left)]
-        if absent or missing.unexpected_keys:
-            raise ValueError(f"it lacks {absent} and adds {missing.unexpected_keys}")
+        report = model.load_state_dict(weights, strict=False)
+        states = (".quantizers.", "_scale_inv")  # no parameters: the run starts them anew
+        absent = [name for name in report.missing_keys if not any(part in name for part in states)]
+        if absent or report.unexpected_keys:
+            raise ValueError(f"it lacks {absent}, and the model lacks {report.unexpected_keys}")
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit this run's model: {error}") from error
     return weights
@@ -203,12 +206,12 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tenso
 def restore_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]
 ) -> None:
-    """Loads the optimizer's states of the checkpoint, whatever they are stored as; for a model with these weights.
+    """Loads the checkpoint's optimizer states into an optimizer that may store its states in another format.
 
     Args:
-        weights: `high_precision_weights`, from which masters are made.
+        weights: `high_precision_weights` of the checkpoint; masters start from them.
     Raises:
-        CheckpointError: they are states of another optimizer.
+        CheckpointError: the states are those of another optimizer.
     """
     entries = {name: widened(state) for name, state in _optimizer_entries(checkpoint).items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -218,8 +221,8 @@ def restore_optimizer(
             state = entries.get(names[id(parameter)], {})
             if state and state.keys() - {"step"} != needed:
                 raise CheckpointError(
-                    f"{checkpoint.path}: holds {sorted(state)} of {names[id(parameter)]}, and this run's optimizer "
-                    f"needs {sorted(needed)}. Take the same optimizer.name, or carry=weights"
+                    f"{checkpoint.path}: holds the states {sorted(state)} of {names[id(parameter)]}, but this run's "
+                    f"optimizer needs {sorted(needed)}. Set the same optimizer.name, or carry=weights"
                 )
             if state and isinstance(optimizer, Engine):
                 state["master"] = weights[names[id(parameter)]].to(torch.float32)
@@ -227,8 +230,8 @@ def restore_optimizer(
 
 
 def _state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Of each parameter, without its step count."""
-    return {one.name for one in (optimizer.states(group) if isinstance(optimizer, Engine) else ADAMW_STATES)}
+    """Names of the states that the optimizer keeps of each parameter, without the step count."""
+    return {state.name for state in (optimizer.states(group) if isinstance(optimizer, Engine) else ADAMW_STATES)}
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -270,10 +273,12 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     entries: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Gives an optimizer the states of its parameters, by their names.
+    """Loads states into an optimizer.
 
+    Args:
+        entries: name of a parameter -> the entries of its state.
     Raises:
-        CheckpointError: they are states of another optimizer.
+        CheckpointError: the states are those of another optimizer.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

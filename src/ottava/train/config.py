@@ -91,26 +91,27 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, and what it and the weights are stored as; docs/memory.md compares the choices."""
+    """The optimizer, and the storage of its states and of the weights; docs/memory.md compares the choices."""
 
     name: Literal["adamw", "lion", "muon", "sgd"] = "adamw"
-    """muon updates matrices, and leaves embedding, head and gains to AdamW."""
+    """muon updates matrices; AdamW updates the embedding, the head and the gains of norms."""
     weights: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """What parameters are stored as; fp8 stores those of FP8 layers as codes, and the others in BF16."""
+    """Storage of the parameters. fp8 stores the weights of FP8 layers as codes, and all other parameters in BF16."""
     master: Literal["fp32", "remainder"] | None = None
-    """What BF16 and FP8 weights have beside them; see `ottava.optim.AdamW`."""
+    """The master beside BF16 and FP8 weights; see `ottava.optim.AdamW`. null: none."""
     moments: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
-    """What the optimizer's states are stored as."""
+    """Storage of the optimizer's states."""
     amax_every: Positive = 1
-    """Steps of adamw between two looks for the largest magnitude of an FP8 weight; see `ottava.optim.AdamW`."""
+    """adamw measures the amax of an FP8 weight at every so many steps, and bounds it in between; see
+    `ottava.optim.AdamW`."""
     stochastic_rounding: bool = False
-    """For BF16 weights without a master."""
+    """Round BF16 weights without a master up or down at random."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-3
     """The highest learning rate of the schedule."""
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
-    """Of adamw and lion."""
+    """Decay rates of adamw's and lion's moments, and of the parameters that muon leaves to AdamW."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Of muon and sgd."""
+    """Decay rate of the momentum of muon and sgd."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applied to matrices only, not to the gains of the norms."""
@@ -131,7 +132,7 @@ class OptimizerConfig(Section):
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own fused AdamW does all that is asked for."""
+        """Whether torch's own fused AdamW suffices: FP32 weights and FP32 moments."""
         return self.name == "adamw" and self.weights == self.moments == "fp32"
 
 
@@ -158,43 +159,44 @@ class ScheduleConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to write a checkpoint."""
+    """When to write a checkpoint, and how many to keep."""
 
     every: Annotated[int, Field(ge=0)] = 100
-    """Steps from one checkpoint to the next; 0 for one at the end only."""
+    """Steps from one checkpoint to the next. 0: one checkpoint, at the end."""
     keep: Positive = 2
     """How many of the newest checkpoints to keep."""
     asynchronous: bool = False
-    """With several processes: train on while a checkpoint is written. It takes the memory of a copy."""
+    """With several processes: training continues while a checkpoint is written. This needs memory for a copy of it."""
 
 
 class EvaluationConfig(Section):
     """Loss on the held-out text."""
 
     every: Annotated[int, Field(ge=0)] = 50
-    """Steps from one evaluation to the next; the last step has one too. 0 for the last step only."""
+    """Steps from one evaluation to the next. The last step is always evaluated; 0: no other step."""
     batches: Positive = 16
     """Batches of batch_size sequences, the same ones each time and for every seed."""
 
 
 class GuardConfig(Section):
-    """Undoing loss spikes; see `ottava.debug.SpikeGuard`."""
+    """Settings of `ottava.debug.SpikeGuard`, which undoes loss spikes."""
 
     every: Positive = 50
     """Steps from one snapshot in memory to the next."""
     snapshots: Positive = 3
+    """How many snapshots to keep."""
     z: Annotated[float, Field(gt=0.0)] = 6.0
-    """Robust standard deviations above the median of the last losses that make a spike."""
+    """A loss this many robust standard deviations above the median of the last losses is a spike."""
     hold: Positive = 100
-    """Steps in high precision after FP8 was to blame."""
+    """Steps in high precision after a spike that FP8 caused."""
 
 
 class ParallelConfig(Section):
     """Processes that share the run, as torchrun starts them: dp x cp x shard x tp x pp. They share one batch."""
 
     dp: Positive = 1
-    """Replicas that each read a part of the batch: DistributedDataParallel, or FSDP2's replicas where `shard` is more
-    than 1."""
+    """Replicas, each with its own part of the batch: DistributedDataParallel, or FSDP2's replicas if `shard` is above
+    1."""
     shard: Positive = 1
     """Processes that share weights, gradients and moments, and read a part of the batch each: FSDP2. Weights are
     gathered as FP8 codes where the recipe allows it."""
@@ -203,30 +205,30 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Stages of a pipeline: each holds some of the layers."""
     cp: Positive = 1
-    """Processes that share each sequence: every one has a part of the tokens, and gathers keys and values."""
+    """Processes that share each sequence: each holds a part of the tokens, and gathers keys and values."""
     ep: Positive = 1
-    """How many of the replicas (dp x cp) share the experts of each layer: tokens travel to their experts, as FP8 codes
+    """Number of replicas (dp x cp) that share the experts of each layer. Tokens travel to their experts, as FP8 codes
     where the recipe allows it."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """The order of microbatches in a pipeline. interleaved gives each process two stages."""
     timeout: Annotated[float, Field(gt=0.0)] = 300.0
     """Seconds that a process waits for the others before the run ends with an error."""
     verify_every: Annotated[int, Field(ge=0)] = 100
-    """Steps from one comparison of all processes (`ottava.distributed.verify`) to the next; 0 for none."""
+    """Steps from one comparison of all processes (`ottava.distributed.verify`) to the next; 0: none."""
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return self.replicas * self.shard * self.tp * self.pp
 
     @property
     def replicas(self) -> int:
-        """How many processes hold the same part of the weights, and take the mean of its gradients."""
+        """Number of processes that hold the same part of the weights and average its gradients."""
         return self.dp * self.cp
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline stages."""
         return self.pp * (2 if self.schedule == "interleaved" and self.pp > 1 else 1)
 
 
@@ -246,30 +248,30 @@ class TrainConfig(Section):
     recipe: str | dict[str, Any] = "tensorwise"
     """Name of an FP8 recipe, or a whole one spelled out as `Recipe.to_dict()` writes it."""
     accumulator: str | None = None
-    """The profile that GEMMs on codes are summed under, such as hopper, emulated on any device (docs/accumulation.md);
-    null: the device's own sums. As recipe=NAME/hopper."""
+    """An accumulation profile, such as hopper: GEMMs on codes emulate its sums on any device (docs/accumulation.md).
+    recipe=NAME/hopper sets the same. null: the device's own sums."""
     steps: Positive = 400
     """Optimizer steps."""
     batch_size: Positive = 16
-    """Sequences in a step, of all processes together."""
+    """Sequences of one step, in all processes together."""
     microbatches: Positive = 1
-    """Parts of a process's share of the batch, whose gradients are summed; a pipeline works on several at once."""
+    """Microbatches of each process. A step uses the mean of their gradients; a pipeline works on several at once."""
     sequence_length: Positive = 128
-    """Bytes that a sequence predicts."""
+    """Bytes of a sequence; the model predicts the next byte at each of them."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the initial weights and the order of the data."""
     init: Path | None = None
-    """A run folder, or a checkpoint of one, with the weights to start from; null draws them. Predicted scales are
-    calibrated on them."""
+    """A run folder or a checkpoint. The run starts from its weights, and calibrates predicted scales on them. null: the
+    run draws its weights at random."""
     carry: Literal["weights", "optimizer"] = "weights"
-    """What a run takes over from `init`: "weights" starts a new run with them; "optimizer" also takes its states and
-    its step count, and goes on with the next step: a switch in the middle of a run."""
+    """What the run takes from `init`. "weights": the weights alone; the run begins with step 1. "optimizer": also the
+    optimizer's states and the step count; the run continues with the next step."""
     rewarm: Annotated[int, Field(ge=0)] = 0
-    """Steps after `init` in which the learning rate rises anew to its schedule; 0 for none."""
+    """Steps after the start from `init` in which the learning rate rises to its schedule again; 0: none."""
     device: str = "auto"
     """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The dtype of operators without FP8; the parameters are always FP32."""
+    """The dtype of operators without FP8. `optimizer.weights` sets that of the parameters."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -282,10 +284,11 @@ class TrainConfig(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     guard: GuardConfig | None = None
-    """{}: rewind at a loss spike, replay in high precision, and skip the batch or leave FP8 for a while."""
+    """Settings of the guard against loss spikes, {} for its defaults. At a spike the guard rewinds the run, replays the
+    steps in high precision, and then skips the batch or leaves FP8 for a while. null: no guard."""
     auto_fallback: Literal["off", "propose", "apply"] = "off"
-    """What to do about layers with bad casts, look after look: "propose" writes proposals as events of the watch,
-    "apply" also changes the recipes of these layers. Needs `watch`."""
+    """Other recipes for layers with bad casts, at each look of the watch. "propose" writes proposals as events of the
+    watch; "apply" also changes the layers' recipes. Needs `watch`."""
 
     @model_validator(mode="after")
     def _fallback_needs_watch(self) -> Self:
@@ -320,17 +323,17 @@ class TrainConfig(Section):
         if ranks.processes > 1 and (self.guard is not None or self.auto_fallback != "off"):
             raise ValueError("guard and auto_fallback watch one process: leave them off, or set parallel to 1 process")
         if ranks.processes > 1 and self.carry == "optimizer":
-            raise ValueError("carry=optimizer needs one process, which then writes a checkpoint for --resume with any")
+            raise ValueError("carry=optimizer needs one process; --resume can continue its checkpoint with several")
         if ranks.processes > ranks.replicas and self.optimizer.name == "muon":
             raise ValueError("optimizer.name=muon needs whole weights: set parallel.shard, tp and pp to 1")
         if ranks.ep > 1 and (not model.experts or ranks.shard * ranks.tp > 1 or self.optimizer.weights == "fp8"):
             raise ValueError("parallel.ep needs model.experts, shard=1, tp=1, and weights that are not fp8")
         if ranks.tp > 1 and model.experts:
-            raise ValueError("parallel.tp does not split experts: take parallel.ep")
+            raise ValueError("parallel.tp does not split experts: set parallel.ep instead")
         if model.experts and self.optimizer.name == "muon":
-            raise ValueError("optimizer.name=muon updates matrices, and experts are stacks of them: take adamw")
+            raise ValueError("optimizer.name=muon updates matrices, but experts are stacks of matrices: set adamw")
         if ranks.tp > 1 and self.optimizer.weights == "fp8":
-            raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: take parallel.shard")
+            raise ValueError("optimizer.weights=fp8 cannot be split by parallel.tp: set parallel.shard instead")
         return self
 
     @field_validator("recipe", mode="before")
@@ -371,14 +374,14 @@ class TrainConfig(Section):
     def digest(self) -> str:
         """Hash of the settings that decide the run: all but `checkpoint`, `evaluation`, `parallel` and `watch`.
 
-        A setting of `_LATER` counts where it is not the default: runs that are older than the setting can be resumed.
+        A setting of `_LATER` counts only if it differs from its default, so a run from before the setting can resume.
         """
         decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "parallel", "watch"})
         for section, names in _LATER.items():
-            given, default = (decisive[section], _DEFAULTS[section]) if section else (decisive, TrainConfig())
+            values, default = (decisive[section], _DEFAULTS[section]) if section else (decisive, TrainConfig())
             for name in names:
-                if given[name] == getattr(default, name):
-                    del given[name]
+                if values[name] == getattr(default, name):
+                    del values[name]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

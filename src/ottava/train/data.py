@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ottava.train.config import DataConfig
 
-# The default text is without tests (a third of the library, with many tables), generated tables and other packages.
+# The default text leaves out tests (a third of the library, with many tables), generated tables and other packages.
 _NOT_LIBRARY = frozenset(
     {
         "__pycache__",

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed of this process so far; None before its first step."""
+        """Estimated seconds to the end, at the speed of this process so far; None before its first step."""
         done = self.trainer.step - self._first
         if self.trainer.done:
             return 0.0

@@ -1,4 +1,4 @@
-"""The folder of a demo, and the effect of an earlier demo in it on a new one.
+"""The folder of a demo, and what a new demo does with an earlier one in the same folder.
 
     demo.json                     the settings, and whether the demo is finished
     runs/bf16-seed0/ ...          one run folder for each training run (see run_folder.py)
@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from ottava.recipe import get_recipe
@@ -52,6 +53,16 @@ _SETTINGS = (
     "checkpoint.keep=1",
 )
 """The demo's own values for settings of the trainer."""
+_OWN = MappingProxyType(
+    {
+        "recipe": "use --recipes",
+        "seed": "use --seeds",
+        "steps": "use --steps",
+        "data.path": "use --data",
+        "init": "its runs start from their seeds",
+    }
+)
+"""Settings of the trainer that --set may not change, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +89,8 @@ class DemoSettings:
         if self.steps < _EVALUATIONS:
             raise ConfigError(f"steps: got {self.steps}; needed: at least {_EVALUATIONS}, one for each evaluation")
         for override in self.overrides:
-            if (name := override.partition("=")[0].strip()) in ("recipe", "seed", "steps", "data.path", "init"):
-                why = "its runs start from their seeds" if name == "init" else "it has an option for that"
-                raise ConfigError(f"--set {override}: the demo does not take it: {why}")
+            if (name := override.partition("=")[0].strip()) in _OWN:
+                raise ConfigError(f"--set {override}: the demo sets {name} itself: {_OWN[name]}")
         self.config("bf16", 0)  # refuses unknown settings before anything is written
 
     def runs(self) -> list[tuple[str, int]]:
@@ -105,7 +115,7 @@ class DemoSettings:
         return cls(**{**values, **tuples})
 
     def command(self) -> str:
-        """The command that repeats this demo, whatever the defaults are."""
+        """The command that repeats this demo, even if defaults change."""
         parts = [f"ottava demo --recipes {','.join(self.recipes)} --steps {self.steps} --seeds {self.seeds}"]
         parts += [f"--data {shlex.quote(self.data)}"] if self.data else []
         return " ".join([*parts, *(f"--set {shlex.quote(override)}" for override in self.overrides)])
@@ -130,21 +140,21 @@ class DemoFolder:
         self.news = news
 
     @classmethod
-    def open(cls, path: Path, given: Mapping[str, Any], *, resume: bool = False, fresh: bool = False) -> DemoFolder:
+    def open(cls, path: Path, chosen: Mapping[str, Any], *, resume: bool = False, fresh: bool = False) -> DemoFolder:
         """Applies the table above.
 
         Args:
             path: the folder; it need not exist.
-            given: the fields of `DemoSettings` that the user chose. The others are the defaults, or come from the
+            chosen: the fields of `DemoSettings` that the user chose. The others are the defaults, or come from the
                 resumed demo.
         Raises:
             DataError, DeviceError: as `gather`.
-            ConfigError: another process has the folder, or it holds something else, or there is nothing to resume, or
-                an unfinished demo has other settings. The message says what to do. The folder stays unchanged.
+            ConfigError: another process holds the folder, the folder holds no demo, there is nothing to resume, or an
+                unfinished demo has other settings. The message says what to do. The folder stays unchanged.
         """
         if resume and fresh:
             raise ConfigError("--resume continues the demo in the folder and --fresh discards it; give one of them")
-        settings = replace(DemoSettings(), **given)
+        settings = replace(DemoSettings(), **chosen)
         lock = FolderLock(path)
         with lock.released_on_error():
             demo = _read(path)
@@ -155,12 +165,12 @@ class DemoFolder:
                 report = path / "report.html"
                 raise ConfigError(f"{path}: its demo is finished ({report}); leave --resume out to run it again")
             if demo is not None and not finished and not fresh:
-                expected = replace(saved, **given) if resume else settings
+                expected = replace(saved, **chosen) if resume else settings
                 if expected != saved:
                     raise ConfigError(_other_settings(path, saved, expected))
                 news = f"continuing the unfinished demo in {path} (--fresh starts over)"
                 return cls(path, saved, resumed=True, news=(news,), lock=lock)
-            gather(settings.config("bf16", 0))  # needs text, device and memory before it removes an earlier demo
+            gather(settings.config("bf16", 0))  # refuses a missing text, device or memory before anything is removed
             news = _set_aside(path) if finished else f"discarded the unfinished demo in {path}" if demo else ""
             shutil.rmtree(path / "runs", ignore_errors=True)
             folder = cls(path, settings, resumed=False, news=(news,) if news else (), lock=lock)

@@ -30,7 +30,7 @@ class FolderLock:
 
     Raises:
         ConfigError: another process, or another object of this one, holds the folder; or the path cannot be a folder.
-    Edge cases: a file system without locks gives a warning and no lock.
+    Edge cases: on a file system without locks it logs a warning and holds no lock.
 
     Example:
         >>> import tempfile
@@ -67,13 +67,13 @@ class FolderLock:
 
 
 class NoLock:
-    """What a process has that leaves the lock to another one of its run."""
+    """Stands in for `FolderLock` where another process of the run holds the lock."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def released_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is held."""
+        """Does nothing."""
         return contextlib.nullcontext()
 
 

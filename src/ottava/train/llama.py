@@ -1,4 +1,4 @@
-"""The trainer's model as a Llama of Hugging Face's, for engines: the same formula, with projections apart."""
+"""The trainer's model as a Hugging Face Llama, for inference engines: the same formula, with separate projections."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ottava.train.optimizers import store
 
 
 def of_run(source: Path) -> Source:
-    """A checkpoint of a run of `ottava train`, with the casts that its last step used.
+    """Reads a checkpoint of `ottava train`, with the casts of its last step.
 
     Args:
-        source: the folder of the run, for its newest checkpoint, or one of RUN/checkpoints.
+        source: the folder of a run (its newest checkpoint), or one checkpoint of RUN/checkpoints.
 
     Raises:
         CheckpointError: the folder holds no run, or its checkpoint does not fit its settings.
@@ -45,17 +45,17 @@ def of_run(source: Path) -> Source:
 
 
 def run_of(source: Path) -> Path:
-    """The folder of the run that a run folder, or one of its checkpoints, belongs to."""
+    """The run folder of a checkpoint in RUN/checkpoints; any other path is returned as it is."""
     return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def as_llama(
     model: ByteTransformer, config: ModelConfig, sequence_length: int, masters: Mapping[str, Tensor] | None = None
 ) -> Source:
-    """The checkpoint of `LlamaForCausalLM` with the weights of a trained model; bytes are its tokens.
+    """A checkpoint of `LlamaForCausalLM` with the weights of a trained model. Its tokens are bytes.
 
     Args:
-        masters: parameters in high precision by name, where the model has only codes.
+        masters: name -> parameter in high precision, for parameters that the model stores in fewer bits.
 
     Example:
         >>> source = as_llama(ByteTransformer(ModelConfig(), sequence_length=64), ModelConfig(), 64)
@@ -68,10 +68,10 @@ def as_llama(
     qkv = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
     layers = dict(model.named_modules())
     casts = any(layer.resolved.quantized for layer in quantized_layers(model))
-    own = dict(model.named_parameters()) | dict(masters or {})
+    parameters = dict(model.named_parameters()) | dict(masters or {})
 
     def plain(name: str, source: str) -> Weight:
-        return Weight(f"{name}.weight", numbers(own[f"{source}.weight"]).detach())
+        return Weight(f"{name}.weight", numbers(parameters[f"{source}.weight"]).detach())
 
     weights = [plain("model.embed_tokens", "embedding")]
     for i in range(config.layers):
@@ -79,7 +79,7 @@ def as_llama(
 
         def pieces(source: str, place: str, sizes: Mapping[str, int], here: str = here) -> list[Weight]:
             name = f"{here}.{source}"
-            return _pieces(layers[name], numbers(own[f"{name}.weight"]).detach(), place, sizes, casts=casts)
+            return _pieces(layers[name], numbers(parameters[f"{name}.weight"]).detach(), place, sizes, casts=casts)
 
         weights.append(plain(f"{there}.input_layernorm", f"{here}.attention.qkv_proj.norm"))
         weights += pieces("attention.qkv_proj", f"{there}.self_attn", qkv)
@@ -88,13 +88,13 @@ def as_llama(
         weights += pieces("mlp.gate_up_proj", f"{there}.mlp", {"gate_proj": config.ffn, "up_proj": config.ffn})
         weights += pieces("mlp.down_proj", f"{there}.mlp", {"down_proj": config.d_model})
     weights.append(plain("model.norm", "norm"))
-    head_weight = numbers(own["lm_head.weight"]).detach()
+    head_weight = numbers(parameters["lm_head.weight"]).detach()
     weights.append(Weight("lm_head.weight", head_weight, True, default_filter("lm_head", model.lm_head) or ""))
     return Source(tuple(weights), _config(config, sequence_length))
 
 
 def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
-    """The linears that one layer holds, row after row."""
+    """Splits the rows of one fused layer into the linears that it holds."""
     cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
     own: tuple[Any, ...] = ()
     if isinstance(layer, QuantizedLayer):

@@ -1,11 +1,11 @@
 """One training run: `Trainer` builds it, trains step by step, evaluates, writes checkpoints and resumes.
 
 Every step has the same order: batch, forward and backward, clip, AdamW, scaling state; then, if due, evaluation, the
-line in metrics.jsonl, and the checkpoint. A process that is killed anywhere leaves a checkpoint and metrics of at least
-its steps. The resumed run cuts the metrics back to the checkpoint.
+line in metrics.jsonl, and the checkpoint. Wherever a process is killed, metrics.jsonl holds at least the steps of the
+newest checkpoint. The resumed run cuts metrics.jsonl back to that checkpoint.
 
-Precision: unless `config.optimizer` says else, parameters (the master weights), gradients and moments are FP32.
-Operators compute in BF16 under torch.autocast, and the GEMMs of converted layers under the recipe.
+Precision: parameters (the master weights), gradients and moments are FP32, unless `config.optimizer` sets another
+storage. Operators compute in BF16 under torch.autocast, and the GEMMs of converted layers under the recipe.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ class Trainer:
         return start_from(self.config, self.model, self._optimizer, self._scaling, self.batch, self.loss_of)
 
     def _share(self, checkpoint: Checkpoint | None) -> None:
-        """Shares the model with the other processes, and fills what stays here from the checkpoint."""
+        """Splits the model over the processes, and fills this process's part from the checkpoint."""
         config, ranks = self.config, self.ranks
         running, self._orders = ranks.together(lambda: split(self.model, config.model, ranks))
         self._writer: ShardWriter | None = None
         if ranks.size > 1:
-            self._make_optimizer()  # of the shards
-            kept, folder = config.checkpoint, self.folder.checkpoints
-            self._writer = ShardWriter(folder, ranks, keep=kept.keep, asynchronous=kept.asynchronous)
+            self._make_optimizer()  # for the shards
+            settings, folder = config.checkpoint, self.folder.checkpoints
+            self._writer = ShardWriter(folder, ranks, keep=settings.keep, asynchronous=settings.asynchronous)
         if config.parallel.pp > 1:
             tokens = config.sequence_length // config.parallel.cp
             shape = config.batch_size // ranks.readers // config.microbatches, tokens
@@ -197,8 +197,8 @@ class Trainer:
         Writes metrics.jsonl, evaluates and writes checkpoints as the config says, and always at the last step. The last
         step also writes receipt.json. Stops at a loss or gradient that is not finite, before the update of the weights.
 
-        Edge cases: after an exception (KeyboardInterrupt too) the trainer cannot go on, but the folder can: resume
-            from it.
+        Edge cases: after an exception (KeyboardInterrupt too) this trainer cannot continue. Make a new one with
+            `resume` on the same folder.
         """
         last = self.config.steps if steps is None else min(self.step + steps, self.config.steps)
         records: list[StepRecord] = []
@@ -227,7 +227,7 @@ class Trainer:
         It changes nothing in the run: random generators, gradients and scaling histories stay as they are.
 
         Args:
-            high_precision: evaluate without FP8, which tests the weights alone.
+            high_precision: evaluate without FP8: this tests the weights alone.
         """
         settings = self.config
         total = 0.0
@@ -258,7 +258,7 @@ class Trainer:
         return path
 
     def close(self) -> None:
-        """Ends the watch and releases the folder. The last step does so itself; call it if you leave a run earlier."""
+        """Ends the watch and releases the folder. The last step does both; call `close` if you end a run earlier."""
         self._end_watch()
         if self._writer is not None:
             self._writer.wait()
@@ -383,10 +383,10 @@ class Trainer:
         return lambda: self._passes.loss(*self._mine(*self.batch(step)))
 
     def _receipt(self) -> dict[str, Any]:
-        """What ran here and, where several processes hold different layers or casts, in each of them."""
-        own = receipt(self.model).to_dict()
-        values = {"schema_version": RECEIPT_VERSION, **own}
-        return values if self.ranks.size == 1 else {**values, "ranks": self.ranks.tell(own)}
+        """The receipt of this process; with several processes also those of all of them, whose layers may differ."""
+        values = receipt(self.model).to_dict()
+        ranks = {} if self.ranks.size == 1 else {"ranks": self.ranks.tell(values)}
+        return {"schema_version": RECEIPT_VERSION, **values, **ranks}
 
     def _keep_record(self, record: StepRecord) -> None:
         self.history.append(record)
@@ -409,7 +409,7 @@ class Trainer:
             self._watch.rewind(step)
 
     def _random_generators(self) -> AbstractContextManager[None]:
-        """Restores torch's global random generators at the end."""
+        """Restores torch's global random generators when the block ends."""
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def _identity(self) -> dict[str, str]:
@@ -432,8 +432,8 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model
         if self.ranks.size > 1:
-            found = restore_shards(checkpoint, model, self._optimizer, self._orders, self.ranks.rank)
-            self._random = found or self._random
+            states = restore_shards(checkpoint, model, self._optimizer, self._orders, self.ranks.rank)
+            self._random = states or self._random
         else:
             restore_state(checkpoint, model, self._optimizer)
             self._random = {

@@ -29,11 +29,11 @@ class Attention(nn.Module):
         super().__init__()
         d, heads, kv_heads = config.d_model, config.heads, config.kv_heads
         self.sizes, self.head_dim = (heads + kv_heads, kv_heads), d // heads
-        own: dict[str, Any] = {"bias": False, "recipe": "bf16"}
-        wide = (heads + 2 * kv_heads) * self.head_dim
-        self.qkv_proj = NormLinear(d, wide, norm="rmsnorm", eps=config.norm_eps, **own)
+        options: dict[str, Any] = {"bias": False, "recipe": "bf16"}
+        width = (heads + 2 * kv_heads) * self.head_dim
+        self.qkv_proj = NormLinear(d, width, norm="rmsnorm", eps=config.norm_eps, **options)
         self.attention = DotProductAttention()
-        self.o_proj = Linear(d, d, **own)
+        self.o_proj = Linear(d, d, **options)
 
     def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
@@ -53,9 +53,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        own: dict[str, Any] = {"bias": False, "recipe": "bf16"}
-        self.gate_up_proj = NormLinear(config.d_model, 2 * config.ffn, norm="rmsnorm", eps=config.norm_eps, **own)
-        self.down_proj = ActivatedLinear(config.ffn, config.d_model, activation="swiglu", **own)
+        options: dict[str, Any] = {"bias": False, "recipe": "bf16"}
+        self.gate_up_proj = NormLinear(config.d_model, 2 * config.ffn, norm="rmsnorm", eps=config.norm_eps, **options)
+        self.down_proj = ActivatedLinear(config.ffn, config.d_model, activation="swiglu", **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes in, the next byte's logits out. Initial weights are drawn from torch's global generator.
+    """Predicts the next byte at every byte. Initial weights are drawn from torch's global generator.
 
     Example:
         >>> model = ByteTransformer(ModelConfig(), sequence_length=128)
@@ -125,28 +125,28 @@ class ByteTransformer(nn.Module):
                 nn.init.normal_(parameter, std=std / (2 * config.layers) ** 0.5 if residual else std)
         self.depth, self.width = config.layers, config.d_model
         self.token_ranks = 1
-        """How many processes share the tokens between layers."""
+        """Number of processes that share the tokens between layers."""
         self.first = 0
         """The position of this process's first token in its sequence."""
 
-    def forward(self, given: Tensor, part: range | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, part: range | None = None) -> Tensor:
         """ids, int64 (B, T), T at most the sequence_length of construction -> logits (B, T, 256).
 
         Args:
-            part: the layers of a stage of a pipeline. Behind the first stage `given` is the stream (B, T, D); before
-                the last one the stream is what comes out.
+            inputs: the ids; for a pipeline stage behind the first one, the stream (B, T, D).
+            part: the layers of a pipeline stage, or None for all. A stage before the last one returns the stream.
         """
         part = range(self.depth) if part is None else part
-        length = given.shape[1] if part.start == 0 else given.shape[1] * self.token_ranks
+        length = inputs.shape[1] if part.start == 0 else inputs.shape[1] * self.token_ranks
         positions = slice(self.first, self.first + length)
         rotary = RotaryTable(self.cos[positions], self.sin[positions], interleaved=False)
-        x = self.embedding(given) if part.start == 0 else given  # (B, T, D)
+        x = self.embedding(inputs) if part.start == 0 else inputs  # (B, T, D)
         for index in part:
             x = getattr(self.layers, str(index))(x, rotary)  # by name: other stages of a pipeline hold the rest
         return x if part.stop < self.depth else self.lm_head(self.norm(x))
 
     def keep(self, parts: list[range]) -> None:
-        """Drops what these parts of a pipeline do not need. What stays keeps its name."""
+        """Deletes all modules that these pipeline stages do not need. The other modules keep their names."""
         for index in set(range(self.depth)).difference(*parts):
             delattr(self.layers, str(index))
         if all(part.start for part in parts):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: files of one process and folders of several, under one rule."""
+"""Finds the checkpoint that a run continues from: a file of one process, or a folder of several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def read_any(path: Path, *, whole: bool = True) -> Checkpoint:
     """A checkpoint of one process or of several.
 
     Args:
-        whole: read the tensors of a folder, too; False leaves them to `restore_shards`.
+        whole: read the tensors of a folder, too. False: `restore_shards` reads them later.
     Raises:
-        CheckpointError: it is damaged, or no checkpoint of ottava.
+        CheckpointError: the file or folder is damaged, or no checkpoint of ottava.
     """
     if not path.is_dir():
         return read_checkpoint(path)
@@ -70,9 +70,9 @@ def newest_of_run(folder: Path, identity: Mapping[str, str], *, whole: bool) -> 
     """The newest readable checkpoint of a run, or None.
 
     Args:
-        identity: its config and text must be those of the checkpoint.
+        identity: hashes of the run, "config" and "text"; the checkpoint must have the same.
     Raises:
-        CheckpointError: they are not, or no checkpoint is readable.
+        CheckpointError: the checkpoint has another config or text, or no checkpoint is readable.
     """
     checkpoint, problems = newest_checkpoint(folder, whole=whole)
     for problem in problems:

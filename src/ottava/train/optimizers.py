@@ -1,4 +1,4 @@
-"""The optimizer of a training run, and the memory of its weights, as `OptimizerConfig` has them."""
+"""The optimizer of a training run, and the storage of its weights, as `OptimizerConfig` sets them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from ottava.train.config import OptimizerConfig
 
 
 def store(model: nn.Module, recipe: Recipe, config: OptimizerConfig) -> ConversionReport:
-    """Puts a model with FP32 parameters under a recipe, with its weights as the config stores them.
+    """Converts a model with FP32 parameters to a recipe, and its weights to the config's storage.
 
-    Masters start from the FP32 numbers' BF16 rounding: that is what a model in BF16 is given.
+    All storages but "fp32" first round the parameters to BF16. So a master starts from the same numbers as in a model
+    that was built in BF16.
 
     Raises:
-        ConfigError: the recipe has no FP8 weights.
+        ConfigError: the config wants FP8 weights, but the recipe casts no weight or cannot store it.
     """
     if config.weights != "fp32":
         for parameter in model.parameters():
@@ -39,13 +40,13 @@ def store(model: nn.Module, recipe: Recipe, config: OptimizerConfig) -> Conversi
         raise ConfigError(f"optimizer.weights is {config.weights!r}: {error}") from error
     if config.weights == "fp8" and not any(is_quantized_weight(parameter) for parameter in model.parameters()):
         raise ConfigError(
-            f"optimizer.weights is 'fp8', and recipe {recipe.name!r} casts no weight: set optimizer.weights=bf16"
+            f"optimizer.weights is 'fp8', but recipe {recipe.name!r} casts no weight: set optimizer.weights=bf16"
         )
     return report
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer: torch's fused AdamW where that does all that is asked for, else one of `ottava.optim`.
+    """The optimizer: torch's fused AdamW if `config.plain`, else one of `ottava.optim`.
 
     Weight decay is on matrices only, not on the gains of norms.
     """
@@ -75,5 +76,5 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         {"params": ends, "weight_decay": decay, "adamw": True},
         {"params": gains, "weight_decay": 0.0, "adamw": True},
     ]
-    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "adjust_lr_fn": "match_rms_adamw"}
-    return Muon(groups, lr, momentum=config.momentum, **own, **stored)
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "adjust_lr_fn": "match_rms_adamw"}
+    return Muon(groups, lr, momentum=config.momentum, **options, **stored)

@@ -19,11 +19,11 @@ from ottava.train.model import ByteTransformer
 from ottava.train.ranks import Ranks
 
 Orders = Mapping[str, Tensor]
-"""Name of a fused weight -> the rows of the whole weight in the order in which tensor-parallel processes hold them."""
+"""Name of a fused weight -> the order in which tensor-parallel processes hold the rows of the whole weight."""
 
 
 def parts_of(config: ParallelConfig, layers: int, place: int) -> list[tuple[int, range]]:
-    """The stages of a process at that place of the pipeline: their numbers, and the layers of each.
+    """The number and the layers of each stage that the process at `place` of the pipeline runs.
 
     Example:
         >>> parts_of(ParallelConfig(pp=2, schedule="interleaved"), 6, 1)
@@ -35,10 +35,10 @@ def parts_of(config: ParallelConfig, layers: int, place: int) -> list[tuple[int,
 
 
 def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.Module, Orders]:
-    """Leaves this process what it holds of the model, in place.
+    """Reduces the model, in place, to the part that this process holds.
 
     Returns:
-        What runs it: the model, or a wrapper around it; and the orders of fused weights.
+        The module to call (the model, or a wrapper around it), and the orders of fused weights.
     """
     config, mesh, orders = ranks.config, ranks.mesh, {}
     if mesh is None:
@@ -53,10 +53,10 @@ def split(model: ByteTransformer, sizes: ModelConfig, ranks: Ranks) -> tuple[nn.
     if ranks.experts is not None:
         parallelize_module(model, ranks.experts, dict.fromkeys(_layers_of_experts(model), ExpertParallel()))
     if config.shard > 1:
-        own = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
+        data_mesh = mesh["replicas", "shard"] if config.replicas > 1 else mesh["shard"]
         for module in (*model.layers, model):
-            fully_shard(module, mesh=own)
-    elif ranks.size == config.replicas and ranks.experts is None:  # DistributedDataParallel takes no split weights
+            fully_shard(module, mesh=data_mesh)
+    elif ranks.size == config.replicas and ranks.experts is None:  # DistributedDataParallel refuses split weights
         index = ranks.device.index if ranks.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=None if index is None else [index]), orders
     return model, orders
@@ -95,7 +95,7 @@ def _layers_of_experts(model: nn.Module) -> list[str]:
 
 
 def _shared_out(sizes: list[int], ranks: int) -> Tensor:
-    """Rows of fused matrices: first those of the first process of each matrix, and so on.
+    """An order of the rows of fused matrices: process 0's share of each matrix, then process 1's, and so on.
 
     Example:
         >>> _shared_out([4, 2], 2).tolist()
@@ -106,7 +106,7 @@ def _shared_out(sizes: list[int], ranks: int) -> Tensor:
 
 
 class _NormOfTokens(ParallelStyle):
-    """A norm whose input is split by tokens: each process has seen only its tokens of the gradient of the weight."""
+    """A norm with its input split by tokens: each process sums the weight's gradient over its own tokens only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm: Any = module

@@ -22,11 +22,14 @@ Compute = Callable[[], torch.autocast]
 
 
 class Passes(Protocol):
-    """How the loss of this process's part of a batch comes about, and its gradients."""
+    """Computes the loss of this process's part of a batch, and the gradients."""
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of its microbatches; gradients are those of the whole batch of the run. 0 in a process without
-        the last stage of the pipeline."""
+        """Runs forward and backward. The gradients become those of the run's whole batch.
+
+        Returns:
+            The mean loss of this process's microbatches; 0 in a process without the last stage of the pipeline.
+        """
         ...
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -38,16 +41,16 @@ class Microbatches:
     """One microbatch after the other.
 
     Args:
-        model: what runs: the model, in a wrapper or not.
-        compute: the context of a forward.
-        count: microbatches.
+        model: the model, or a wrapper around it.
+        compute: makes the autocast context of a forward.
+        count: number of microbatches.
     """
 
     def __init__(self, model: nn.Module, compute: Compute, count: int, ranks: Ranks) -> None:
         self.model, self.compute, self.count, self.ranks = model, compute, count, ranks
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Passes` says."""
+        """See `Passes.train`."""
         losses = []
         for index, batch in enumerate(self._parts(inputs, targets), start=1):
             with self._last(index == self.count):
@@ -58,7 +61,7 @@ class Microbatches:
         return _mean(losses)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Passes` says."""
+        """See `Passes.loss`."""
         return _mean([self._loss(*batch) for batch in self._parts(inputs, targets)])
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +72,7 @@ class Microbatches:
         return list(zip(inputs.chunk(self.count), targets.chunk(self.count), strict=True))
 
     def _last(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients of the replicas and shards are summed after the last microbatch only."""
+        """Replicas and shards sum their gradients after the last microbatch only."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         if isinstance(self.model, DistributedDataParallel) and not last:
@@ -78,12 +81,12 @@ class Microbatches:
 
 
 class Pipeline:
-    """torch's schedules. Microbatches of a step are calls of one step: scales move at its end.
+    """Runs stages under one of torch's pipeline schedules. Scales change after all microbatches of a step.
 
     Args:
         model: the layers of all stages of this process.
-        compute: the context of a forward.
-        count: microbatches.
+        compute: makes the autocast context of a forward.
+        count: number of microbatches.
         shape: (sequences, tokens) of a microbatch.
     """
 
@@ -100,12 +103,12 @@ class Pipeline:
         self.model, self.compute, self.count, self.ranks = model, compute, count, ranks
         self.first, self.last = place == 0, place == config.pp - 1
         rows, tokens = shape
-        own = next(model.parameters())
+        stream_dtype = next(model.parameters()).dtype
         ids = torch.empty(rows, tokens, dtype=torch.int64, device=ranks.device)
-        stream = torch.empty(rows, tokens // config.tp, model.width, dtype=own.dtype, device=ranks.device)
-        stream.requires_grad_()  # else no gradient would be sent back
+        stream = torch.empty(rows, tokens // config.tp, model.width, dtype=stream_dtype, device=ranks.device)
+        stream.requires_grad_()  # else torch sends no gradient back
         with compute() as context:
-            dtype = context.fast_dtype if context._enabled else own.dtype
+            dtype = context.fast_dtype if context._enabled else stream_dtype
         logits = torch.empty(rows, tokens, VOCABULARY, dtype=dtype, device=ranks.device, requires_grad=True)
         stages = [
             PipelineStage(
@@ -121,17 +124,17 @@ class Pipeline:
         ]
         schedules: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
         schedules["interleaved"] = ScheduleInterleaved1F1B
-        given = stages if config.schedule == "interleaved" else stages[0]
-        self.schedule = schedules[config.schedule](given, count, loss_fn=self._loss, scale_grads=False)
+        argument = stages if config.schedule == "interleaved" else stages[0]
+        self.schedule = schedules[config.schedule](argument, count, loss_fn=self._loss, scale_grads=False)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Passes` says."""
+        """See `Passes.train`."""
         value = self._run(self.schedule.step, inputs, targets)
         finish_gradients(self.model, self.count, self.ranks)
         return value
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Passes` says."""
+        """See `Passes.loss`."""
         return self._run(self.schedule.eval, inputs, targets)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -146,47 +149,47 @@ class Pipeline:
 
 
 class Stage(nn.Module):
-    """Some layers of a model that other stages of this process share."""
+    """One pipeline stage: some layers of the model. Other stages of this process share the model."""
 
     def __init__(self, model: ByteTransformer, part: range, compute: Compute) -> None:
         super().__init__()
         self.model, self.part, self.compute = model, part, compute
 
-    def forward(self, given: Tensor) -> Tensor:
-        """ids or the stream -> the stream or logits."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """ids or the stream -> the stream or logits; see `ByteTransformer.forward`."""
         with self.compute():
-            y: Tensor = self.model(given, self.part)
+            y: Tensor = self.model(inputs, self.part)
         return y
 
 
 def finish_gradients(model: nn.Module, count: int, ranks: Ranks) -> None:
-    """Divides the sum over microbatches, and takes the mean over replicas that no wrapper has taken."""
+    """Turns sums of gradients into means: over microbatches, and over replicas that no wrapper averages."""
     config = ranks.config
     wrapped = config.shard > 1 or (ranks.size == config.replicas and ranks.experts is None)
     replicas = 1 if wrapped else config.replicas
     if count == replicas == 1:
         return
-    owned = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    gradients = [local(gradient) for gradient in owned]
+    parts = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local(gradient) for gradient in parts]
     if replicas > 1 and ranks.mesh is not None:
         group = ranks.mesh.get_group("replicas")
         if ranks.experts is None:
             _add(gradients, group)
-        else:  # gradients of experts are of the tokens of all processes that share them
-            _add([gradient for gradient in owned if not isinstance(gradient, DTensor)], group)
-            _add([local(gradient) for gradient in owned if isinstance(gradient, DTensor)], ranks.copies)
+        else:  # a gradient of experts has the tokens of all processes that share these experts already
+            _add([gradient for gradient in parts if not isinstance(gradient, DTensor)], group)
+            _add([local(gradient) for gradient in parts if isinstance(gradient, DTensor)], ranks.copies)
     torch._foreach_div_(gradients, count * replicas)
 
 
 def _add(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums over the processes of a group, in place."""
+    """Sums gradients over the processes of a group, in place."""
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        own = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in own])
+        parts = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in parts])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(own, flat.split([one.numel() for one in own]), strict=True):
+        for gradient, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
 
 def _mean(losses: Sequence[Tensor]) -> Tensor:
-    return losses[0] if len(losses) == 1 else torch.stack([one.double() for one in losses]).mean()
+    return losses[0] if len(losses) == 1 else torch.stack([value.double() for value in losses]).mean()

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, what they agree on, and how an error of one ends all of them."""
+"""The processes of a run: their ranks, the facts that they compare, and errors that end all of them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The processes of a run; one process alone is its own first, and every sum is what it has.
+    """The processes of a run. A process alone has rank 0, and every sum is its own value.
 
     Args:
-        config: how they share the run. Their number is that of torch.distributed, if it was started.
-        device: of this process.
+        config: how the processes share the run. Without torch.distributed there is one process.
+        device: the device of this process.
     Raises:
-        ConfigError: there are more or fewer of them.
+        ConfigError: the config wants another number of processes.
     """
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
@@ -47,14 +47,15 @@ class Ranks:
             split = " x ".join(f"{name} {getattr(config, name)}" for name in SPLITS)
             there = "there is one process" if self.size == 1 else f"there are {self.size} processes"
             raise ConfigError(
-                f"parallel asks for {config.processes} processes ({split}), and {there}. Set parallel.dp, for example, "
-                f"or start it with: torchrun --nproc-per-node {config.processes} -m ottava train ..."
+                f"parallel needs {config.processes} process{'es' * (config.processes > 1)} ({split}), but {there}. Set "
+                "parallel.dp, for example, or start the run with: torchrun --nproc-per-node "
+                f"{config.processes} -m ottava train ..."
             )
         self.mesh: DeviceMesh | None = None
         self.context: DeviceMesh | None = None
-        """The processes that share this one's sequences, if it holds parts of them."""
+        """The processes that share the sequences of this process; None if it holds whole sequences."""
         self.experts: DeviceMesh | None = None
-        """The processes among which its experts are divided; `copies` is the group of those that hold the same ones."""
+        """The processes that share the experts. `copies` is the group of processes that hold the same experts."""
         if self.size > 1:
             self.mesh = init_device_mesh(
                 device.type, tuple(getattr(config, name) for name in _DIMS), mesh_dim_names=_DIMS
@@ -77,7 +78,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what one process writes."""
+        """Whether this process has rank 0, which writes the files of the run."""
         return self.rank == 0
 
     def place(self, name: str) -> int:
@@ -86,17 +87,17 @@ class Ranks:
 
     @property
     def reader(self) -> int:
-        """Which part of a batch this process reads, of `readers`."""
+        """The part of a batch that this process reads: 0 to `readers` - 1."""
         return self.place("replicas") // self.config.cp * self.config.shard + self.place("shard")
 
     @property
     def part_of_sequences(self) -> int:
-        """Which part of its sequences this process reads, of `config.cp`."""
+        """The part of its sequences that this process reads: 0 to `config.cp` - 1."""
         return self.place("replicas") % self.config.cp
 
     @property
     def readers(self) -> int:
-        """How many parts a batch has."""
+        """The number of parts of a batch."""
         return self.config.dp * self.config.shard
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -104,18 +105,19 @@ class Ranks:
         return whole.chunk(self.readers)[self.reader].chunk(self.config.cp, 1)[self.part_of_sequences]
 
     def together(self, make: Callable[[], T]) -> T:
-        """make() in all processes; if it fails in one, it fails in all.
+        """Calls make() in all processes and returns its result. If it fails in one process, all processes raise.
 
         Raises:
-            RankError: where it went well, with the error of the first process that failed.
+            RankError: make() failed in another process; the message quotes the first of them.
+            Exception: make() failed in this process; its own error.
         """
         error: Exception | None = None
         try:
             made = make()
         except Exception as caught:
             error = caught
-        said = enumerate(self.tell(None if error is None else str(error)))
-        failed = next(((rank, text) for rank, text in said if text is not None), None)
+        messages = enumerate(self.tell(None if error is None else str(error)))
+        failed = next(((rank, text) for rank, text in messages if text is not None), None)
         if error is None and failed is not None:
             raise RankError(f"rank {failed[0]} has stopped: {failed[1]}")
         if error is not None:
@@ -128,20 +130,20 @@ class Ranks:
         Raises:
             RankError: in all processes; it names the first rank that differs from rank 0, the fact, and both values.
         """
-        said = self.tell(dict(facts))
-        for rank, other in enumerate(said):
-            for name in dict.fromkeys((*said[0], *other)):
-                if said[0].get(name) != other.get(name):
+        first, *others = self.tell(dict(facts))
+        for rank, other in enumerate(others, start=1):
+            for name in dict.fromkeys((*first, *other)):
+                if first.get(name) != other.get(name):
                     raise RankError(
-                        f"{name} differs: rank 0 has {said[0].get(name)!r}, rank {rank} has {other.get(name)!r}. Give "
+                        f"{name} differs: rank 0 has {first.get(name)!r}, rank {rank} has {other.get(name)!r}. Give "
                         "all processes the same command, the same files and the same installation"
                     )
 
     def compare(self, model: nn.Module) -> None:
-        """Whether all processes hold one model.
+        """Checks that all processes hold the same model.
 
         Raises:
-            RankError: it names the first thing that differs, a rank, and both values.
+            RankError: they do not. The message names the first difference, a rank, and both values.
         """
 
         def agree() -> None:
@@ -154,34 +156,34 @@ class Ranks:
             self.together(agree)
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds in one of the processes."""
+        """Whether the flag is True in one of the processes."""
         return self.sum(torch.tensor(float(flag))) > 0
 
     def sum(self, value: Tensor) -> float:
-        """Over all processes, in double precision, so that the order of ordinary losses changes no bit."""
+        """The sum over all processes, in double precision: the order of ordinary losses then changes no bit."""
         total = value.detach().to(torch.float64)
         if self.size > 1:
             dist.all_reduce(total)
         return float(total)
 
     def mean(self, loss: Tensor) -> float:
-        """Of a loss that the last stage of the pipeline has, and 0 in the others."""
+        """The mean over the processes with the last pipeline stage. The others must give 0."""
         return self.sum(loss) * self.config.pp / self.size
 
     def everything(self, parts: list[T]) -> list[T]:
-        """What the stages of the pipeline have, one after the other."""
+        """The parts of all pipeline stages, in the order of the stages."""
         if self.config.pp == 1 or self.mesh is None:
             return parts
-        said: list[list[T]] = [[]] * self.config.pp
-        dist.all_gather_object(said, parts, group=self.mesh.get_group("pp"))
-        return [one for stage in said for one in stage]
+        stages: list[list[T]] = [[]] * self.config.pp
+        dist.all_gather_object(stages, parts, group=self.mesh.get_group("pp"))
+        return [part for stage in stages for part in stage]
 
     def tell(self, value: T) -> list[T]:
-        """What each process has, to all."""
-        said: list[T] = [value] * self.size
+        """Sends this process's value to all processes, and returns the values of all, in the order of ranks."""
+        values: list[T] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(said, value)
-        return said
+            dist.all_gather_object(values, value)
+        return values
 
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
         """Scales gradients with a larger norm down to that norm; returns the norm, of all shards and stages."""
@@ -189,21 +191,22 @@ class Ranks:
         if self.size == self.config.replicas and self.experts is None:  # every process has all gradients
             return nn.utils.clip_grad_norm_(owned, most)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in owned:
+        for parameter in trained:
             holders = self.size // self.config.pp // _shards(parameter.grad)
             square += local(parameter.grad).double().square().sum() / holders
         dist.all_reduce(square)
         norm = square.sqrt().float()
-        torch._foreach_mul_([local(p.grad) for p in owned], (most / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_([local(p.grad) for p in trained], (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
 
 def local(tensor: Any) -> Tensor:
-    """What this process holds of it."""
+    """This process's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shards(tensor: Any) -> int:
+    """The number of different parts that a tensor is split into."""
     if not isinstance(tensor, DTensor):
         return 1
     places = enumerate(tensor.placements)

@@ -1,4 +1,4 @@
-"""The needs of a run: a device, a text, memory. The trainer checks them before it writes anything."""
+"""The requirements of a run: a device, a text, memory. The trainer checks them before it writes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ottava.train.data import ByteCorpus
 
 _GB = 10**9
 _UNKNOWN_MEMORY = 8 * 1024 * _GB
-"""Assumed bytes of memory, if the system does not tell its size."""
+"""Bytes of memory to assume if the system does not report its size."""
 
 
 class DeviceError(RuntimeError):
@@ -22,7 +22,7 @@ class DeviceError(RuntimeError):
 
 
 def gather(config: TrainConfig) -> tuple[torch.device, ByteCorpus]:
-    """The device and the text of the config.
+    """Finds the device and reads the text of the config.
 
     Raises:
         DeviceError: the machine has no such device.

@@ -71,11 +71,11 @@ class StepRecord:
 
 
 class RunFolder:
-    """The files of one run. The constructor takes the lock and checks the folder; `begin` is the first to write.
+    """The files of one run. The constructor takes the lock and checks the folder; `begin` writes the first files.
 
     Raises:
-        ConfigError: another process has the folder; the folder holds a run and `resume` is False; it is no run folder;
-            or its run had other settings.
+        ConfigError: another process holds the folder; the folder holds a run and `resume` is False; the folder holds
+            other files; or its run had other settings.
     """
 
     def __init__(self, path: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -114,7 +114,7 @@ class RunFolder:
 
         Args:
             step: the step at which this process takes the run over.
-            facts: further entries of the trainer. A manifest keeps those of the first process.
+            facts: further entries for a new manifest. An existing manifest keeps its own.
         Edge cases: a damaged manifest becomes manifest.json.damaged, a new one begins, and the log says so. The run
             does not depend on the manifest.
         """
@@ -155,7 +155,7 @@ class RunFolder:
         return records
 
     def _first(self, step: int) -> tuple[list[StepRecord], int]:
-        """The first records of metrics.jsonl, and how many bytes they take."""
+        """The first `step` records of metrics.jsonl, and their size in bytes."""
         lines = self._metrics.read_bytes().splitlines(keepends=True) if self._metrics.exists() else []
         lines = lines[:step]
         try:
@@ -171,7 +171,7 @@ class RunFolder:
 
 
 class FollowerFolder(RunFolder):
-    """The run folder as all processes but the first have it: they read, and the first one writes."""
+    """The run folder in all processes but the first: they only read, because the first process writes."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.checkpoints, self._metrics = path, path / "checkpoints", path / "metrics.jsonl"
@@ -190,7 +190,7 @@ class FollowerFolder(RunFolder):
         """The first process does it."""
 
     def cut_history(self, step: int) -> list[StepRecord]:
-        """The records of the first `step` steps, without a change of the file."""
+        """Returns the records of the first `step` steps, and leaves the file as it is."""
         return self._first(step)[0]
 
 

@@ -1,10 +1,10 @@
-"""A checkpoint of several processes: a folder into which each writes what it holds, for any number of readers.
+"""A checkpoint of several processes: each writes its part into one folder, and any number of processes can read it.
 
     step-000200/shard-*.safetensors   written by torch.distributed.checkpoint, without pickle: names as in checkpoint.py
     step-000200/ottava.json           step, hashes of config and text, versions, and the sizes of all files
 
-Weights stand there as the model of one process has them, whatever the processes shared. The folder has a hidden name
-until it is whole, so it is there as a whole or not at all.
+Weights have the names and the order of rows of a model in one process, however the processes split them. The folder has
+a hidden name until all its files are written, so a checkpoint exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
 def collect_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, orders: Orders, random: Mapping[str, Tensor], rank: int
 ) -> dict[str, Any]:
-    """What this process holds, by its names in a checkpoint; moments in FP32."""
+    """This process's part of the run, by its names in a checkpoint; moments in FP32."""
     values = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = [name for _, name in _parameters(model, optimizer)]
     for index, state in optimizer.state_dict()["state"].items():
@@ -51,21 +51,22 @@ def collect_shards(
 
 
 class ShardWriter:
-    """Writes checkpoints of all processes.
+    """Writes the checkpoints of a run with several processes.
 
     Args:
-        folder: of the checkpoints.
-        keep: how many of the newest to keep.
-        asynchronous: return from `save` before the files are written.
+        folder: the folder of all checkpoints.
+        keep: how many of the newest checkpoints to keep.
+        asynchronous: `save` returns before the files are written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int, asynchronous: bool) -> None:
         self.folder, self.ranks, self.keep = folder, ranks, keep
-        self.group = dist.new_group(backend="gloo") if asynchronous else None  # its collectives pass those of training
+        # a group of its own: collectives of a checkpoint run while those of training do
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
         self._pending: Future[Any] | None = None
 
     def save(self, step: int, values: dict[str, Any], header: Mapping[str, str]) -> Path:
-        """Writes `step-000200/`; returns its path."""
+        """Writes `step-000200/` and returns its path."""
         self.wait()
         final = self.folder / f"step-{step:06d}"
         part = self.folder / f".{final.name}.part"
@@ -82,22 +83,22 @@ class ShardWriter:
             self._checked(final, lambda: save(values, storage_writer=writer))
             self.ranks.together(lambda: self._finish(part, final, facts))
             return final
-        made: Any = async_save(values, storage_writer=writer, process_group=self.group)
-        self._pending = made
+        pending: Any = async_save(values, storage_writer=writer, process_group=self.group)
+        self._pending = pending
         if self.ranks.first:
 
             def finish(done: Future[Any]) -> None:
                 if done.exception() is None:
                     self._finish(part, final, facts)
 
-            made.add_done_callback(finish)
+            pending.add_done_callback(finish)
         return final
 
     def wait(self) -> None:
-        """Until a checkpoint that is being written is there.
+        """Waits until the pending checkpoint is written, if there is one.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         if (pending := self._pending) is not None:
             self._pending = None
@@ -124,23 +125,23 @@ class ShardWriter:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint of several processes, whose files are all there.
+    """Reads the header of a checkpoint of several processes, and checks that its files are whole.
 
     Raises:
-        CheckpointError: it is no such folder, or a file is missing or cut short.
+        CheckpointError: the folder is no such checkpoint, or a file is missing or has another size.
     """
     try:
-        found = parse_json(read_text(path / HEADER))
+        header = parse_json(read_text(path / HEADER))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: is no checkpoint of `ottava train` ({error})") from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT or not str(found.get("step", "")).isdecimal():
+    sound = isinstance(header, dict) and isinstance(header.get("files"), dict)
+    if not sound or header.get("format") != _FORMAT or not str(header.get("step", "")).isdecimal():
         raise CheckpointError(f"{path / HEADER}: is damaged, or of another version; needed: format {_FORMAT!r}")
-    files = found.get("files")
-    for name, size in files.items() if isinstance(files, dict) else [("its list of files", None)]:
+    for name, size in header["files"].items():
         file = path / str(name)
         if not file.is_file() or file.stat().st_size != size:
-            raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} has {size} bytes of it")
-    return found
+            raise CheckpointError(f"{file}: is missing, cut short or damaged; {HEADER} lists it with {size} bytes")
+    return dict(header)
 
 
 def read_whole(path: Path) -> Checkpoint:
@@ -167,15 +168,15 @@ def restore_shards(
     entries = _entries(source.path) if folder else {n: (t.shape, t.dtype) for n, t in source.tensors.items()}
     wanted: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, name in _parameters(model, optimizer):
-        for entry in (one for one in entries if one.rpartition(".")[0] == f"optimizer.{name}"):
+        for entry in (key for key in entries if key.rpartition(".")[0] == f"optimizer.{name}"):
             shape, dtype = entries[entry]
             if shape == parameter.shape:
                 wanted[entry] = torch.empty_like(_plain(parameter.detach()), dtype=dtype)
-            elif not isinstance(parameter, DTensor) or not shape:  # scales of groups are those of other shards
+            elif not isinstance(parameter, DTensor) or not shape:  # group scales fit no other split into shards
                 wanted[entry] = torch.empty(shape, dtype=dtype)
     prefix = f"random.{rank}." if any(name.startswith(f"random.{rank}.") for name in entries) else "random."
-    own = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
-    wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in own}
+    random = [name for name in entries if name.startswith(prefix) and name.removeprefix(prefix) in ("cpu", "cuda")]
+    wanted |= {name: torch.empty(entries[name][0], dtype=torch.uint8) for name in random}
     if lacking := [name for name in wanted if name not in entries]:
         raise CheckpointError(f"{source.path}: does not fit this run's model: it lacks {', '.join(lacking[:3])}")
     values = {
@@ -201,7 +202,7 @@ def restore_shards(
             parameter_name, _, entry = name.removeprefix("optimizer.").rpartition(".")
             states.setdefault(parameter_name, {})[entry] = values[name]
     load_optimizer(source, model, optimizer, states)
-    return {name.removeprefix(prefix): values[name] for name in own}
+    return {name.removeprefix(prefix): values[name] for name in random}
 
 
 def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
@@ -210,9 +211,9 @@ def consolidate(source: Path, target: Path, *, keep: bool) -> dict[str, int]:
     Args:
         source: a folder of several processes, of `ottava train` or of torch's HuggingFaceStorageWriter.
         target: a folder that does not exist yet.
-        keep: also optimizer and random states; False: the model alone, by its own names.
+        keep: write optimizer and random states, too. False: the model alone, by its own names.
     Returns:
-        Numbers of tensors and of bytes.
+        The numbers of "tensors" and of "bytes".
     """
     from safetensors.torch import save_file
 
@@ -236,20 +237,20 @@ def _entries(path: Path) -> Entries:
     if path.is_file():
         raise CheckpointError(f"{path}: is one file already; needs the folder of a checkpoint of several processes")
     if (path / "checkpoints").is_dir():
-        raise CheckpointError(f"{path}: is a run; name one of {path / 'checkpoints'}")
+        raise CheckpointError(f"{path}: is a run folder; give one of the folders in {path / 'checkpoints'}")
     try:
-        found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors, json and files each have their own
+        metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # the errors of safetensors, json and the file system have no common class
         raise CheckpointError(f"{path}: cannot be read: a file of it is damaged ({error})") from error
-    if not found:
+    if not metadata:
         raise CheckpointError(f"{path}: holds no safetensors files, as several processes of `ottava train` write them")
-    return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}  # type: ignore[union-attr]
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # type: ignore[union-attr]
 
 
 def _load(path: Path, values: dict[str, Any], *, alone: bool = False) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `alone` wants that
             load(values, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=alone)
     except (CheckpointException, OSError, ValueError, RuntimeError, AssertionError) as error:
         raise CheckpointError(f"{path}: cannot be read, or does not fit this run: {error}") from error
@@ -261,14 +262,14 @@ def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tupl
 
 
 def _order_of(name: str, orders: Orders) -> Tensor | None:
-    """The order of rows of a fused weight, and of its optimizer states."""
+    """The order of rows of a fused weight or of its optimizer state; None for other tensors."""
     plain = name.removeprefix("model.") if name.startswith("model.") else name.removeprefix("optimizer.")
     entry = plain.rpartition(".")
     return orders.get(plain, None if entry[2] == "step" else orders.get(entry[0]))
 
 
 def _plain(value: Any) -> Any:
-    """A DTensor of plain numbers, where its shard is a tensor of another class that holds them."""
+    """A DTensor of plain numbers, if the shard is a tensor subclass that holds them; else the value itself."""
     if isinstance(value, DTensor) and hasattr(shard := value.to_local(), "numbers"):
         whole: dict[str, Any] = {"shape": value.shape, "stride": value.stride()}
         return DTensor.from_local(shard.numbers, value.device_mesh, value.placements, run_check=False, **whole)

@@ -1,4 +1,4 @@
-"""How a run starts from another one: from its weights, or in its middle, under another recipe or other storage."""
+"""Starts a run from another run's weights, or in its middle; recipe and storage may change."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Start:
-    """What a run took over."""
+    """The state that a run took from another run."""
 
     step: int
     """Optimizer steps that count as done."""
     records: list[StepRecord]
-    """Of these steps, as far as the other run's folder has them."""
+    """Records of these steps, if the other run's folder holds them all."""
     facts: dict[str, Any]
-    """For the manifest."""
+    """Entries for the manifest."""
 
 
 def start_from(
@@ -44,37 +44,37 @@ def start_from(
     batch: Callable[[int], Batch],
     loss_of: Callable[[nn.Module, Batch], Tensor],
 ) -> Start:
-    """Loads what `config.carry` says of `config.init`, calibrates predicted scales, and logs what was carried over.
+    """Loads the parts of `config.init` that `config.carry` names, calibrates predicted scales, and logs both.
 
     Raises:
-        CheckpointError: there is no readable checkpoint, or it does not fit.
-        ConfigError: the other run has done all steps of this one.
+        CheckpointError: there is no readable checkpoint, or it does not fit the model or optimizer.
+        ConfigError: the checkpoint has done all steps of this run already.
     """
     assert config.init is not None
     checkpoint, problems = find_checkpoint(config.init)
     for problem in problems:
         _log.warning("skipped a checkpoint: %s", problem)
     weights = restore_weights(checkpoint, model)
-    goes_on = config.carry == "optimizer"
-    if goes_on:
+    continues = config.carry == "optimizer"
+    if continues:
         if checkpoint.step >= config.steps:
             raise ConfigError(
-                f"{checkpoint.path}: is of step {checkpoint.step}, and this run has steps={config.steps}; needs more"
+                f"{checkpoint.path}: is of step {checkpoint.step}, but this run ends at steps={config.steps}; set more"
             )
         restore_optimizer(checkpoint, model, optimizer, weights)
         _log.info(
-            "goes on from step %d of %s with its weights, optimizer states and step count, without its scaling "
-            "histories; masters are FP32 or what optimizer.master makes of it",
+            "continues from step %d of %s with its weights, optimizer states and step count, but without its scaling "
+            "histories; masters start from its weights in the highest precision that it holds",
             checkpoint.step,
             checkpoint.path,
         )
     else:
         _log.info(
-            "starts from the weights of %s (step %d), without its optimizer state, scaling histories and step count",
+            "starts from the weights of %s (step %d), without its optimizer states, scaling histories and step count",
             checkpoint.path,
             checkpoint.step,
         )
-    step = checkpoint.step if goes_on else 0
+    step = checkpoint.step if continues else 0
     batches = _CALIBRATION_BATCHES if scaling.predicts else 0
     if batches:
         calibrate(model, map(batch, range(step + 1, step + batches + 1)), loss=loss_of)
@@ -83,8 +83,8 @@ def start_from(
     if config.rewarm:
         _log.info("the learning rate rises to its schedule in %d steps", config.rewarm)
     facts = {"from": str(checkpoint.path), "step": checkpoint.step, "calibration_batches": batches}
-    facts |= {"carried": ["weights", "optimizer", "step"] if goes_on else ["weights"]}
-    return Start(step, _records(checkpoint) if goes_on else [], facts)
+    facts |= {"carried": ["weights", "optimizer", "step"] if continues else ["weights"]}
+    return Start(step, _records(checkpoint) if continues else [], facts)
 
 
 def _records(checkpoint: Checkpoint) -> list[StepRecord]:

@@ -162,7 +162,7 @@ class DemoResult:
                 verb = "" if outcome == "diverged" else "ends " if len(names) == 1 else "end "
                 return f"{listed(names)} {verb}{words}"
         if not verdicts:
-            return "BF16 alone: no FP8 recipe was asked for"
+            return "BF16 alone, without an FP8 recipe to compare"
         if self.noise.spread is None:
             return "FP8 beside BF16, with no measure of the noise"
         if all(verdict.outcome == "inside" for verdict in verdicts):
