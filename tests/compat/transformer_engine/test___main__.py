@@ -58,7 +58,7 @@ def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
     )
     script = tmp_path / "jax.py"
     script.write_text("try:\n    import transformer_engine.jax\nexcept ModuleNotFoundError as no:\n    print(no)\n")
-    assert run(script).stdout == "transformer_engine.jax is not in ottava: only transformer_engine.pytorch is\n"
+    assert run(script).stdout == "transformer_engine.jax is not in ottava, only transformer_engine.pytorch\n"
     script.write_text(
         "import torch\nif torch.cuda.is_available():\n    raise RuntimeError('CUDA')\n"
         "import transformer_engine.pytorch as te\nte.Linear(4, 4).cuda()\n"

@@ -7,8 +7,8 @@ or unchanged, with this package in TransformerEngine's place:
 
     python -m ottava.compat.transformer_engine script.py --its-own-arguments
 
-A name that ottava lacks is refused, with the name to use instead; nothing is ignored. The
-table of names is docs/from_transformer_engine.md.
+If ottava lacks a name, using it raises an error that names a replacement; no setting is
+ignored. docs/from_transformer_engine.md lists all names.
 """
 
 from ottava.compat.transformer_engine import common, pytorch

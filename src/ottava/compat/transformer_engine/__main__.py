@@ -1,7 +1,7 @@
-"""`python -m ottava.compat.transformer_engine script.py [arguments]`: runs a script of TransformerEngine's on ottava.
+"""`python -m ottava.compat.transformer_engine script.py [arguments]`: runs a TransformerEngine script on ottava.
 
-Every `import transformer_engine...` in it gets this package. A path below transformer_engine.pytorch that is no module
-here offers the names of transformer_engine.pytorch.
+Every `import transformer_engine...` in the script imports this package. A module below transformer_engine.pytorch that
+ottava lacks offers the names of transformer_engine.pytorch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _THEIRS, _OURS = "transformer_engine", "ottava.compat.transformer_engine"
 
 
 class StandIn(MetaPathFinder, Loader):
-    """Gives this package to whoever imports TransformerEngine."""
+    """Imports this package in place of TransformerEngine."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For transformer_engine and all below it."""
+        """The spec of transformer_engine or a module below it; None for other packages."""
         top, _, below = fullname.partition(".")
         if top in (f"{_THEIRS}_torch", f"{_THEIRS}_extensions") or below.split(".")[0] == "jax":
-            raise ModuleNotFoundError(f"{fullname} is not in ottava: only transformer_engine.pytorch is", name=fullname)
+            raise ModuleNotFoundError(f"{fullname} is not in ottava, only transformer_engine.pytorch", name=fullname)
         return ModuleSpec(fullname, self, is_package=True) if top == _THEIRS else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module with the names of ours."""
+        """A module with the names of ottava's module at the same path."""
         ours = _OURS + spec.name.removeprefix(_THEIRS)
         try:
             real = import_module(ours)
@@ -45,11 +45,11 @@ class StandIn(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to do."""
+        """Does nothing: `create_module` has filled the module."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script; its own exit code, or 2 where there is none to run."""
+    """Runs the script. Returns 0, or 2 if there is no script to run."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip().replace("`", ""), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2

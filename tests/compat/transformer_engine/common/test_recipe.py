@@ -86,9 +86,9 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         (lambda: DelayedScaling(amax_history_length=16), TypeError, "did you mean 'amax_history_len'"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), ValueError, "no tensor core multiplies E5M2 by E5M2"),
         (lambda: DelayedScaling(reduce_amax=False), NotImplementedError, "reduce_amax=False is not in ottava"),
-        (lambda: DelayedScaling(amax_compute_algo=max), NotImplementedError, "take 'max' or 'most_recent'"),
+        (lambda: DelayedScaling(amax_compute_algo=max), NotImplementedError, "use 'max' or 'most_recent'"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), ValueError, "mean"),
-        (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "choose the margin"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo=max), NotImplementedError, "set the margin"),
         (lambda: DelayedScaling(backward_override="high_precision"), ValueError, "for the other recipes"),
         (lambda: Float8CurrentScaling(backward_override="dequantized"), NotImplementedError, "'dequantized' is not"),
         (

@@ -181,11 +181,11 @@ def test_parameters_have_their_names_and_pieces() -> None:
 def test_orders_that_ottava_does_not_have_are_refused() -> None:
     for changes, words in (
         ({"return_bias": True}, "return_bias=True is not in ottava"),
-        ({"tp_size": 2}, "2 ranks and set_parallel_mode=False are not in ottava"),
+        ({"tp_size": 2}, "2 ranks with set_parallel_mode=False are not in ottava"),
     ):
         with pytest.raises(NotImplementedError, match=words):
             te.MultiheadAttention(32, HEADS, **changes)
     layer, x = te.MultiheadAttention(32, HEADS, attention_dropout=0.0), heads(SEQUENCE, BATCH, 32)
-    with pytest.raises(NotImplementedError, match="attn_mask_type='no_mask' of this call asks for 'no_mask'"):
+    with pytest.raises(NotImplementedError, match="attn_mask_type='no_mask' of this call needs 'no_mask'"):
         layer(x, attn_mask_type="no_mask")
     assert torch.equal(layer(x, attn_mask_type="padding_causal"), layer(x))

@@ -115,10 +115,10 @@ def test_attention_alone_reads_token_by_token(layout: str, kind: str) -> None:
 def test_what_does_not_work_is_refused_by_name() -> None:
     layer = te.TransformerLayer(HIDDEN, 48, HEADS, layer_number=1, attn_input_format="bshd").eval()
     past, x = params(num_heads_kv=HEADS, dtype=torch.float32), torch.ones(2, 3, HIDDEN)
-    with pytest.raises(ValueError, match="got 2 sequences of 3 new tokens; pre_step said 0, of"):
+    with pytest.raises(ValueError, match="got 2 sequences of 3 new tokens; pre_step got 0, of"):
         layer(x, inference_params=past)
     past.pre_step({"a": 3, "b": 2})
-    with pytest.raises(ValueError, match=r"got 2 sequences of 4 new tokens; pre_step said 2, of \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"got 2 sequences of 4 new tokens; pre_step got 2, of \[3, 2\]"):
         layer(torch.ones(2, 4, HIDDEN), inference_params=past)
     with pytest.raises(ValueError, match="this step needs 3"):
         layer(x, inference_params=past, rotary_pos_emb=te.RotaryPositionEmbedding(DIM)(2))
@@ -127,9 +127,9 @@ def test_what_does_not_work_is_refused_by_name() -> None:
             layer(x, inference_params=past, **wrong)
     with pytest.raises(ValueError, match="inference_params need a layer_number"):
         te.TransformerLayer(HIDDEN, 48, HEADS, attn_input_format="bshd")(x, inference_params=past)
-    with pytest.raises(NotImplementedError, match="inference_params of 'thd' are not in ottava"):
+    with pytest.raises(NotImplementedError, match="inference_params with 'thd' are not in ottava"):
         te.MultiheadAttention(HIDDEN, HEADS, qkv_format="thd", layer_number=1)(x[0], inference_params=past)
-    for step, reason in (({}, "got {}; needs 1 to 3 sequences"), ({"a": 0}, "new tokens of each")):
+    for step, reason in (({}, "got {}; needs 1 to 3 sequences"), ({"a": 0}, "1 or more new tokens each")):
         with pytest.raises(ValueError, match=reason):
             past.pre_step(step)
     with pytest.raises(ValueError, match="max_sequence_length is 12"):
@@ -138,7 +138,7 @@ def test_what_does_not_work_is_refused_by_name() -> None:
     assert past.get_seqlens_pre_step().tolist() == [0, 0]
     with pytest.raises(TypeError, match="inference_params is a dict; needs an InferenceParams"):
         layer(x, inference_params={})
-    with pytest.raises(NotImplementedError, match="sequence_len_offset is of TransformerEngine"):
+    with pytest.raises(NotImplementedError, match="sequence_len_offset is a name of TransformerEngine"):
         past.sequence_len_offset += 1
     with pytest.raises(ValueError, match="needs num_heads_kv, head_dim_k and dtype"):
         te.InferenceParams(1, 1)

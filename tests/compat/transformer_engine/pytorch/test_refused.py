@@ -72,6 +72,6 @@ def test_variables_of_theirs_are_named_where_they_change_numbers() -> None:
     theirs = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_FWD_LAYERNORM_SM_MARGIN": "2"}
     last = warm.run(["-c", program], env={**os.environ, **theirs}).stderr.splitlines()[-1]
     assert last.startswith("UserWarning: ottava does not read NVTE_FLASH_ATTN: torch.nn.attention.sdpa_kernel chooses")
-    assert "NVTE_UNFUSED_FP8_UPDATE: there is one rule" in last
+    assert "NVTE_UNFUSED_FP8_UPDATE: histories have one rule" in last
     assert "MARGIN" not in last
     assert unread_variables({}) == ""

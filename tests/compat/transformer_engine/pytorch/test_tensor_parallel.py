@@ -41,22 +41,22 @@ def test_what_ranks_cannot_share_is_refused() -> None:
         (lambda: te.MultiheadAttention(64, 8, **{**HEADS, "tp_size": 8}), "num_gqa_groups=4 for 8 ranks"),
         (lambda: te.TransformerLayer(64, 129, 8, **HEADS), "ffn_hidden_size=129 for 2 ranks"),
         (lambda: te.Linear(8, 8, parallel_mode="colwise"), "parallel_mode is 'colwise'; needs None, 'column' or 'row'"),
-        (lambda: te.Linear(8, 8, parallel_mode="row", tp_size=0), "got tp_size=0; needs a count of ranks"),
+        (lambda: te.Linear(8, 8, parallel_mode="row", tp_size=0), "got tp_size=0; needs the number of ranks"),
     ):
         with pytest.raises(ValueError, match=words):
             make()
     with pytest.raises(TypeError, match="tp_group='tp' is no process group"):
         te.Linear(8, 8, tp_group="tp", parallel_mode="row")
-    with pytest.raises(NotImplementedError, match="give set_parallel_mode=True"):
+    with pytest.raises(NotImplementedError, match="use set_parallel_mode=True"):
         te.TransformerLayer(64, 128, 8, tp_size=2)
-    with pytest.raises(NotImplementedError, match="ranks cannot norm a part of the features each"):
+    with pytest.raises(NotImplementedError, match="a rank cannot norm a part of the features alone"):
         te.LayerNormLinear(8, 8, parallel_mode="row")
     with pytest.raises(NotImplementedError, match="GroupedLinear: tp_size=2 is not in ottava"):
         te.GroupedLinear(2, 8, 8, tp_size=2)
     layer = te.TransformerLayer(64, 128, 8, **HEADS)
-    with pytest.raises(RuntimeError, match="tp_size is 2, and no group is known; give tp_group, or call"):
+    with pytest.raises(RuntimeError, match="tp_size is 2, but the module has no group; give tp_group, or call"):
         layer(torch.ones(2, 1, 64))
-    with pytest.raises(NotImplementedError, match="ALiBi of heads that ranks share"):
+    with pytest.raises(NotImplementedError, match="ALiBi with heads split over ranks"):
         layer(torch.ones(2, 1, 64), core_attention_bias_type="alibi")
     layer.set_tensor_parallel_group(None)  # changes nothing, as there
     te.TransformerLayer(64, 128, 8, set_parallel_mode=True, sequence_parallel=True)(torch.ones(2, 1, 64))

@@ -107,7 +107,7 @@ def test_a_state_dict_goes_there_and_back_under_fp8() -> None:
 def test_what_is_not_here_is_refused() -> None:
     for changes, words in (
         ({"output_layernorm": True}, "give both"),
-        ({"tp_size": 2}, "2 ranks and set_parallel_mode=False are not in ottava"),
+        ({"tp_size": 2}, "2 ranks with set_parallel_mode=False are not in ottava"),
         ({"fuse_wgrad_accumulation": True}, "fuse_wgrad_accumulation=True"),
     ):
         with pytest.raises(NotImplementedError, match=words):

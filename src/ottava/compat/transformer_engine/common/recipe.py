@@ -1,7 +1,7 @@
-"""TransformerEngine's recipe classes: the same fields and defaults, each a table of ottava's six cells.
+"""TransformerEngine's recipe classes with the same fields and defaults; each becomes a table of ottava's six cells.
 
-A field that ottava cannot honour is refused when the recipe is made, never ignored, and so is a field that nobody
-knows: TransformerEngine accepts `DelayedScaling(amax_history_length=16)` and keeps 1024.
+The constructor refuses a value that ottava cannot honour, and every unknown field. TransformerEngine accepts
+`DelayedScaling(amax_history_length=16)` and keeps 1024.
 
 Source: TransformerEngine 2.20, transformer_engine/common/recipe/__init__.py.
 """
@@ -41,15 +41,15 @@ class Format(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MMParams(RefusesUnknownFields):
-    """How one GEMM adds up."""
+    """How one GEMM accumulates its sums."""
 
     use_split_accumulator: bool = True
-    """False: Hopper keeps partial sums in its short accumulator, ottava's fast_accum."""
+    """False: Hopper keeps partial sums in its short accumulator. ottava calls this fast_accum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QParams(RefusesUnknownFields):
-    """How one tensor is quantized; ottava's recipes say it in their cells, so only the defaults are taken."""
+    """How one tensor is quantized. The cells of ottava's recipes state this, so ottava accepts only the defaults."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -63,9 +63,9 @@ class Recipe(RefusesUnknownFields):
     """The base class of all recipes. `ottava` is the recipe that runs."""
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Field -> what to do instead of giving it another value than the default."""
+    """Field -> advice, for fields that accept only their default."""
     ATTENTION: ClassVar[AttentionRecipe | None] = None
-    """What attention casts with fp8_dpa=True; None: the recipe does not take it."""
+    """The casts of attention with fp8_dpa=True; None: the recipe refuses fp8_dpa."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -80,7 +80,7 @@ class Recipe(RefusesUnknownFields):
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
                 raise NotImplementedError(
-                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava, which takes {default!r}; "
+                    f"{type(self).__name__}: {name}={getattr(self, name)!r} is not in ottava; needs {default!r}: "
                     + advice
                 )
         if self.backward_override not in (None, "high_precision"):
@@ -88,11 +88,11 @@ class Recipe(RefusesUnknownFields):
                 f"{type(self).__name__}: backward_override={self.backward_override!r} is not in ottava; needs None or "
                 "'high_precision'. ottava's recipe.fp8_inputs_bf16_gemm() shows the effect of quantized operands alone"
             )
-        self.ottava  # noqa: B018  # refuses, where the recipe is made, cells that no GEMM takes
+        self.ottava  # noqa: B018  # refuses cells that no GEMM supports already in the constructor
 
     @property
     def ottava(self) -> OttavaRecipe:
-        """The same as a recipe of ottava."""
+        """The ottava recipe with the same arithmetic."""
         recipe = self._cells()
         if self.fp8_dpa and self.ATTENTION is not None:
             recipe = replace(recipe, attention=self._attention_formats(self.ATTENTION))
@@ -105,14 +105,14 @@ class Recipe(RefusesUnknownFields):
         raise NotImplementedError(type(self).__name__)
 
     def _attention_formats(self, attention: AttentionRecipe) -> AttentionRecipe:
-        """With E4M3 for gradients, too, where the recipe asks for it."""
+        """The casts of attention; under fp8_format E4M3, gradients are E4M3, too."""
         if self.fp8_format != Format.E4M3:
             return attention
         do, dp = (replace(spec, format=formats.E4M3) for spec in (attention.do, attention.dp))
         return replace(attention, do=do, dp=dp)
 
     def _formats(self, recipe: OttavaRecipe) -> OttavaRecipe:
-        """With this recipe's number formats in all cells."""
+        """The recipe with the number formats of `fp8_format` in all cells."""
         if self.fp8_format not in (Format.E4M3, Format.HYBRID):
             raise ValueError(
                 f"{type(self).__name__}: fp8_format is {self.fp8_format.name}; needs E4M3 or HYBRID: no tensor core "
@@ -126,41 +126,41 @@ class Recipe(RefusesUnknownFields):
 
     @classmethod
     def delayed(cls) -> bool:
-        """Whether it is a DelayedScaling; the next five tell the same of the others."""
+        """Whether this is a DelayedScaling."""
         return issubclass(cls, DelayedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
-        """Float8CurrentScaling."""
+        """Whether this is a Float8CurrentScaling."""
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Float8BlockScaling."""
+        """Whether this is a Float8BlockScaling."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """MXFP8BlockScaling."""
+        """Whether this is an MXFP8BlockScaling."""
         return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """NVFP4BlockScaling."""
+        """Whether this is an NVFP4BlockScaling."""
         return issubclass(cls, NVFP4BlockScaling)
 
     @classmethod
     def custom(cls) -> bool:
-        """CustomRecipe, which ottava does not have."""
+        """False: ottava has no CustomRecipe."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """ottava's "delayed": scales from the amaxes of steps before.
+    """ottava's "delayed": scales come from the amaxes of earlier steps.
 
-    One thing differs from TransformerEngine: the first step of a tensor takes the scale of its own amax, where
-    TransformerEngine takes 1 and flushes every gradient below 7.6e-6.
+    The first step differs: ottava scales a tensor by its own amax, TransformerEngine by 1, which flushes every gradient
+    below 7.6e-6.
 
     Example:
         >>> DelayedScaling(margin=1, amax_history_len=16).ottava.fprop.lhs.margin
@@ -169,8 +169,8 @@ class DelayedScaling(Recipe):
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "scaling_factor_compute_algo": "scales are max / amax / 2**margin; choose the margin",
-            "reduce_amax": "amaxes are the maximum over the group; leave the group out to keep ranks apart",
+            "scaling_factor_compute_algo": "scales are max / amax / 2**margin; set the margin",
+            "reduce_amax": "amaxes are the maximum over the group; give no group to keep the ranks' amaxes apart",
         }
     )
 
@@ -186,14 +186,14 @@ class DelayedScaling(Recipe):
     def _cells(self) -> OttavaRecipe:
         if callable(self.amax_compute_algo):
             raise NotImplementedError(
-                "DelayedScaling: amax_compute_algo is a function, which is not in ottava; take 'max' or 'most_recent'"
+                "DelayedScaling: amax_compute_algo as a function is not in ottava; use 'max' or 'most_recent'"
             )
         if self.backward_override is not None:
-            raise ValueError("DelayedScaling: backward_override is for the other recipes; leave it None")
+            raise ValueError("DelayedScaling: backward_override is for the other recipes; set it to None")
         history = {name: getattr(self, name) for name in ("margin", "amax_history_len", "amax_compute_algo")}
         recipe = self._formats(get_recipe("delayed", **history))
-        kept = dict(zip(GEMMS, self.override_linear_precision, strict=True))
-        changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in kept.items() if high}
+        overrides = zip(GEMMS, self.override_linear_precision, strict=True)
+        changes: dict[str, Any] = {gemm: HIGH_PRECISION for gemm, high in overrides if high}
         return replace(recipe, **changes)
 
 
@@ -201,9 +201,9 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """ottava's "tensorwise": one scale a tensor, from its own amax.
 
-    fp8_dpa: attention runs as `ottava.attention_recipe.AttentionRecipe` says, emulated on every device. QKV, dO, S and
-    dP are cast; O and dQKV stay in high precision, as in TransformerEngine. S and dP have current scales; there they
-    have those of the step before.
+    fp8_dpa: attention runs under an `ottava.attention_recipe.AttentionRecipe`, emulated on every device. QKV, dO, S and
+    dP are cast; O and dQKV stay in high precision, as in TransformerEngine. ottava scales S and dP by their own amax,
+    TransformerEngine by that of the step before.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -244,9 +244,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams()
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(
-            ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), "blocks always add up in the split accumulator"
-        )
+        dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), "blocks always use the split accumulator")
     )
 
     def _cells(self) -> OttavaRecipe:
@@ -269,7 +267,7 @@ class MXFP8BlockScaling(Recipe):
     """ottava's "mxfp8": blocks of 32 with a power of two each."""
 
     margin: int = 0
-    """Takes no part in the arithmetic, as in TransformerEngine; only 0 is taken."""
+    """Unused, as in TransformerEngine. ottava accepts only 0."""
     enable_2d_quantization: bool = False
     """Weights in blocks of 32x32."""
 
@@ -287,7 +285,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """ottava's "nvfp4", which has no random Hadamard transform: disable_rht=True must be given."""
+    """ottava's "nvfp4". It has no random Hadamard transform, so it needs disable_rht=True."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -300,11 +298,11 @@ class NVFP4BlockScaling(Recipe):
 
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "row_scaled_activation": "one fp32 scale a tensor stands above the blocks",
-            "nvfp4_4over6": "blocks are scaled to 6",
-            "nvfp4_4over6_e4m3_use_256": "blocks are scaled to 6",
-            "nvfp4_4over6_err_mode": "blocks are scaled to 6",
-            "fp4_format": "its numbers are E2M1",
+            "row_scaled_activation": "each tensor has one fp32 scale above those of its blocks",
+            "nvfp4_4over6": "every block is scaled to 6",
+            "nvfp4_4over6_e4m3_use_256": "every block is scaled to 6",
+            "nvfp4_4over6_err_mode": "every block is scaled to 6",
+            "fp4_format": "NVFP4 codes are E2M1",
         }
     )
 
@@ -326,17 +324,17 @@ class NVFP4BlockScaling(Recipe):
 
 
 class CustomRecipe(Recipe):
-    """Refused: a recipe of one's own is an `ottava.Recipe`, a table of cells."""
+    """Refused. Write your own recipe as an `ottava.Recipe`, a table of cells."""
 
     def __new__(cls, *_: Any, **__: Any) -> NoReturn:
         """Always raises NotImplementedError."""
         raise NotImplementedError(
-            "CustomRecipe is not in ottava: an ottava.Recipe is a table of six cells, and ottava.autocast takes it"
+            "CustomRecipe is not in ottava: write an ottava.Recipe, a table of six cells, for ottava.autocast"
         )
 
 
 def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], QuantizationSpec]) -> OttavaRecipe:
-    """The recipe with each cell changed: (spec, tensor) -> spec."""
+    """The recipe with each cell replaced by change(spec, tensor)."""
     gemms: dict[str, Any] = {}
     for gemm in GEMMS:
         cells: GemmRecipe = getattr(recipe, gemm)
@@ -350,7 +348,7 @@ def _each(recipe: OttavaRecipe, change: Callable[[QuantizationSpec, str], Quanti
 
 def _accumulated(recipe: OttavaRecipe, *params: MMParams) -> OttavaRecipe:
     gemms: dict[str, Any] = {
-        gemm: replace(getattr(recipe, gemm), fast_accum=not own.use_split_accumulator)
-        for gemm, own in zip(GEMMS, params, strict=True)
+        gemm: replace(getattr(recipe, gemm), fast_accum=not accumulation.use_split_accumulator)
+        for gemm, accumulation in zip(GEMMS, params, strict=True)
     }
     return replace(recipe, **gemms)

@@ -1,4 +1,4 @@
-"""TransformerEngine's PyTorch names; those that ottava does not have can be imported and refuse by name to be used."""
+"""TransformerEngine's PyTorch names. A name that ottava lacks can be imported; using it raises an error with advice."""
 
 import os
 import warnings

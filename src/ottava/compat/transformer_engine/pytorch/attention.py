@@ -1,6 +1,7 @@
-"""TransformerEngine's attention: its arguments, masks and layouts, on ottava's.
+"""TransformerEngine's attention on ottava's attention, with its arguments, masks and layouts.
 
-Its boolean masks say what is left out (True: not seen), torch's and ottava's what is seen; heads of a result are flat.
+True in a mask of TransformerEngine hides a key; True in a mask of torch and ottava shows it. The result has its heads
+flattened into one dimension.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MASKS: Mapping[str, tuple[str, bool]] = MappingProxyType(
         "arbitrary": ("no_mask", True),
     }
 )
-"""TransformerEngine's mask type -> ottava's mask, and whether attention_mask (or cu_seqlens) counts."""
+"""TransformerEngine's mask type -> ottava's mask, and whether attention_mask (or cu_seqlens) is applied, too."""
 SINKS: Mapping[str, Sink] = MappingProxyType({"vanilla": None, "off-by-one": 0.0, "learnable": "learned"})
 """softmax_type -> ottava's sink."""
 
@@ -49,7 +50,7 @@ def mask_for(where: str, mask_type: str) -> tuple[str, bool]:
     """The entry of MASKS; "padding,causal" is "padding_causal".
 
     Raises:
-        ValueError: unknown type.
+        ValueError: the type is unknown.
     """
     name = mask_type.replace(",", "_")
     if name not in MASKS:
@@ -61,21 +62,22 @@ def sink_for(where: str, softmax_type: str) -> Sink:
     """The entry of SINKS.
 
     Raises:
-        ValueError: unknown type.
+        ValueError: the type is unknown.
     """
     if softmax_type not in SINKS:
         raise ValueError(f"{where}: {unknown_name('softmax_type', softmax_type, SINKS)}")
     return SINKS[softmax_type]
 
 
-def seen(attention_mask: Any, bias_type: str, bias: Tensor | None, alibi: Tensor | None) -> Tensor | None:
-    """The mask that ottava's attention takes: True where TransformerEngine's is False; or the bias with the mask in it.
+def visible(attention_mask: Any, bias_type: str, bias: Tensor | None, alibi: Tensor | None) -> Tensor | None:
+    """The mask for ottava's attention: True where TransformerEngine's is False. With a bias: the bias, masked by -inf.
 
     Args:
-        attention_mask: bool. Cross attention may get a pair; the mask of the keys is used.
-        bias_type, bias: core_attention_bias_type and core_attention_bias; alibi: of `alibi_bias`, for "alibi".
+        attention_mask: bool, or a pair of masks for cross attention; only the mask of the keys is used.
+        bias_type, bias: core_attention_bias_type and core_attention_bias.
+        alibi: the result of `alibi_bias`, for the type "alibi".
     Raises:
-        NotImplementedError: "pre_scale_bias".
+        NotImplementedError: the type is "pre_scale_bias".
     """
     if bias_type not in ("no_bias", "post_scale_bias", "alibi"):
         raise NotImplementedError(
@@ -91,12 +93,13 @@ def seen(attention_mask: Any, bias_type: str, bias: Tensor | None, alibi: Tensor
 
 
 def alibi_bias(slopes: Tensor | None, heads: int, queries: int, keys: int, *, last: bool, like: Tensor) -> Tensor:
-    """ALiBi (arXiv 2108.12409): -slope |distance| for each head, (1, H, Sq, Sk) or, of slopes (B, H), (B, H, Sq, Sk).
+    """ALiBi (arXiv 2108.12409): -slope |distance| for each head, (1, H, Sq, Sk); for slopes (B, H), (B, H, Sq, Sk).
 
     Args:
-        slopes: fp32 (H,) or (B, H). None: the paper's, 2 ** (-8 h / H) for H a power of two, else some of 2 H between.
-        last: whether the last query stands at the last key; else the first at the first.
-        like: whose device and dtype the bias has.
+        slopes: fp32 (H,) or (B, H). None: the paper's slopes, 2 ** (-8 h / H) if H is a power of two; else those of the
+            next lower power of two, and every second one of the next higher.
+        last: True aligns the last query with the last key; False aligns the first query with the first key.
+        like: a tensor with the device and dtype of the bias.
 
     Example:
         >>> alibi_bias(None, 2, 1, 3, last=True, like=torch.ones(()))[0, 0]       # of the first of two heads: 2**-4
@@ -117,15 +120,15 @@ class DotProductAttention(nn.Module):
     """`ottava.nn.DotProductAttention` with TransformerEngine's arguments.
 
     Args:
-        num_attention_heads, kv_channels, num_gqa_groups: heads, entries of a head, heads of keys and values.
+        num_attention_heads, kv_channels, num_gqa_groups: heads, width of a head, heads of keys and values.
         qkv_format: "sbhd", "bshd" or "thd".
         attn_mask_type: a key of MASKS.  window_size: (left, right).  softmax_type: a key of SINKS.
-        layer_number: names this layer's part of `InferenceParams`.
-        tp_group, tp_size: ranks that share the heads; each gives its own to the forward.
-        others: TransformerEngine's other arguments, taken where they change nothing.
-    Shapes: q, k, v in the format -> the heads' results, flat: (S, B, H * D), (B, S, H * D) or (T, H * D).
+        layer_number: the number of this layer in `InferenceParams`.
+        tp_group, tp_size: the ranks that share the heads. Each rank calls the forward with its own heads.
+        others: TransformerEngine's other arguments, accepted where they change nothing.
+    Shapes: q, k, v in the format -> the results of all heads, flat: (S, B, H * D), (B, S, H * D) or (T, H * D).
     Raises:
-        NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
+        NotImplementedError: ottava cannot honour an argument.  ValueError: a name is unknown.
 
     Example:
         >>> q = torch.ones(5, 2, 4, 8)
@@ -184,15 +187,15 @@ class DotProductAttention(nn.Module):
         inference_params: InferenceParams | None = None,
         **others: Any,
     ) -> Tensor:
-        """q, k and v -> the heads' results; a mask type of the call goes before that of the layer."""
+        """q, k and v -> the results of all heads. attn_mask_type of the call replaces that of the layer."""
         where, kind = "DotProductAttention", attn_mask_type or self.attn_mask_type
         refuse(where, others)
         if inference_params is not None:
             refuse_cached(where, kind, attention_mask, core_attention_bias_type, inference_params)
-            layers = query_layer, key_layer, value_layer
-            key_layer, value_layer, given = inference_params.append(where, self.layer_number, *layers, self.core.layout)
+            qkv = query_layer, key_layer, value_layer
+            key_layer, value_layer, options = inference_params.append(where, self.layer_number, *qkv, self.core.layout)
         else:
-            given = core_arguments(
+            options = core_arguments(
                 self.core,
                 mask_for(where, kind),
                 attention_mask,
@@ -200,12 +203,12 @@ class DotProductAttention(nn.Module):
                 (cu_seqlens_q, cu_seqlens_kv),
                 (query_layer, key_layer, query_layer.shape[-2]),
             )
-        y = self.core(query_layer, key_layer, value_layer, **given)
+        y = self.core(query_layer, key_layer, value_layer, **options)
         return y.flatten(-2)  # type: ignore[no-any-return]
 
 
 def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
-    """Rows of q, k, v (or k, v), which lie one after the other, as TransformerEngine has them: group by group of heads.
+    """The rows of fused q, k, v (or k, v) in TransformerEngine's order: group by group of heads.
 
     Example:
         >>> interleaved_rows(ours.MultiheadAttention(4, 4, kv_heads=2))          # heads of one row: q q k v, q q k v
@@ -223,15 +226,15 @@ def interleaved_rows(module: ours.MultiheadAttention) -> list[int]:
     return [head * dim + row for head in heads for row in range(dim)]
 
 
-def qkv_keys(own: str, theirs: str, sizes: tuple[int, int], fused: bool, has_norm: bool) -> dict[str, Parts]:
-    """Own key -> TransformerEngine's, of self attention: q, k and v as three parameters unless they are fused."""
+def qkv_keys(prefix: str, theirs: str, sizes: tuple[int, int], fused: bool, has_norm: bool) -> dict[str, Parts]:
+    """ottava's key -> TransformerEngine's, for self attention: unless fused, its q, k and v are three parameters."""
     q, kv = sizes
     keys: dict[str, Parts] = {}
     for name in ("weight", "bias"):
         parts = tuple((f"{theirs}{part}_{name}", rows) for part, rows in (("query", q), ("key", kv), ("value", kv)))
-        keys[f"{own}{name}"] = f"{theirs}{name}" if fused else parts
+        keys[f"{prefix}{name}"] = f"{theirs}{name}" if fused else parts
         if has_norm:
-            keys[f"{own}norm.{name}"] = f"{theirs}layer_norm_{name}"
+            keys[f"{prefix}norm.{name}"] = f"{theirs}layer_norm_{name}"
     return keys
 
 
@@ -239,16 +242,17 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
     """`ottava.nn.MultiheadAttention` with TransformerEngine's arguments and names of parameters.
 
     Args:
-        hidden_size, num_attention_heads, kv_channels, num_gqa_groups: width, heads, entries of a head, heads of keys.
-        input_layernorm: a norm in front; normalization, layernorm_epsilon, zero_centered_gamma: of it.
+        hidden_size, num_attention_heads, kv_channels, num_gqa_groups: width, heads, width of a head, heads of keys.
+        input_layernorm: put a norm in front, with normalization, layernorm_epsilon and zero_centered_gamma.
         attention_type: "self" or "cross".  qkv_format: "sbhd", "bshd" or "thd".
-        attn_mask_type, window_size, softmax_type: as `DotProductAttention`.
+        attn_mask_type, window_size, softmax_type: as in `DotProductAttention`.
         qk_norm_type: "LayerNorm" or "RMSNorm" over each head, behind the rotation unless qk_norm_before_rope.
-        fuse_qkv_params: one parameter "weight" for q, k and v.
-        qkv_weight_interleaved: a state dict has its rows group by group of heads; here they lie one after the other.
+        fuse_qkv_params: state dicts have one parameter "weight" for q, k and v.
+        qkv_weight_interleaved: state dicts have the rows of this parameter group by group of heads. In the module all
+            rows of q come first, then those of k and of v.
         set_parallel_mode, tp_group, tp_size, sequence_parallel: this rank holds its share of the heads, see `Linear`.
     Raises:
-        NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
+        NotImplementedError: ottava cannot honour an argument.  ValueError: a name is unknown.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -326,18 +330,22 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
         attn_mask_type: str | None = None,
         **call: Any,
     ) -> Tensor:
-        """hidden_states -> what attention adds to them. call: as `attention_arguments` takes it; attn_mask_type must be
-        the layer's kind of mask."""
+        """hidden_states -> the output of attention, in the same shape.
+
+        Args:
+            attn_mask_type: a type with the same mask as the layer's.
+            call: the keywords of `attention_arguments`.
+        """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
-        given = attention_arguments(
+        options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,
         )  # fmt: skip
-        return super().forward(hidden_states, encoder_output, **given)
+        return super().forward(hidden_states, encoder_output, **options)
 
 
 def heads_of(shards: Shards, hidden: int, heads: int, groups: int | None, head_dim: int | None) -> dict[str, Any]:
-    """This rank's share of the heads, as ottava's modules take them."""
+    """This rank's share of the heads, as keywords of ottava's modules."""
     if shards.size == 1:
         return {"heads": heads, "kv_heads": groups, "head_dim": head_dim}
     return {
@@ -369,43 +377,43 @@ def attention_arguments(
     checkpoint_core_attention: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
-    """The arguments of a call of `ottava.nn.MultiheadAttention`, from those of TransformerEngine's modules.
+    """Translates the arguments of a TransformerEngine module's call to those of `ottava.nn.MultiheadAttention`.
 
     Args:
-        x, memory: what queries and, of a cross attention, keys are made of.
+        x: the input of the queries.  memory: the input of the keys, for cross attention.
         kind: attn_mask_type of the call.
     Raises:
-        NotImplementedError: an argument that ottava cannot honour; another kind of mask than the layer was made with.
+        NotImplementedError: ottava cannot honour an argument, or the mask differs from the constructor's.
     """
     refuse(where, others)
     core, mask, past = module.attention, mask_for(where, kind), inference_params
     if core_attention_bias_type == "alibi" and module.out.sharding is not None:
-        raise NotImplementedError(f"{where}: ALiBi of heads that ranks share is not in ottava; give 'post_scale_bias'")
+        raise NotImplementedError(f"{where}: ALiBi with heads split over ranks is not in ottava; use 'post_scale_bias'")
     if past is not None:
         refuse_cached(where, kind, attention_mask, core_attention_bias_type, past)
     table = rotary_table(rotary_pos_emb, rotary_interleaved, core.layout, x, cu_seqlens_q, past)
-    turned = {} if table is None else {"rotary": table}
+    rotary = {} if table is None else {"rotary": table}
     if past is not None:
         cache = past.layer(where, layer_number, x, core.layout)
-        return {"cache": cache, "query_lengths": past.query_lengths(x.device), **turned}
+        return {"cache": cache, "query_lengths": past.query_lengths(x.device), **rotary}
     if mask[0] != core.mask:
         raise NotImplementedError(
-            f"{where}: the layer was made with {core.mask!r}, and attn_mask_type={kind!r} of this call asks for "
+            f"{where}: the layer was built with {core.mask!r}, but attn_mask_type={kind!r} of this call needs "
             f"{mask[0]!r}; give it to the constructor"
         )
     bias = core_attention_bias_type, core_attention_bias, alibi_slopes
     sizes = x, x if memory is None else memory, module.heads
-    given = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
-    del given["mask"]
-    return {**given, **turned}
+    options = core_arguments(core, mask, attention_mask, bias, (cu_seqlens_q, cu_seqlens_kv), sizes)
+    del options["mask"]
+    return {**options, **rotary}
 
 
 def refuse_cached(where: str, kind: str, attention_mask: Any, bias_type: str, past: InferenceParams) -> None:
-    """Refuses what attention to a cache does not take: it is causal, and `pre_step` says which rows are real.
+    """Refuses masks and biases with a cache: attention to a cache is causal, and `pre_step` gives the new tokens.
 
     Raises:
-        NotImplementedError: a mask or a bias of the caller's, or a mask type that lets new tokens see later ones.
-        TypeError: inference_params of another kind.
+        NotImplementedError: the call has a mask or a bias, or its mask type shows later tokens to new ones.
+        TypeError: inference_params is no InferenceParams.
     """
     if not isinstance(past, InferenceParams):
         raise TypeError(f"{where}: inference_params is a {type(past).__name__}; needs an InferenceParams")
@@ -414,7 +422,7 @@ def refuse_cached(where: str, kind: str, attention_mask: Any, bias_type: str, pa
         raise NotImplementedError(
             f"{where}: with inference_params got attn_mask_type={kind!r}, core_attention_bias_type={bias_type!r} and "
             f"{'no' if attention_mask is None else 'an'} attention_mask; attention to a cache is causal "
-            "('padding_causal', or 'padding' for one new token), and pre_step says which rows are real"
+            "('padding_causal', or 'padding' for one new token), and pre_step gives the number of new tokens"
         )
 
 
@@ -426,34 +434,33 @@ def core_arguments(
     ends: tuple[Tensor | None, Tensor | None],
     sizes: tuple[Tensor, Tensor, int],
 ) -> dict[str, Any]:
-    """The arguments of a call of `ottava.nn.DotProductAttention`.
+    """The keywords of a call of `ottava.nn.DotProductAttention`.
 
     Args:
-        mask: of `mask_for`.
+        mask: the result of `mask_for`.
         bias: core_attention_bias_type, core_attention_bias, alibi_slopes.
         ends: cu_seqlens_q, cu_seqlens_kv.
-        sizes: tensors that are as long as the queries and the keys, in the layout; heads.
+        sizes: a tensor as long as the queries, and one as long as the keys, in the layout; the number of heads.
     """
-    (name, counts), (q_ends, k_ends), (q, k, heads) = mask, ends, sizes
+    (name, masked), (q_ends, k_ends), (q, k, heads) = mask, ends, sizes
     if core.layout == "thd":
         if bias[0] == "alibi":
-            raise NotImplementedError("attention: ALiBi of packed sequences ('thd') is not in ottava; use 'bshd'")
+            raise NotImplementedError("attention: ALiBi with packed sequences ('thd') is not in ottava; use 'bshd'")
         return {"mask": name, "cu_seqlens": q_ends, "cu_seqlens_k": k_ends}
     alibi = None
     if bias[0] == "alibi":
         axis = 1 if core.layout == "bshd" else 0
         alibi = alibi_bias(bias[2], heads, q.shape[axis], k.shape[axis], last=name != "causal", like=q)
-    given = {"mask": name, "attention_mask": seen(attention_mask if counts else None, *bias[:2], alibi)}
-    if not counts or q_ends is None:
-        return given
-    return given | {"query_lengths": q_ends.diff(), "key_lengths": (q_ends if k_ends is None else k_ends).diff()}
+    options = {"mask": name, "attention_mask": visible(attention_mask if masked else None, *bias[:2], alibi)}
+    if not masked or q_ends is None:
+        return options
+    return options | {"query_lengths": q_ends.diff(), "key_lengths": (q_ends if k_ends is None else k_ends).diff()}
 
 
 def attention_keys(
     module: ours.MultiheadAttention, own: str, theirs: str, fused: bool, interleaved: bool
 ) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]], dict[str, list[int]]]:
-    """Of an attention, with prefixes: own key -> TransformerEngine's; its modules with histories -> own layers; own key
-    -> order of rows."""
+    """The arguments of `TEState.uses_their_keys` for an attention; `own` and `theirs` are the prefixes of the keys."""
     several = f"{own}{'kv' if module.cross else 'qkv'}."
     ordered = fused and interleaved
     orders = {f"{several}{name}": interleaved_rows(module) for name in ("weight", "bias")} if ordered else {}

@@ -1,4 +1,4 @@
-"""The old home of TransformerEngine's contexts."""
+"""TransformerEngine's contexts under their old module path."""
 
 from ottava.compat.transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,

@@ -1,6 +1,6 @@
-"""TransformerEngine's modules: its arguments and names of parameters, on ottava's layers.
+"""TransformerEngine's modules on ottava's layers, with its arguments and names of parameters.
 
-Outside an `autocast` they run in high precision, as TransformerEngine's do.
+Outside an `autocast` they run in high precision, as in TransformerEngine.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from ottava.nn.norms import NormName
 from ottava.quantized_layer import quantized_layers
 
 Init = Callable[[Tensor], Any]
-_STD = 0.023  # of TransformerEngine's weights
+_STD = 0.023  # standard deviation of TransformerEngine's initial weights
 
 
 def device_for(device: torch.device | str | None) -> torch.device:
-    """Where parameters are made: as asked, else on the GPU, else on the CPU.
+    """The device of new parameters. None: the GPU, or the CPU on a machine without a GPU.
 
     Raises:
-        RuntimeError: cuda is asked for, and there is none.
+        RuntimeError: the device is cuda, and this machine has none.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"device={str(device)!r}: this machine has no CUDA device. Leave the argument out, or give device='cpu': "
             "ottava computes the same bits there"
         )
-    return found
+    return chosen
 
 
 def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None:
-    """TransformerEngine's initial values: normal numbers with a standard deviation of 0.023, and biases of 0."""
+    """Fills in TransformerEngine's initial values: normal weights, standard deviation 0.023, and biases of 0."""
     if weight.is_meta:
         return
     with torch.no_grad():
@@ -58,7 +58,7 @@ def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None
 
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
 _ACTIVATIONS = MappingProxyType({"srelu": "relu2", "gelu": "gelu_tanh", "geglu": "geglu_tanh"})
-"""TransformerEngine's names where ours differ: its GELU is the tanh formula."""
+"""TransformerEngine's names that ottava spells otherwise. TransformerEngine's GELU is the tanh formula."""
 _COMMON = ("bias", "return_bias", "init_method", "params_dtype", "device")
 
 
@@ -66,7 +66,7 @@ def norm_name(where: str, normalization: str) -> NormName:
     """ottava's name of a norm.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: the name is unknown.
     """
     if normalization not in _NORMS:
         raise ValueError(f"{where}: {unknown_name('normalization', normalization, _NORMS)}")
@@ -74,27 +74,27 @@ def norm_name(where: str, normalization: str) -> NormName:
 
 
 def activation_for(where: str, name: str, params: Mapping[str, Any] | None) -> Activation:
-    """The entry of ottava's table.
+    """The entry of ottava's table of activations.
 
     Raises:
-        NotImplementedError: parameters that the entry does not take.
-        ValueError: unknown name.
+        NotImplementedError: the activation has no such parameters.
+        ValueError: the name is unknown.
     """
     if not params:
         return get_activation(_ACTIVATIONS.get(name, name))
     if name != "clamped_swiglu" or params.keys() - {"limit", "alpha"}:
         raise NotImplementedError(
-            f"{where}: activation_params={dict(params)!r} for {name!r} is not in ottava; it takes limit and alpha, for "
-            "clamped_swiglu"
+            f"{where}: activation_params={dict(params)!r} for {name!r} is not in ottava; only clamped_swiglu has "
+            "parameters, limit and alpha"
         )
     return clamped_swiglu(**params)
 
 
-def mlp_keys(own: str = "", theirs: str = "") -> dict[str, str]:
-    """Own key -> TransformerEngine's, of a `NormMLP` under these prefixes."""
+def mlp_keys(prefix: str = "", theirs: str = "") -> dict[str, str]:
+    """ottava's key -> TransformerEngine's key, for the parameters of a `NormMLP` under these prefixes."""
     keys = {f"fc1.norm.{name}": f"layer_norm_{name}" for name in ("weight", "bias")}
     keys |= {f"{fc}.{name}": f"{fc}_{name}" for fc in ("fc1", "fc2") for name in ("weight", "bias")}
-    return {own + key: theirs + value for key, value in keys.items()}
+    return {prefix + key: theirs + value for key, value in keys.items()}
 
 
 class Linear(Sharded, ours.Linear):
@@ -102,16 +102,16 @@ class Linear(Sharded, ours.Linear):
 
     Args:
         in_features, out_features, bias: as torch's.
-        return_bias: returns (y, bias), with the bias not added.
+        return_bias: return (y, bias), and do not add the bias.
         init_method: fills the weight; None: normal numbers with a standard deviation of 0.023.
-        params_dtype: of the parameters; None takes torch's default.
-        device: None takes the GPU, or the CPU where there is none.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: None: the GPU, or the CPU on a machine without a GPU.
         parallel_mode: "column" or "row": this rank holds out_features or in_features / tp_size of the weight.
-        tp_group, tp_size: the ranks, or how many (`set_tensor_parallel_group` then names them).
+        tp_group, tp_size: the group of ranks, or their number (`set_tensor_parallel_group` then gives the group).
         sequence_parallel: each rank holds a part of the first dimension of the input ("column") or output ("row").
-        others: TransformerEngine's other arguments, taken where they change nothing.
+        others: TransformerEngine's other arguments, accepted where they change nothing.
     Raises:
-        NotImplementedError: an argument that ottava cannot honour.  TypeError: one that nobody knows.
+        NotImplementedError: ottava cannot honour an argument.  TypeError: an argument is unknown.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -154,7 +154,7 @@ class Linear(Sharded, ours.Linear):
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
-        """(..., in_features) -> (..., out_features); with return_bias the bias too."""
+        """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
         y = super().forward(inp)
         return (y, self.bias) if self.returns_bias else y
@@ -164,8 +164,8 @@ class LayerNormLinear(Sharded, ours.NormLinear):
     """`ottava.nn.NormLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
-        normalization: "LayerNorm" or "RMSNorm"; eps, zero_centered_gamma: of it.
-        return_layernorm_output: returns the normed rows too.
+        normalization: "LayerNorm" or "RMSNorm", with eps and zero_centered_gamma.
+        return_layernorm_output: return the normed rows, too.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -197,7 +197,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
         refuse("LayerNormLinear", others, (*_COMMON, "normalization", "zero_centered_gamma", "return_layernorm_output"))
         if one_of_modes("LayerNormLinear", parallel_mode) == "row":
             raise NotImplementedError(
-                "LayerNormLinear: parallel_mode='row' is not in ottava: ranks cannot norm a part of the features each"
+                "LayerNormLinear: parallel_mode='row' is not in ottava: a rank cannot norm a part of the features alone"
             )
         split = parallel_mode is not None
         shards = shards_for("LayerNormLinear", tp_group, tp_size, sequence_parallel, split=split)
@@ -221,7 +221,7 @@ class LayerNormLinear(Sharded, ours.NormLinear):
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
     ) -> Any:
-        """(..., in_features) -> y, or a tuple (y, bias if asked for, normed rows if asked for)."""
+        """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
         y = super().forward(inp)
         if not self.returns_bias:
@@ -234,7 +234,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 
     Args:
         activation: gelu (the tanh formula), geglu, relu, reglu, srelu, silu, swiglu, qgelu, qgeglu, clamped_swiglu.
-        checkpoint: keeps nothing for the activation's backward and computes it again.
+        checkpoint: save nothing for the activation's backward, and compute it again.
         set_parallel_mode: this rank holds ffn_hidden_size / tp_size features between the linears.
 
     Example:
@@ -265,8 +265,8 @@ class LayerNormMLP(Sharded, ours.NormMLP):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        known = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
-        refuse("LayerNormMLP", others, (*_COMMON, *known, "output_layer_init_method"))
+        names = ("normalization", "activation", "activation_params", "zero_centered_gamma", "checkpoint")
+        refuse("LayerNormMLP", others, (*_COMMON, *names, "output_layer_init_method"))
         shards = shards_for("LayerNormMLP", tp_group, tp_size, sequence_parallel, split=set_parallel_mode)
         super().__init__(
             hidden_size,
@@ -295,7 +295,9 @@ class GroupedLinear(TEState, ours.GroupedLinear):
     """`ottava.nn.GroupedLinear` with TransformerEngine's arguments and names of parameters; errors as `Linear`.
 
     Args:
-        num_gemms, in_features, out_features, bias: groups, K, N, whether each group has a bias.
+        num_gemms: number of groups.
+        in_features, out_features: K and N of each group's weight.
+        bias: whether each group has a bias.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -327,7 +329,7 @@ class GroupedLinear(TEState, ours.GroupedLinear):
     def forward(  # type: ignore[override]  # TransformerEngine's signature
         self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor:
-        """(tokens, in_features), rows of each group -> (tokens, out_features)."""
+        """(tokens, in_features) and the number of rows of each group -> (tokens, out_features)."""
         refuse("GroupedLinear", others)
         return super().forward(inp, m_splits)
 

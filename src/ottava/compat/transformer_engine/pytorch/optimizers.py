@@ -1,4 +1,4 @@
-"""TransformerEngine's optimizers, each one of `ottava.optim`."""
+"""TransformerEngine's optimizers on those of `ottava.optim`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _MOMENTS = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torc
 
 
 class FusedAdam(optim.AdamW):
-    """`ottava.optim.AdamW` by TransformerEngine's arguments.
+    """`ottava.optim.AdamW` with TransformerEngine's arguments.
 
     Args:
-        params, lr, betas, eps, weight_decay: as torch's AdamW; weight_decay is 0 by default.
-        master_weights: keep FP32 masters; store_param_remainders: as BF16 and a remainder of 16 bits.
-        exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, or uint8 for FP8; one for both.
+        params, lr, betas, eps, weight_decay: as in torch's AdamW; weight_decay is 0 by default.
+        master_weights: keep FP32 masters.
+        store_param_remainders: store each master as the BF16 weight and a remainder of 16 bits.
+        exp_avg_dtype, exp_avg_sq_dtype: torch.float32, bfloat16, or uint8 for FP8; the same dtype for both.
     Raises:
-        NotImplementedError: an argument that ottava does not have (adam_w_mode=False, bias_correction=False, moments of
-            two dtypes or in float16, ...), with what to use instead.
+        NotImplementedError: ottava lacks the argument's value (adam_w_mode=False, bias_correction=False, moments of two
+            dtypes or in float16, ...). The message names a replacement.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -52,8 +53,8 @@ class FusedAdam(optim.AdamW):
         refuse("FusedAdam", {"amsgrad": amsgrad, **others})
         if exp_avg_dtype != exp_avg_sq_dtype or exp_avg_dtype not in _MOMENTS:
             raise NotImplementedError(
-                f"FusedAdam: got exp_avg_dtype={exp_avg_dtype} and exp_avg_sq_dtype={exp_avg_sq_dtype}; ottava keeps "
-                "both moments alike: torch.float32, torch.bfloat16, or torch.uint8 for FP8"
+                f"FusedAdam: got exp_avg_dtype={exp_avg_dtype} and exp_avg_sq_dtype={exp_avg_sq_dtype}; needs the same "
+                "dtype for both: torch.float32, torch.bfloat16, or torch.uint8 for FP8"
             )
         master: Any = ("remainder" if store_param_remainders else "fp32") if master_weights else None
         moments: Any = _MOMENTS[exp_avg_dtype]
@@ -61,7 +62,7 @@ class FusedAdam(optim.AdamW):
 
 
 class FusedSGD(optim.SGD):
-    """`ottava.optim.SGD` by TransformerEngine's arguments.
+    """`ottava.optim.SGD` with TransformerEngine's arguments.
 
     Raises:
         NotImplementedError: dampening, or weight decay after the momentum.

@@ -1,8 +1,8 @@
-"""TransformerEngine's contexts: `autocast`, the old `fp8_autocast`, and what asks about them.
+"""TransformerEngine's contexts `autocast` and `fp8_autocast`, and its functions that report the FP8 state.
 
-Delayed scales move at optimizer steps, as everywhere in ottava. In a loop of one forward, one backward and one step
-these are the scales of TransformerEngine, which moves them when an autocast or a backward ends; with several
-micro-batches a step its histories count micro-batches, and a recomputation needs the stashed scales of its forward.
+ottava updates delayed scales at optimizer steps; TransformerEngine updates them when an autocast or a backward ends. In
+a loop of one forward, one backward and one step both have the same scales. With several micro-batches a step, the
+histories of TransformerEngine count micro-batches, and its recomputation needs the stashed scales of the forward.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def autocast(
 
     Args:
         enabled: False runs them in high precision.
-        calibrating: with enabled=False, notes the amax of every tensor that FP8 would cast: inputs, weights and, for a
-            backward inside the context, gradients. TransformerEngine's Linear notes nothing.
-        recipe: one of `common.recipe`; None takes `get_default_recipe()`.
-        amax_reduction_group: ranks that share amaxes; None finds the model's own.
+        calibrating: with enabled=False, record the amax of every tensor that FP8 would cast: inputs, weights and, for a
+            backward inside the context, gradients. TransformerEngine's Linear records nothing.
+        recipe: a recipe of `common.recipe`; None: `get_default_recipe()`.
+        amax_reduction_group: ranks that share amaxes; None: the model's own group.
     Raises:
         TypeError: the recipe is no recipe of `common.recipe`.
 
@@ -69,7 +69,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: ProcessGroup | None = None,
 ) -> Autocast:
-    """`autocast` by its old name and its old argument names."""
+    """`autocast` with its old name and old argument names."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
@@ -77,16 +77,16 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """`ottava.model_init`: layers that are made inside store their weights as FP8 codes only.
+    """`ottava.model_init`: layers that are built inside store their weights as FP8 codes only.
 
     Args:
         enabled: False changes nothing.
-        recipe: one of `common.recipe`; None takes `get_default_recipe()`. It is the layers' own from then on, so they
-            run in FP8 outside an autocast, too.
-        preserve_high_precision_init_val: keep the initial numbers, `weight.high_precision`, for the masters of an
+        recipe: a recipe of `common.recipe`; None: `get_default_recipe()`. The layers keep it, so they run in FP8
+            outside an autocast, too.
+        preserve_high_precision_init_val: keep the initial numbers as `weight.high_precision`, for the masters of an
             optimizer.
     Raises:
-        TypeError: the recipe is no recipe of `common.recipe`.  ValueError: it has no FP8 weights.
+        TypeError: the recipe is no recipe of `common.recipe`.  ValueError: the recipe casts no weights to FP8.
     """
     if not enabled:
         yield
@@ -101,7 +101,7 @@ fp8_model_init = quantized_model_init
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True: ottava runs FP8 on every device, emulated where it has no tensor cores for it; a receipt says which."""
+    """True: ottava runs FP8 on every device, emulated on those without FP8 tensor cores. A receipt names what ran."""
     return (True, "") if return_reason else True
 
 
@@ -109,12 +109,12 @@ is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True, on every device that torch has."""
+    """True on every device of torch."""
     return is_fp8_available(return_reason)
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """(major, minor) of the GPU; (0, 0) where there is none."""
+    """(major, minor) of the GPU; (0, 0) on a machine without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
@@ -122,38 +122,35 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of torch's cuDNN; (0, 0, 0) where it has none."""
+    """(major, minor, patch) of torch's cuDNN; (0, 0, 0) if torch has no cuDNN."""
     number = torch.backends.cudnn.version() or 0
     return number // 10_000, number % 10_000 // 100, number % 100
 
 
 class FP8GlobalStateManager:
-    """Answers for scripts that ask TransformerEngine's global state. ottava has none: each module holds its own."""
+    """TransformerEngine's global state, for scripts that read it. In ottava each module holds its own state."""
 
     @staticmethod
     def reset() -> None:
-        """Does nothing, and says so.
-
-        Warns: always; in TransformerEngine this call freezes the scales of living modules.
-        """
+        """Does nothing but warn. In TransformerEngine this call freezes the scales of all modules."""
         warnings.warn(
-            "FP8GlobalStateManager.reset() does nothing in ottava: no state is global, and models cannot disturb each "
-            "other. Leave the line out",
+            "FP8GlobalStateManager.reset() does nothing in ottava: no state is global, so models cannot disturb each "
+            "other. Remove the call",
             stacklevel=2,
         )
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Whether an autocast is on that quantizes."""
-        said = AMBIENT.get()
-        return said.enabled and said.recipe is not None and said.recipe.quantized
+        """Whether an autocast with a quantized recipe is active."""
+        ambient = AMBIENT.get()
+        return ambient.enabled and ambient.recipe is not None and ambient.recipe.quantized
 
     @staticmethod
     def is_fp8_calibration() -> bool:
-        """Whether an autocast is on that calibrates."""
+        """Whether an autocast with calibrating=True is active."""
         return AMBIENT.get().calibrating
 
     @staticmethod
     def is_fp8_available() -> tuple[bool, str]:
-        """As `is_fp8_available(return_reason=True)`."""
+        """The same as `is_fp8_available(return_reason=True)`."""
         return True, ""

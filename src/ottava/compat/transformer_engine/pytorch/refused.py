@@ -1,7 +1,7 @@
-"""Names that TransformerEngine has and ottava lacks: importable, so that a script's imports run, and refused when used.
+"""Names of TransformerEngine that ottava lacks. Importing one works, so a script's imports run; using it is an error.
 
-`NAMES` holds names of modules and functions, `ARGUMENTS` arguments of constructors and forwards; each with what to use
-instead. A name in neither table, and not in ottava, is an unknown name.
+`NAMES` lists modules and functions, `ARGUMENTS` lists arguments of constructors and forwards. Each entry names a
+replacement or a reason. Any other name is unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ottava.errors import unknown_name
 
 _TENSORS = "ottava.quantize(x, spec) gives codes and scale_inv as plain tensors"
-_CASTS = "a cell of a recipe, ottava.QuantizationSpec, says how a tensor is cast"
+_CASTS = "a cell of a recipe, an ottava.QuantizationSpec, sets the cast of a tensor"
 _USERBUFFERS = "collectives are torch.distributed's own; leave it out"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu() moves saved tensors"
 _PERMUTE = "ottava.nn.MoE permutes and combines tokens itself"
@@ -33,8 +33,8 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "Float8Quantizer": _CASTS,
         "Float8Tensor": _TENSORS,
         "Float8TensorStorage": _TENSORS,
-        "Fp8Padding": "splits of any size are taken: leave it out",
-        "Fp8Unpadding": "splits of any size are taken: leave it out",
+        "Fp8Padding": "GroupedLinear accepts splits of any size: leave it out",
+        "Fp8Unpadding": "GroupedLinear accepts splits of any size: leave it out",
         "FusedMLAQUpProjRopeQuant": "write the projection with Linear and the rotation with ottava.nn",
         "HybridQuantizedTensor": _TENSORS,
         "HybridQuantizedTensorStorage": _TENSORS,
@@ -71,7 +71,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "moe_unpermute": _PERMUTE,
         "newton_schulz": "torch.optim.Muon has it",
         "onnx_export": "ottava has no ONNX export",
-        "ops": "use the modules; ottava fuses what stands in front of a cast by itself",
+        "ops": "use the modules; ottava itself fuses the operation in front of a cast",
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
         "prepare_for_saving": _TENSORS,
         "restore_from_func_ctx": _TENSORS,
@@ -80,11 +80,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
-_PARALLEL = "context parallelism is not here"
-_SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer have shards"
+_PARALLEL = "ottava has no context parallelism"
+_SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
 _SEEDS = "seed each rank yourself, with torch.manual_seed"
-_UB = "overlapping by user buffers is not here"
-_ACCUMULATION = "gradients are accumulated by autograd, in .grad"
+_UB = "ottava does not overlap communication by user buffers"
+_ACCUMULATION = "autograd accumulates gradients in .grad"
 
 ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
@@ -97,8 +97,8 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "rng_tracker_name": ((None,), _SEEDS),
         "symmetric_ar_type": ((None,), _USERBUFFERS),
         "fuse_wgrad_accumulation": ((False,), _ACCUMULATION),
-        "delay_wgrad_compute": ((False,), "a backward makes both of its GEMMs at once"),
-        "save_original_input": ((False,), "backward keeps the codes of the input, a half of its bytes"),
+        "delay_wgrad_compute": ((False,), "backward computes dgrad and wgrad together"),
+        "save_original_input": ((False,), "ottava saves the input's codes for the backward: half the bytes"),
         "parameters_split": ((None,), "slice .weight, or make a Linear for each part"),
         "ub_overlap_ag": ((False, True), _UB),
         "ub_overlap_rs": ((False, True), _UB),
@@ -107,20 +107,20 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "ub_bulk_wgrad": ((False, True), _UB),
         "ub_tp_comm_overlap": ((False,), _UB),
         "ub_name": ((None,), _UB),
-        "seq_length": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
-        "micro_batch_size": (("any",), "only a warm-up of TransformerEngine's fused kernels asks for it"),
+        "seq_length": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
+        "micro_batch_size": (("any",), "only the warm-up of TransformerEngine's fused kernels uses it"),
         "distribute_saved_activations": ((False,), "each rank keeps what its backward needs"),
-        "layer_number": (("any",), "it names a layer's part of InferenceParams, which has attention only"),
+        "layer_number": (("any",), "only attention uses it, to find its cache in InferenceParams"),
         "name": (("any",), "names come from the model: model.named_modules()"),
-        "is_first_microbatch": (("any",), "kept casts of weights are found and dropped by ottava itself"),
+        "is_first_microbatch": (("any",), "ottava itself keeps and drops casts of weights"),
         "fp8_output": ((False,), "outputs are in high precision"),
         "fp8_grad": ((False,), "gradients of inputs are in high precision"),
         "return_layernorm_output_gathered": ((False,), "each rank gets the rows of its tokens"),
-        "amsgrad": ((False,), "the largest second moment is not kept"),
+        "amsgrad": ((False,), "AdamW keeps no largest second moment"),
         "bias_correction": ((True,), "set betas or a warm-up instead"),
-        "adam_w_mode": ((True,), "weight decay is AdamW's; torch.optim.Adam adds it to the gradient"),
+        "adam_w_mode": ((True,), "weight decay is always decoupled; torch.optim.Adam adds it to the gradient"),
         "use_decoupled_grad": ((False,), _ACCUMULATION),
-        "master_weight_dtype": ((torch.float32,), "masters are FP32, or a remainder by store_param_remainders"),
+        "master_weight_dtype": ((torch.float32,), "masters are FP32, or 16-bit remainders with store_param_remainders"),
         "set_grad_none": (("any",), "pass it to zero_grad"),
         "dampening": ((0.0, 0), "ottava.optim.SGD has none"),
         "wd_after_momentum": ((False,), "weight decay is added to the gradient, as in torch"),
@@ -132,42 +132,42 @@ ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "cu_seqlens_q_padded": ((None,), "packed sequences follow each other without padding"),
         "cu_seqlens_kv_padded": ((None,), "packed sequences follow each other without padding"),
         "pad_between_seqs": ((None, False), "packed sequences follow each other without padding"),
-        "bottom_right_diagonal": ((None,), "the mask types that end in bottom_right say it"),
-        "enc_dec_bottom_right_diagonal": ((None,), "the mask types that end in bottom_right say it"),
-        "enc_dec_window_size": ((None, (-1, -1)), "cross attention sees all of what it reads"),
+        "bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
+        "enc_dec_bottom_right_diagonal": ((None,), "use a mask type that ends in bottom_right"),
+        "enc_dec_window_size": ((None, (-1, -1)), "cross attention has no window"),
         "window_size": ((None,), "give it to the constructor"),
-        "attention_type": (("self", "cross"), "there are these two"),
-        "return_bias": ((False,), "the bias is added"),
-        "return_layernorm_output": ((False,), "call a norm of its own where its rows are wanted"),
-        "return_max_logit": ((False,), "scores are not kept"),
-        "num_splits": ((1,), "torch's kernels choose"),
+        "attention_type": (("self", "cross"), "there are only these two"),
+        "return_bias": ((False,), "the layer always adds the bias"),
+        "return_layernorm_output": ((False,), "use a separate norm to get the normed rows"),
+        "return_max_logit": ((False,), "attention does not keep its scores"),
+        "num_splits": ((1,), "torch's kernels choose the splits"),
         "score_mod": ((None,), "torch.nn.attention.flex_attention has it"),
         "bf16_backward": ((False,), "attention runs in high precision"),
         "cp_group": ((None,), _PARALLEL),
         "cp_global_ranks": ((None,), _PARALLEL),
         "cp_stream": ((None,), _PARALLEL),
         "cp_comm_type": (("any",), _PARALLEL),
-        "qk_norm_eps": ((1e-6,), "layernorm_epsilon is that of all norms"),
-        "out": ((None,), "results are new tensors"),
-        "dgrad_out": ((None,), "results are new tensors"),
+        "qk_norm_eps": ((1e-6,), "all norms use layernorm_epsilon"),
+        "out": ((None,), "ottava returns new tensors"),
+        "dgrad_out": ((None,), "ottava returns new tensors"),
     }
 )
-"""Argument -> (values that change nothing, so that they are taken; why others are refused). ("any",): all of them."""
+"""Argument -> (accepted values, which change nothing; why other values are refused). ("any",): all are accepted."""
 
 
-_ATTENTION = "torch.nn.attention.sdpa_kernel chooses how attention runs; a receipt names what ran"
-_FP8_ATTENTION = "attention takes its formats from the recipe: Float8CurrentScaling(fp8_dpa=True)"
+_ATTENTION = "torch.nn.attention.sdpa_kernel chooses the kernel of attention; a receipt names it"
+_FP8_ATTENTION = "set attention's formats in the recipe: Float8CurrentScaling(fp8_dpa=True)"
 _FIELD = "give {} to the recipe"
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "torch.use_deterministic_algorithms decides",
-        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "pickled states are read without executing them",
+        "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "ottava reads pickled states without executing them",
         "NVTE_APPLY_QK_LAYER_SCALING": "give softmax_scale to the attention",
         "NVTE_BACKWARD_OVERRIDE": _FIELD.format("backward_override"),
         "NVTE_CPU_OFFLOAD_V1": _OFFLOAD,
         "NVTE_DEBUG": "ottava.watch(model) records every cast",
-        "NVTE_DEBUG_LEVEL": "the logger 'ottava' tells what is not as it should be",
+        "NVTE_DEBUG_LEVEL": "the logger 'ottava' reports problems",
         "NVTE_DPA_FP8DS_AMAX_ALGO": _FP8_ATTENTION,
         "NVTE_DPA_FP8DS_AMAX_HISTLEN": _FP8_ATTENTION,
         "NVTE_DPA_FP8DS_REDUCE_AMAX": _FP8_ATTENTION,
@@ -179,23 +179,23 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "NVTE_FP8_DPA_BWD": _FP8_ATTENTION,
         "NVTE_FUSED_ATTN": _ATTENTION,
         "NVTE_FUSED_ATTN_BACKEND": _ATTENTION,
-        "NVTE_NVFP4_4OVER6": "blocks are scaled to 6",
-        "NVTE_NVFP4_4OVER6_E4M3_USE_256": "blocks are scaled to 6",
-        "NVTE_NVFP4_4OVER6_ERR_MODE": "blocks are scaled to 6",
+        "NVTE_NVFP4_4OVER6": "every block is scaled to 6",
+        "NVTE_NVFP4_4OVER6_E4M3_USE_256": "every block is scaled to 6",
+        "NVTE_NVFP4_4OVER6_ERR_MODE": "every block is scaled to 6",
         "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _FIELD.format("disable_2d_quantization=True"),
         "NVTE_NVFP4_DISABLE_RHT": _FIELD.format("disable_rht=True"),
         "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _FIELD.format("disable_stochastic_rounding=True"),
-        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "one fp32 scale a tensor stands above the blocks",
+        "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "each tensor has one fp32 scale above those of its blocks",
         "NVTE_UNFUSED_ATTN": _ATTENTION,
-        "NVTE_UNFUSED_FP8_UPDATE": "there is one rule for histories, and an idle layer's never rolls",
+        "NVTE_UNFUSED_FP8_UPDATE": "histories have one rule: that of an idle layer never rolls",
         "NVTE_UnfusedDPA_Emulate_FP8": _FP8_ATTENTION,
     }
 )
-"""Variable that changes what TransformerEngine computes -> what does the same here. Others tune its kernels."""
+"""Variable that changes TransformerEngine's numbers -> its replacement in ottava. Other variables tune its kernels."""
 
 
 def unread_variables(variables: Mapping[str, str]) -> str:
-    """A sentence for each variable that is set for TransformerEngine and changes nothing here; "" if none is.
+    """A sentence for each variable of TransformerEngine that is set but that ottava does not read; "" if there is none.
 
     Example:
         >>> unread_variables({"NVTE_FLASH_ATTN": "0", "HOME": "/"}).partition(":")[0]
@@ -205,12 +205,14 @@ def unread_variables(variables: Mapping[str, str]) -> str:
     return ". ".join(f"ottava does not read {name}: {ENVIRONMENT[name]}" for name in unread)
 
 
-def refuse(where: str, given: Mapping[str, Any], takes: tuple[str, ...] = ()) -> None:
+def refuse(where: str, arguments: Mapping[str, Any], accepted: tuple[str, ...] = ()) -> None:
     """Refuses arguments that ottava cannot honour, and unknown ones.
 
+    Args:
+        accepted: further names of the caller's arguments, for the hint at a typo.
     Raises:
-        NotImplementedError: TransformerEngine has the argument, and the value would change something.
-        TypeError: nobody has it.
+        NotImplementedError: TransformerEngine has the argument, and this value would change its result.
+        TypeError: TransformerEngine has no such argument.
 
     Example:
         >>> refuse("Linear", {"fp8_output": False, "name": "fc1"})
@@ -218,16 +220,16 @@ def refuse(where: str, given: Mapping[str, Any], takes: tuple[str, ...] = ()) ->
         Traceback (most recent call last):
         NotImplementedError: Linear: fp8_output=True is not in ottava: outputs are in high precision
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in ARGUMENTS:
-            raise TypeError(f"{where}: {unknown_name('argument', name, (*takes, *ARGUMENTS))}")
+            raise TypeError(f"{where}: {unknown_name('argument', name, (*accepted, *ARGUMENTS))}")
         harmless, reason = ARGUMENTS[name]
-        if harmless != ("any",) and not any(value is one or value == one for one in harmless):
+        if harmless != ("any",) and not any(value is choice or value == choice for choice in harmless):
             raise NotImplementedError(f"{where}: {name}={value!r} is not in ottava: {reason}")
 
 
 class _Absent(type):
-    """The class of what is not here: it can be imported and asked about, and refuses by name to do anything."""
+    """The metaclass of missing names: such a name can be imported and compared, and any other use is an error."""
 
     advice: str
 
@@ -247,5 +249,5 @@ class _Absent(type):
 
 
 def absent(name: str) -> Any:
-    """Stands for a name of `NAMES`."""
+    """The stand-in for a name of `NAMES`."""
     return _Absent(name, (), {"advice": NAMES[name]})

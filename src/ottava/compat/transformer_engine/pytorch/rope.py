@@ -1,4 +1,4 @@
-"""TransformerEngine's rotary angles, and the table that ottava's attention turns by."""
+"""TransformerEngine's rotary angles, and their conversion to the table of ottava's attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ottava.nn.rope import RotaryTable, packed_positions
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles of positions, fp32 (positions, 1, 1, dim), as TransformerEngine's modules take them.
+    """Angles of positions, fp32 (positions, 1, 1, dim), in the form that TransformerEngine's modules read.
 
     Example:
         >>> RotaryPositionEmbedding(64)(128).shape
@@ -38,7 +38,7 @@ class RotaryPositionEmbedding(nn.Module):
         """Angles of the positions offset ... offset + max_seq_len - 1."""
         positions = torch.arange(max_seq_len, device=device_for(None), dtype=torch.float32) + offset
         if self.factor is not None and self.pretrained is not None:
-            # beyond that length the positions are squeezed into it
+            # positions beyond that length are squeezed into it
             longer = max_seq_len > self.pretrained * self.factor
             positions = positions * (self.pretrained / max_seq_len if longer else 1 / self.factor)
         powers = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float32) / self.dim
@@ -55,14 +55,16 @@ def rotary_table(
     cu_seqlens: Tensor | None = None,
     past: InferenceParams | None = None,
 ) -> RotaryTable | None:
-    """TransformerEngine's angles, of as many positions as x has or more, as ottava's table.
+    """Converts TransformerEngine's angles to ottava's table.
 
     Args:
-        x: in the layout; packed sequences ("thd") each begin at position 0, where cu_seqlens says; past: x begins
-            behind it.
+        angles: one for each position of x, or more.
+        x: the input, in the layout.
+        cu_seqlens: starts of packed sequences ("thd"). The positions of each sequence begin at 0.
+        past: the cache; the positions of x begin behind it.
     Raises:
-        NotImplementedError: a pair of angles, one for queries and one for keys.
-        ValueError: angles of too few positions.
+        NotImplementedError: queries and keys have different angles.
+        ValueError: there are angles of too few positions.
     """
     if angles is None:
         return None

@@ -1,8 +1,9 @@
-"""State dicts by TransformerEngine's keys: renamed on the way out and in, `_extra_state` read without executing it.
+"""State dicts with TransformerEngine's keys: hooks rename keys at saving and loading, and `_extra_state` is read
+without executing it.
 
-Weights, norms and, for delayed scaling, histories and scales are loaded and written. TransformerEngine's history holds
-amax_history_len - 1 steps: the oldest entry is not written, and no later scale reads it. Neither are the counts of
-ottava's doors. A layer without a history has an empty `_extra_state`.
+Hooks load and write weights, norms and, for delayed scaling, histories and scales. TransformerEngine's history holds
+amax_history_len - 1 steps, so the oldest entry is not written; no later scale needs it. The counts of ottava's doors
+are not written either. A layer without a history has an empty `_extra_state`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Parts = str | Sequence[tuple[str, int]]
 
 
 class TEState(nn.Module):
-    """A module whose state dict has TransformerEngine's keys."""
+    """Base class of modules with TransformerEngine's keys in their state dicts."""
 
     def uses_their_keys(
         self,
@@ -39,33 +40,33 @@ class TEState(nn.Module):
         states: Mapping[str, Sequence[str]],
         orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """Renames keys whenever a state dict is made or loaded; called once, at the end of a constructor.
+        """Registers the hooks that rename keys. A constructor calls this once, at its end.
 
         Args:
-            keys: own key -> TransformerEngine's; or its keys and their rows, one after the other, of a parameter that
-                lies in one piece here; rows 0: each key is one matrix of a stack.
-            states: path of TransformerEngine's module that saves histories -> own layers, in the order of its GEMMs.
-            orders: own key -> its rows in the order in which TransformerEngine's parameter has them; a state dict then
-                holds a copy.
+            keys: ottava's key -> TransformerEngine's key. A parameter that TransformerEngine splits has a sequence of
+                (key, number of rows) instead; 0 rows: each key is one matrix of a stack.
+            states: path of a TransformerEngine module that saves histories -> ottava's layers, in the order of its
+                GEMMs.
+            orders: ottava's key -> the order of its rows in TransformerEngine. The state dict then holds a copy.
         """
         self._keys, self._states, self._orders = dict(keys), dict(states), dict(orders)
-        self._own_names = {parts: own for own, parts in keys.items() if isinstance(parts, str)}
+        self._our_names = {parts: key for key, parts in keys.items() if isinstance(parts, str)}
         self.register_state_dict_post_hook(_rename_out)
         self.register_load_state_dict_pre_hook(_rename_in)
 
     def __getattr__(self, name: str) -> Any:
-        """Parameters by TransformerEngine's names too."""
-        own = self.__dict__.get("_own_names", {}).get(name)
-        if own is None or own == name:
+        """Finds parameters by TransformerEngine's names, too."""
+        key = self.__dict__.get("_our_names", {}).get(name)
+        if key is None or key == name:
             return super().__getattr__(name)
-        path, _, last = own.rpartition(".")
+        path, _, last = key.rpartition(".")
         return getattr(self.get_submodule(path), last)
 
     def take_history(self, saved: Any, layers: Sequence[str]) -> None:
-        """Histories and scales of delayed scaling, from the bytes of one of TransformerEngine's modules.
+        """Loads histories and scales of delayed scaling from the `_extra_state` of a TransformerEngine module.
 
         Raises:
-            StateFileError: they are damaged, or hold something that would have to be executed.
+            StateFileError: the bytes are damaged, or hold an object that only executing them would build.
         """
         state = read_extra_state("a state dict", _STATE, saved)
         if not isinstance(state, dict) or "scale_fwd" not in state:
@@ -83,7 +84,7 @@ class TEState(nn.Module):
                 _fill(layer, state, direction, slots, number)
 
     def give_history(self, layers: Sequence[str]) -> Tensor:
-        """The bytes that `take_history` takes, and TransformerEngine; none if no layer has a history.
+        """Writes the bytes that `take_history` and TransformerEngine load; none if no layer has a history.
 
         Returns:
             uint8 (n,) on the CPU: a pickle of tensors and of TransformerEngine's DelayedScaling.
@@ -91,13 +92,11 @@ class TEState(nn.Module):
         parts = [_layer(self, path).quantizers for path in layers]
         doors = [door for part in parts for door in part.doors if door.spec is not None]
         if not doors or doors[0].scale.is_meta:
-            return torch.empty(0, dtype=torch.uint8)  # as for recipes without a history
+            return torch.empty(0, dtype=torch.uint8)  # as TransformerEngine writes for recipes without a history
         rows = max(len(door.amax_history) for door in doors)
         formats = {part.grad_output.spec.format for part in parts if part.grad_output.spec is not None}
         settings = {name: getattr(doors[0].spec, name) for name in _FIELDS} | {"amax_history_len": rows}
-        if callable(
-            settings["amax_compute_algo"]
-        ):  # a function of ottava's recipes: their loader would have to import it
+        if callable(settings["amax_compute_algo"]):  # TransformerEngine's loader cannot import a function of ottava
             settings["amax_compute_algo"] = "max"
         recipe = DelayedScaling(**settings, fp8_format=Format.E4M3 if formats == {E4M3} else Format.HYBRID)
         state: dict[str, Any] = {"recipe": recipe}
@@ -114,13 +113,13 @@ class TEState(nn.Module):
             state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
         state["extra_fp8_variables"] = {"num_gemms": len(parts), "fp8_checkpoint": True}
         stream = io.BytesIO()
-        _TheirPickler(stream, protocol=3).dump(state)  # 3: the last one that writes names of modules line by line
+        _TheirPickler(stream, protocol=3).dump(state)  # the last protocol that writes a module's name as a line
         data = stream.getvalue().replace(f"c{DelayedScaling.__module__}\n".encode(), _THEIR_RECIPES)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class _TheirPickler(pickle.Pickler):
-    """Pickles recipes by what TransformerEngine's classes of the same names take."""
+    """Pickles recipes so that TransformerEngine's classes of the same names load them."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Format):
@@ -152,14 +151,14 @@ def _fill(layer: QuantizedLayer, read: Mapping[str, Any], direction: str, slots:
 
 def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, TEState)
-    for own, parts in module._keys.items():
-        if prefix + own not in state:
+    for key, parts in module._keys.items():
+        if prefix + key not in state:
             continue
-        tensor = state.pop(prefix + own)
-        tensor = tensor[module._orders[own]] if own in module._orders else tensor
+        tensor = state.pop(prefix + key)
+        tensor = tensor[module._orders[key]] if key in module._orders else tensor
         if isinstance(parts, str):
             state[prefix + parts] = tensor
-        else:  # views: what is written into them is written into the parameter
+        else:  # views: writing into them writes into the parameter
             stacked = parts[0][1] == 0
             pieces = tensor.unbind() if stacked else tensor.split([rows for _, rows in parts])
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
@@ -181,14 +180,14 @@ def _rename_in(
     errors: list[str],
 ) -> None:
     assert isinstance(module, TEState)
-    for own, parts in module._keys.items():
+    for key, parts in module._keys.items():
         names = [parts] if isinstance(parts, str) else [name for name, _ in parts]
         if all(prefix + name in state for name in names):
             pieces = [state.pop(prefix + name) for name in names]
             join = torch.stack if not isinstance(parts, str) and parts[0][1] == 0 else torch.cat
             whole = pieces[0] if isinstance(parts, str) else join(pieces)
-            order = module._orders.get(own)
-            state[prefix + own] = whole if order is None else whole[torch.tensor(order).argsort()]
+            order = module._orders.get(key)
+            state[prefix + key] = whole if order is None else whole[torch.tensor(order).argsort()]
     for path, layers in module._states.items():
         saved = state.pop(_key(prefix, path, _STATE), None)
         try:

@@ -1,4 +1,4 @@
-"""TransformerEngine's TransformerLayer: its arguments and names of parameters, on ottava's."""
+"""TransformerEngine's TransformerLayer on ottava's, with its arguments and names of parameters."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
 
     Args:
         hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, kv_channels: sizes.
-        layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
-        hidden_dropout, attention_dropout, drop_path_rate: chances, while training.
+        layernorm_epsilon, normalization, zero_centered_gamma: settings of every norm.
+        hidden_dropout, attention_dropout, drop_path_rate: probabilities, in training only.
         layer_type: "encoder", or "decoder" with cross attention.
-        self_attn_mask_type, enc_dec_attn_mask_type, window_size, softmax_type: as `DotProductAttention`.
+        self_attn_mask_type, enc_dec_attn_mask_type, window_size, softmax_type: as in `DotProductAttention`.
         parallel_attention_mlp: attention and MLP both read the stream, each through its own norm.
         output_layernorm and apply_residual_connection_post_layernorm, both: norms behind the sums (BERT).
-        activation, activation_params: as `LayerNormMLP`.  attn_input_format: "sbhd", "bshd" or "thd".
-        layer_number, tp_group, tp_size, sequence_parallel, set_parallel_mode, others: as `MultiheadAttention`.
+        activation, activation_params: as in `LayerNormMLP`.  attn_input_format: "sbhd", "bshd" or "thd".
+        layer_number, tp_group, tp_size, sequence_parallel, set_parallel_mode, others: as in `MultiheadAttention`.
     Raises:
-        NotImplementedError: an argument that ottava cannot honour.  ValueError: an unknown name.
+        NotImplementedError: ottava cannot honour an argument.  ValueError: a name is unknown.
 
     Example:
         >>> import ottava.compat.transformer_engine.pytorch as te
@@ -165,20 +165,24 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
         cu_seqlens_kv: Tensor | None = None,
         **call: Any,
     ) -> Tensor:
-        """hidden_states -> the stream after this layer. call: as `attention_arguments` takes it; a decoder's
-        cu_seqlens_kv are of encoder_output."""
-        where, own = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
-        given = attention_arguments(
+        """hidden_states -> the stream after this layer.
+
+        Args:
+            cu_seqlens_kv: ends of the packed sequences of the keys; for a decoder, those of encoder_output.
+            call: the other keywords of `attention_arguments`.
+        """
+        where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
+        options = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
-            rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, cu_seqlens_kv=own, **call,
+            rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, cu_seqlens_kv=ends, **call,
         )  # fmt: skip
         if self.cross is not None:
             kind = enc_dec_attn_mask_type or self.mask_types[1]
-            read = attention_arguments(where, self.cross, hidden_states, kind, enc_dec_attn_mask, encoder_output)
-            given["memory_mask"] = read.get("attention_mask")
+            cross = attention_arguments(where, self.cross, hidden_states, kind, enc_dec_attn_mask, encoder_output)
+            options["memory_mask"] = cross.get("attention_mask")
             if self.attention.attention.layout == "thd":
-                given["memory_cu_seqlens"] = cu_seqlens_kv
-        return super().forward(hidden_states, encoder_output, **given)
+                options["memory_cu_seqlens"] = cu_seqlens_kv
+        return super().forward(hidden_states, encoder_output, **options)
 
 
 def _arrangement(parallel: bool, output_layernorm: bool, post: bool) -> Arrangement:
