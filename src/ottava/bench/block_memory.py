@@ -1,11 +1,13 @@
-"""Bytes that a Llama block keeps for backward, a token and feature: plain torch beside ottava's modules.
+"""Models for the bytes that a Llama block saves for its backward: plain torch's block beside ottava's.
 
-Proportions of Llama 3 8B at a quarter of its width: F = 3.5 d, heads of 128, four query heads a key and value head.
+Proportions of Llama 3 8B at a quarter of its width: F = 3.5 d, heads of 128, four query heads for each key and value
+head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ SAVES: tuple[Save, ...] = ("bf16", "fp8", "recompute")
 
 
 class _Block(nn.Module):
-    """x + o(attention(qkv(norm(x)))), then x + mlp(norm(x)); `qkv` and `mlp` have their norms inside."""
+    """x + o(attention(qkv(norm(x)))), then x + mlp(norm(x)); `qkv` and `mlp` contain their norms."""
 
     def __init__(self, qkv: nn.Module, out: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class _Block(nn.Module):
         qk, v = qkv.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
         qk = rotate(qk, self.rotary)
         q, k = qk.transpose(0, 1).split((HEADS, KV_HEADS))  # (H, T, E), (G, T, E)
-        v = v.transpose(0, 1).contiguous()  # else all of qkv would be kept for it
+        v = v.transpose(0, 1).contiguous()  # a view would keep all of qkv for the backward
         y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         x = x + self.out(y.transpose(0, 1).flatten(-2))
         return torch.add(x, self.mlp(x))
@@ -54,20 +56,20 @@ class _PlainMLP(nn.Module):
 
 
 def blocks() -> Iterator[tuple[str, _Block]]:
-    """Each block with its name; the first two are plain torch's.
+    """Yields each block with its name; the first two are plain torch.
 
     Example:
         >>> [name for name, _ in blocks()][:3]
         ['plain torch', 'plain torch, fused norm', 'bf16, save bf16']
     """
-    wide = (HEADS + 2 * KV_HEADS) * WIDTH // HEADS
-    # torch's RMSNorm on a CPU consists of operations that each keep fp32; on a GPU it keeps as much as ours
+    width = (HEADS + 2 * KV_HEADS) * WIDTH // HEADS
+    # on a CPU torch's RMSNorm consists of operations that each save fp32; on a GPU it saves as much as ottava's
     for name, norm in (("plain torch", nn.RMSNorm), ("plain torch, fused norm", RMSNorm)):
-        qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, wide, bias=False))
+        qkv = nn.Sequential(norm(WIDTH, eps=1e-5), nn.Linear(WIDTH, width, bias=False))
         yield name, _Block(qkv, nn.Linear(WIDTH, WIDTH, bias=False), _PlainMLP(norm)).bfloat16()
     for recipe in RECIPES:
         for save in SAVES:
-            own = {"bias": False, "recipe": recipe, "dtype": torch.bfloat16}
-            mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **own)  # type: ignore[arg-type]
-            qkv_proj = NormLinear(WIDTH, wide, norm="rmsnorm", **own)  # type: ignore[arg-type]
-            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **own), mlp)  # type: ignore[arg-type]
+            options: Any = {"bias": False, "recipe": recipe, "dtype": torch.bfloat16}
+            mlp = NormMLP(WIDTH, FFN, activation="swiglu", norm="rmsnorm", save=save, **options)
+            qkv_proj = NormLinear(WIDTH, width, norm="rmsnorm", **options)
+            yield f"{recipe}, save {save}", _Block(qkv_proj, Linear(WIDTH, WIDTH, **options), mlp)

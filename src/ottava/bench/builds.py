@@ -1,4 +1,4 @@
-"""Times the compilation of the native kernels, one by one and together for a first step."""
+"""Times the compilation of the native kernels: each library alone, and all libraries of a first step together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import quantize as native_quantize
 
 Library = tuple[str, str]
-"""Name of a C++ file, and the macro of a variant or ""."""
+"""Name of a C++ file, and the macro of its variant, or ""."""
 
 FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""))
 """The libraries of the first training step of a BF16 model."""
@@ -35,7 +35,7 @@ class BuildTime(NamedTuple):
 
 
 def libraries() -> dict[str, Library]:
-    """Every library, by its name in a table."""
+    """Name in a table -> library, for all libraries."""
     names: dict[str, Library] = {}
     for name in native_build.sources():
         per_dtype = name in ("quantize", "sample", "measure", "stochastic")

@@ -1,6 +1,6 @@
 """`ottava bench cpu`: measures casts, linear layers, models and their memory on a CPU, beside BF16, memcpy and torchao.
 
-It skips other emulators that are not installed; the result has None as their version.
+The bench skips emulators that are not installed; the result has None as their version.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CAST_ELEMENTS = (1 << 20, 1 << 22, 1 << 25)
 GEMM_SHAPES = ((2048, 512, 512), (2048, 512, 2048), (256, 576, 1536), (2048, 128, 384))
 """(rows, in_features, out_features): two of the block, one of SmolLM2, one of the demo."""
 LINEAR_SHAPES = ((64, 64, 64), (2048, 512, 512), (2048, 1024, 4096), (4096, 2048, 2048))
-"""(rows, in_features, out_features); of the first the calls of Python are the most."""
+"""(rows, in_features, out_features). Python's own calls take most of the time of the first."""
 BLOCK_SIZES = (512, 8, 256, 8)
 """Width, heads, tokens, sequences."""
 SMOLLM2_SIZES = (49_152, 30, 256)
@@ -106,11 +106,11 @@ class Settings:
     """Settings of a benchmark."""
 
     rounds: int = 15
-    """Rounds of every case; quartiles are over them."""
+    """Rounds of every case. Quartiles are taken over the rounds."""
     compiled: bool = False
-    """In linear, block and smollm2 also run the models of COMPILED under torch.compile, which takes minutes."""
+    """In linear, block and smollm2 also run the models of COMPILED under torch.compile. This takes minutes."""
     cpu_time: bool = False
-    """Count CPU time of the process instead of wall-clock time, for one thread on a busy machine."""
+    """Measure CPU time of the process instead of wall-clock time: for one thread on a busy machine."""
     checkpoint: Path | None = None
     """Folder of SmolLM2-135M in Hugging Face's layout; None: random weights, and no perplexity."""
     text: Path | None = None
@@ -128,7 +128,7 @@ def bench(suites: Iterable[str] | None = None, settings: Settings | None = None)
     Args:
         suites: names of SUITES; None: all but smollm2, which takes minutes and 2 GB.
     Raises:
-        ValueError: an unknown suite.
+        ValueError: a suite is unknown.
         FileNotFoundError: the checkpoint or text does not exist.
     """
     chosen = [suite for suite in SUITES if suite != "smollm2"] if suites is None else list(suites)
@@ -150,30 +150,30 @@ def machine() -> dict[str, Any]:
 
 
 def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
-    """Bytes that a forward keeps for its backward, without parameters: (activations, FP8 weights).
+    """Bytes that a forward saves for its backward, without parameters: (activations, FP8 weights).
 
     Example:
         >>> layer, x = nn.Linear(8, 4), torch.ones(2, 8)
         >>> saved_bytes(lambda: layer(x), layer)                    # x, 2 x 8 fp32 numbers
         (64, 0)
     """
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # address of a storage -> bytes
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = forward()  # y keeps the storages alive until they are counted, so no address appears twice
     for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+        sizes.pop(parameter.untyped_storage().data_ptr(), None)
     doors = [module for module in model.modules() if isinstance(module, WeightQuantizer) and module.cached is not None]
     cast = [operand for door in doors for operand in (door.cached or ())[2:] if isinstance(operand, QuantizedTensor)]
     addresses = {t.untyped_storage().data_ptr() for operand in cast for t in (operand.data, operand.scale_inv)}
-    weights = sum(kept.pop(address, 0) for address in addresses)
+    weights = sum(sizes.pop(address, 0) for address in addresses)
     del y
-    return sum(kept.values()), weights
+    return sum(sizes.values()), weights
 
 
 def _cast(settings: Settings) -> Iterator[Case]:
@@ -226,7 +226,7 @@ def _gemms(a: Tensor, b: Tensor) -> Variants:
 
 
 def _measured(x: Tensor, spec: QuantizationSpec, every: int, detail: Detail) -> Packed:
-    """Casts x, and measures the cast as a watch does."""
+    """Casts x, and measures the cast like a watch."""
     x_q = quantize(x, spec)
     extent = found_by(x_q, x.numel())
     look = Look(x, x_q, survey(x) if extent is None else extent)
@@ -276,13 +276,13 @@ def _statistics(settings: Settings) -> Iterator[Case]:
                 variants: Variants = {"unwatched": steps, "every step": steps}
                 timings = settings.time(variants, {"unwatched": session.paused})
                 if session.steps_done < settings.rounds * WATCHED_STEPS:
-                    raise RuntimeError(f"statistics: the watch saw {session.steps_done} steps, fewer than were timed")
+                    raise RuntimeError(f"statistics: the watch recorded {session.steps_done} steps; more were timed")
             what = ", ".join(f"{name}={value}" for name, value in looks.items())
             yield Case("statistics", f"block, {recipe}, {WATCHED_STEPS} steps, {what}", timings)
 
 
 def _demo(settings: Settings) -> Iterator[Case]:
-    """Training steps of the demo's model with its optimizer, FP32 parameters, torch.autocast; BF16: torch alone."""
+    """Training steps of the demo's model: its optimizer, FP32 parameters, torch.autocast. "BF16" is plain torch."""
     config = TrainConfig()
     ids = torch.randint(0, 256, (config.batch_size, config.sequence_length + 1))
     variants: Variants = {}
@@ -308,7 +308,7 @@ def _demo(settings: Settings) -> Iterator[Case]:
 
 
 def _build(settings: Settings) -> Iterator[Case]:
-    """Compilation of the native kernels, which a machine does once."""
+    """Compilation of the native kernels; a machine compiles them once."""
     few = replace(settings, rounds=min(settings.rounds, BUILDS), cpu_time=False)
     timings = few.time(
         {
@@ -362,9 +362,7 @@ def _token_ids(checkpoint: Path, text: Path) -> Tensor:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise RuntimeError(
-            "perplexity: got text, which needs the package tokenizers; pip install tokenizers"
-        ) from error
+        raise RuntimeError("perplexity: a text needs the package tokenizers; pip install tokenizers") from error
     ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text.read_text("utf-8")).ids
     if len(ids) < 8 * 512:
         raise ValueError(f"perplexity: {text} has {len(ids)} tokens; needs {8 * 512} or more")
@@ -410,8 +408,8 @@ def _steps(models: Mapping[str, nn.Module], x: Tensor, dy: Tensor, compiled: boo
 
 
 def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
-    """An untimed optimizer step before each run. As in training, it outdates cached casts of weights and moves
-    predicted scales. Its learning rate is 0, so the weights stay."""
+    """An untimed optimizer step before each run. As in training, it invalidates cached casts of weights and updates
+    predicted scales. Its learning rate is 0, so it leaves the weights as they are."""
 
     def update(optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
         return nullcontext(optimizer.step())
@@ -421,7 +419,7 @@ def _updates(variants: Variants, models: Mapping[str, nn.Module]) -> Around:
 
 
 def _runs(models: Mapping[str, nn.Module], compiled: bool) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]]:
-    """The functions to call, each with the model whose gradients it fills. `compiled` adds compiled models."""
+    """Name -> the function to call, and the model that gets the gradients. `compiled` adds compiled models."""
     runs: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {n: (model, model) for n, model in models.items()}
     for name in COMPILED if compiled else ():
         if name in models:
@@ -440,19 +438,19 @@ def _kept(models: Mapping[str, nn.Module], x: Tensor) -> dict[str, dict[str, flo
 
 def _memory(settings: Settings) -> Iterator[Case]:
     x = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
-    found = {}
+    sizes = {}
     for name, block in blocks():
-        own, weights = saved_bytes(lambda block=block: block(x), block)  # type: ignore[misc]
-        found[name] = own / x.numel(), weights / WIDTH**2
-    least = found["plain torch, fused norm"][0]
+        activations, weights = saved_bytes(lambda block=block: block(x), block)  # type: ignore[misc]
+        sizes[name] = activations / x.numel(), weights / WIDTH**2
+    base = sizes["plain torch, fused norm"][0]
     yield Case(
         "memory",
         f"Llama block, d {WIDTH}, F {FFN}",
         (),
         {
-            "kept for backward, bytes a token and feature": {name: own for name, (own, _) in found.items()},
-            "of plain torch with a fused norm": {name: own / least for name, (own, _) in found.items()},
-            "FP8 weights kept beside them, bytes by d^2": {name: weights for name, (_, weights) in found.items()},
+            "kept for backward, bytes a token and feature": {name: kept for name, (kept, _) in sizes.items()},
+            "of plain torch with a fused norm": {name: kept / base for name, (kept, _) in sizes.items()},
+            "FP8 weights kept beside them, bytes by d^2": {name: weights for name, (_, weights) in sizes.items()},
         },
     )
 

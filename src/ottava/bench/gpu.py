@@ -1,7 +1,7 @@
 """`ottava bench gpu`: measures speed and checks results on a GPU, beside BF16 and other installed packages.
 
 ceilings    copy, launch, single BF16 and FP8 GEMMs: the constants of `ottava plan --device`
-gemm        every way to run a GEMM, Triton's under each promotion interval too; keeps the fastest for this device
+gemm        every way to run a GEMM, with Triton's under each promotion interval; saves the fastest for this device
 cast        ottava's casts of x and x.T, in bytes per second
 linear      forward and backward of a Linear, eager, compiled and as a graph, beside the prediction
 host        host time and launches of a Linear
@@ -42,7 +42,7 @@ SUITES: Mapping[str, Callable[[Run], dict[str, Any]]] = MappingProxyType(
         "train": train,
     }
 )
-"""In running order: the suite with the smallest needs comes first."""
+"""In running order: suites with smaller requirements come first."""
 _PACKAGES = ("ottava", "torch", "triton", "torchao", "liger-kernel", "transformer-engine")
 _UNITS = MappingProxyType({"flops": "FLOP/s", "bytes_per_second": "B/s"})
 _GPU_STATE = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
@@ -52,7 +52,7 @@ def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, dict[
     """Measures suite after suite. Yields its name, its rows and the state of the GPU before and after.
 
     Raises:
-        ValueError: an unknown suite, before any measurement.
+        ValueError: a suite is unknown. Nothing is measured then.
         WrongResultError: a contender computed a wrong result.
     """
     chosen = list(suites)
@@ -68,7 +68,7 @@ def bench(run: Run, suites: Iterable[str] = SUITES) -> Iterator[tuple[str, dict[
 
 
 def where(run: Run) -> dict[str, Any]:
-    """Device, versions and commit: a number means nothing without them."""
+    """Device, versions and commit, without which the numbers mean nothing."""
     return {
         "device": torch.cuda.get_device_name(run.device) if run.cuda else platform.processor() or "cpu",
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if run.cuda else "",

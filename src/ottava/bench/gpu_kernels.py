@@ -39,7 +39,7 @@ def gemm_call(run: Run, recipe: str, m: int, n: int, k: int, *, fast: bool) -> t
     y = gemm(a, b, out_dtype=torch.bfloat16, fast_accum=fast)
     rows = slice(0, min(m, 256))
     exact = a.dequantize(torch.float32)[rows].double() @ b.dequantize(torch.float32).double().t()
-    # rounding to BF16 errs by 2e-3; the accumulator of `fast` keeps about 14 bits of each of K / 32 partial sums
+    # rounding to BF16 errs by 2e-3; with `fast` the accumulator keeps about 14 bits of each of K / 32 partial sums
     error = check(f"{recipe} {m}x{n}x{k}", y[rows], exact, 3e-2 if fast else 4e-3)
     ran = explain(a, b, out_dtype=torch.bfloat16)
     return (lambda: gemm(*take(), out_dtype=torch.bfloat16, fast_accum=fast)), error, ran
@@ -74,7 +74,7 @@ def ceilings(run: Run) -> dict[str, Any]:
 
 
 def gemms(run: Run) -> dict[str, Any]:
-    """Each kernel and configuration on one pair of operands per shape. On a GPU `tune_gemm` keeps the fastest."""
+    """Each kernel and configuration on one pair of operands per shape. On a GPU `tune_gemm` saves the fastest."""
     rows: list[dict[str, Any]] = []
     cells = (("tensorwise", "fprop"), ("rowwise", "fprop"), ("blockwise", "fprop"), ("blockwise", "wgrad"))
     for m, n, k in run.shapes((16384, 14336, 4096), (16384, 4096, 14336), (4096, 14336, 16384), (4096, 4096, 4096)):
@@ -96,7 +96,7 @@ def gemms(run: Run) -> dict[str, Any]:
 
 
 def launch(run: Run) -> dict[str, Any]:
-    """The shortest kernel, in a graph of many: the lowest cost of a launch."""
+    """Times the shortest kernel in a graph of many: the lowest cost of a launch."""
     number = torch.zeros(1, device=run.device)
 
     def many() -> None:
@@ -108,7 +108,7 @@ def launch(run: Run) -> dict[str, Any]:
 
 
 def transposing_cast(run: Run) -> dict[str, Any]:
-    """Casts x and x.T with a given scale from one reading of x: the rate of casts."""
+    """Times the casts of x and x.T with a given scale, from one read of x: the rate of casts."""
     ((m, k),) = run.shapes((16384, 4096))
     spec, scale = RECIPES["delayed"].fprop.lhs, torch.ones((), device=run.device)
     assert spec is not None
@@ -125,7 +125,7 @@ def dense_pair(run: Run, m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def dense_gemm(take: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
-    """The GEMM of torch."""
+    """torch's BF16 GEMM."""
     a, b = take()
     return torch.mm(a, b.t())
 
@@ -150,7 +150,7 @@ def constants(run: Run, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def cast(run: Run) -> dict[str, Any]:
-    """Casts of x and x.T under each recipe: one by one, and from one reading of x if a kernel can."""
+    """Casts of x and x.T under each recipe: one by one, and from one read of x if a kernel supports that."""
     rows = []
     for m, k in run.shapes((16384, 2048), (16384, 4096), (16384, 14336)):
         take = rotating(run, partial(normal, run, m, k), 2 * m * k)
@@ -164,7 +164,7 @@ def cast(run: Run) -> dict[str, Any]:
             if reason is None:
                 contenders["both at once"] = partial(at_once, take, first, second, scale)
                 same_codes(f"cast {name} {m}x{k}", take(), first, second, scale)
-            moved = 4 * m * k  # at least: 2 bytes read, 1 + 1 written
+            moved = 4 * m * k  # bytes, at least: each element is read in 2 and written in 1 + 1
             for contender, times in race(run, contenders).items():
                 rate = moved / times["median"]
                 facts: dict[str, Any] = {
@@ -188,12 +188,12 @@ def one_by_one(
 
 
 def at_once(take: Callable[[], Tensor], spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
-    """Casts x and x.T from one reading of x."""
+    """Casts x and x.T from one read of x."""
     triton_quantize.quantize_both(take(), spec, spec_t, scale)
 
 
 def same_codes(name: str, x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec, scale: Tensor | None) -> None:
-    """Raises WrongResultError unless `quantize_both` gives the codes of the reference."""
+    """Raises WrongResultError unless `quantize_both` returns the codes of the reference."""
     casts = triton_quantize.quantize_both(x, spec, spec_t, scale)
     for got, tensor, cell in zip(casts, (x, x.t()), (spec, spec_t), strict=True):
         truth = reference.quantize(tensor, cell, scale).data.contiguous()

@@ -41,14 +41,18 @@ def rows_of(
 
 
 def ran(model: nn.Module) -> dict[str, str]:
-    """The kernel of each GEMM in the first layer of ottava; empty for rivals and compiled code: they keep no record."""
+    """The kernel of each GEMM in ottava's first layer. Empty for rivals and compiled code, which keep no record."""
     calls = (getattr(module, "last_call", None) for module in model.modules())
     first = next((call for call in calls if call is not None), None)
     return {name: record.kernel for name, record in first.records.items()} if first is not None else {}
 
 
 def settled(work: dict[str, Callable[[], Any]], runners: list[Contender]) -> dict[str, Callable[[], Any]]:
-    """Runs one step and one boundary: from then on recipes predict their scales. Returns the same work."""
+    """Runs one step and updates the scales once, so that recipes with predicted scales predict from now on.
+
+    Returns:
+        The same work.
+    """
     for call in work.values():
         call()
     for contender in runners:
@@ -230,11 +234,10 @@ def train(run: Run) -> dict[str, Any]:
         runners = [Contender(recipe, model, model) for recipe, model in models.items()]
         count = tokens[0] * tokens[1]
         for row in rows_of(run, runners, work, {"what": name, "shape": list(tokens)}):
-            last = losses[f"{row['recipe']}, {row['mode']}"]
-            first_loss, last_loss = float(last[0]), float(last[-1])
-            check(f"train {name} {row['recipe']}", last[0], losses["bf16, eager"][0], _LOOSE)
-            learned = {"first_loss": first_loss, "last_loss": last_loss, "steps": len(last)}
-            rows.append(row | learned | {"tokens_per_second": count / row["median"]})
+            curve = losses[f"{row['recipe']}, {row['mode']}"]
+            check(f"train {name} {row['recipe']}", curve[0], losses["bf16, eager"][0], _LOOSE)
+            progress = {"first_loss": float(curve[0]), "last_loss": float(curve[-1]), "steps": len(curve)}
+            rows.append(row | progress | {"tokens_per_second": count / row["median"]})
     return {"rows": rows}
 
 

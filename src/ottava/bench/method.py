@@ -1,8 +1,8 @@
-"""The method of the GPU suites: random numbers, buffers rotated beyond the L2 cache, contenders in turn, checks.
+"""The method of the GPU suites: random inputs, buffers larger than the L2 cache, contenders in turn, checks.
 
-Inputs are random normal numbers, because zeros run 13% faster. CUDA events measure the time. After a warm-up,
-interleaved rounds give medians with 10th and 90th percentiles. The same run checks the result of every contender: a
-wrong result ends the run.
+Inputs are random normal numbers, because zeros run 13% faster. CUDA events measure the time. After a warm-up the
+contenders take turns; the result is the median with the 10th and 90th percentile. The same run checks the result of
+every contender: a wrong result ends the run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def rotating(run: Run, make: Callable[[], Any], nbytes: int) -> Callable[[], Any
 
 
 def check(name: str, got: Tensor, want: Tensor, tolerance: float) -> float:
-    """The relative error in the Frobenius norm.
+    """Computes the relative error in the Frobenius norm, and returns it.
 
     Raises:
         WrongResultError: the error is not below the tolerance, or NaN.

@@ -1,4 +1,4 @@
-"""Models to measure, in plain torch: a GPT block, a Llama block, the demo's model, and SmolLM2-135M's architecture."""
+"""The measured models in plain torch: a GPT block, a Llama block, the demo's model, and SmolLM2-135M's architecture."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """A layer of the demo's model in plain torch, with its fused projections, which change no result."""
+    """A layer of the demo's model in plain torch, with fused projections. Fusing changes no result."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PlainByteTransformer(ByteTransformer):
 class SmolLM2(nn.Module):
     """The architecture of SmolLM2-135M (134,515,008 parameters). Weights are random until `load`.
 
-    Projections are fused as in the demo's model, q, k and v in one Linear, gate and up in another, which changes no
+    Projections are fused as in the demo's model: q, k and v in one Linear, gate and up in another. Fusing changes no
     result. The head is the weight of the embedding and stays in high precision.
     Source: the config.json of HuggingFaceTB/SmolLM2-135M.
     """

@@ -1,8 +1,8 @@
 """The packages that `ottava bench` measures beside ottava.
 
-On a GPU: BF16 eager and compiled, torchao, Liger's kernels, TransformerEngine. On a CPU the other emulators of FP8:
-torchao and Microsoft's microxcaling. Each rival turns the same BF16 module into a contender. The report names a rival
-that cannot be imported, with the reason. A rival that fails later ends the run with its error.
+On a GPU these are BF16 eager and compiled, torchao, Liger's kernels and TransformerEngine; on a CPU the FP8 emulators
+torchao and Microsoft's microxcaling. Each rival converts the same BF16 module to a contender. If a rival cannot be
+imported, the report names it with the reason. If it fails later, its error ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ottava.nn.convert import convert
 
 Forward = Callable[..., Tensor]
 RECIPES = ("tensorwise", "rowwise", "blockwise", "delayed", "guarded")
-"""Recipes of ottava that tensor cores of a GPU run."""
+"""ottava's recipes that run on the tensor cores of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _liger(model: nn.Module, run: Run) -> nn.Module:
 
 
 class _InTransformerEngine(nn.Module):
-    """A model with Linears of TransformerEngine, which runs under its autocast."""
+    """A model with TransformerEngine's Linears that runs under TransformerEngine's autocast."""
 
     def __init__(self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _transformer_engine(model: nn.Module, run: Run, recipe: str) -> nn.Module:
 
 
 def _microxcaling(model: nn.Module, run: Run) -> nn.Module:
-    """E4M3 in blocks of 32 for all operands of all GEMMs, without its elementwise BF16 rounding in front."""
+    """E4M3 in blocks of 32 for all operands of all GEMMs, without microxcaling's elementwise BF16 rounding in front."""
     importlib.import_module("mx.mx_ops")  # other packages have the name mx, too
     mx: Any = importlib.import_module("mx")
     settings = {

@@ -1,4 +1,7 @@
-"""Interleaved timing: A B C A B C ..., and the ratio of each to A in the same round. Other load hits all alike."""
+"""Interleaved timing: A B C A B C ..., and the ratio of each to A in the same round.
+
+So other load on the machine slows all variants alike.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Timing:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Versions of packages; None: not installed. torch.__version__ names the build (2.11.0+cu130), pip's may not.
+    """Versions of packages; None: not installed. torch.__version__ names the build (2.11.0+cu130), pip's may lack it.
 
     Example:
         >>> versions(["torch", "no such package"]) == {"torch": torch.__version__, "no such package": None}
@@ -96,7 +99,7 @@ def interleaved(
         rounds: number of counted rounds, 2 or more.
         around: name of a variant -> context manager around each of its runs; its own time does not count.
     Raises:
-        ValueError: fewer rounds, or no variants.
+        ValueError: fewer than 2 rounds, or no variants.
 
     Example:
         >>> [timing.name for timing in interleaved({"a": lambda: 1, "b": lambda: 2}, 2)]

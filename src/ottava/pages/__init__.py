@@ -1,1 +1,1 @@
-"""The parts that all pages of ottava share: frame, style, line charts and tooltips."""
+"""The parts that all HTML pages of ottava share: frame, style, line charts and tooltips."""

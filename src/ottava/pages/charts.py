@@ -42,7 +42,7 @@ _MAX_POINTS = 240  # more than the pixels can show; more points would only make 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A named series. `style` is the number of its colour, dash and marker, and means the same in every chart."""
+    """A named series. `style` is the number of its colour, dash and marker; it is the same in every chart."""
 
     name: str
     points: Sequence[Point]
@@ -52,7 +52,7 @@ class Line:
     faint: bool = False
     """A thin line in the background, without a legend entry."""
     dashed: bool | None = None
-    """In place of the dashes of `style`: solid in one run, dashed in another."""
+    """True or False replaces the dashes of `style`: one run solid, another run dashed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The data of a chart. A range of None comes from the data; a given range clips points outside."""
+    """The data of a chart. A range of None is computed from the data; any other range clips points outside."""
 
     title: str
     description: str
@@ -127,7 +127,7 @@ def css_variables(colors: Mapping[str, str]) -> str:
 
 
 def color(style: int) -> str:
-    """The CSS colour of a style: s0 is for BF16, other styles take turns."""
+    """The CSS colour of a style. s0 is for BF16; the other colours repeat."""
     return f"var(--s{0 if style == 0 else 1 + (style - 1) % (len(LIGHT_PALETTE) - 1)})"
 
 
@@ -201,7 +201,7 @@ def _logarithmic(chart: Chart) -> Chart:
 
 
 def to_png(picture: str, *, zoom: int = 2) -> bytes:
-    """A file of `standalone` as PNG, in `zoom` times its pixels.
+    """Converts a picture of `standalone` to PNG, with `zoom` times its pixels.
 
     Raises:
         ImportError: the package resvg-py is not installed.

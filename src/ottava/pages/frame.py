@@ -1,4 +1,4 @@
-"""Renders a page: one HTML file without other files or network, which opens anywhere.
+"""Renders a page: one HTML file that needs no other file and no network.
 
 The template of a room extends frame.html.j2. The frame holds the head, the colours, the shared style (frame.css,
 chart.css) and the shared drawing code (draw.js). A template may include files from its own folder.
@@ -44,7 +44,7 @@ def render(
 
 
 def _source(package: str, name: str) -> str | None:
-    """The text of a file in the template's package, or in this one."""
+    """The text of a file in the template's package, or else in this package."""
     files = (resources.files(room).joinpath(name) for room in (package, __package__))
     return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
 
