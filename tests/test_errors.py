@@ -25,6 +25,12 @@ def test_the_nearest_name_is_named() -> None:
     )
 
 
+def test_equally_near_names_are_ordered_by_their_first_letters() -> None:
+    """mes shares two of three letters in order with each of these names."""
+    for names in (("mse", "rms", "lse"), ("rms", "lse", "mse")):
+        assert "did you mean 'mse'?" in unknown_name("statistic", "mes", names)
+
+
 @pytest.mark.parametrize("got", ["ROWWISE", "Rowwise", "rOwWiSs"])
 def test_case_does_not_hide_the_nearest_name(got: str) -> None:
     """The name asked for is shown as it was written, the known one as it is known."""

@@ -23,8 +23,13 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
         "unknown recipe 'rowise'; did you mean 'rowwise'? known: bf16, rowwise"
     """
     by_folded = {name.casefold(): name for name in known}  # Rowwise is nearer to rowwise than to any other name
-    nearest = difflib.get_close_matches(str(got).casefold(), by_folded, n=1, cutoff=0.5)
-    hint = f"; did you mean {by_folded[nearest[0]]!r}?" if nearest else ";"
+    word = str(got).casefold()
+
+    def closeness(name: str) -> tuple[float, bool]:  # rms and mse are equally near to mes, but rms has another first letter
+        return difflib.SequenceMatcher(None, name, word).ratio(), name[:1] == word[:1]
+
+    nearest = max(by_folded, key=closeness, default="")
+    hint = f"; did you mean {by_folded[nearest]!r}?" if nearest and closeness(nearest)[0] >= 0.5 else ";"
     return f"unknown {kind} {got!r}{hint} known: {', '.join(by_folded.values())}"
 
 

@@ -110,7 +110,8 @@ def test_bad_input(trained: Path, tmp_path: Path) -> None:
         run(tmp_path / "gone")
     with pytest.raises(ValueError, match="needs gradient or loss"):
         run(trained, "--target", "weights")
-    with pytest.raises(ValueError, match="counted from 1"):
-        run(trained, "--step", "0")
+    for step in (0, 4, 99):  # the run ends at step 2, and step 3 follows its checkpoint
+        with pytest.raises(ValueError, match=f"--step {step}: is no step of the run; needs 1 to 3"):
+            run(trained, "--step", str(step))
     with pytest.raises(DumpError, match="not a dump of GEMM operands"):
         run(save_batch(tmp_path / "batch.safetensors", torch.ones(1)))

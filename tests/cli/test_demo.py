@@ -9,7 +9,7 @@ import pytest
 
 import warm
 from ottava.cli.app import main
-from ottava.cli.demo import _given
+from ottava.cli.demo import _choices
 from ottava.recipe import RECIPES
 
 TINY = ("model.layers=1", "model.d_model=32", "model.heads=2", "model.ffn=32", "batch_size=2", "sequence_length=32")
@@ -80,14 +80,14 @@ def test_usage_errors_are_one_line_and_leave_nothing_behind(
 
 
 def test_options_become_settings_only_where_given() -> None:
-    assert _given(None, None, None, None, None) == {}
-    assert _given("bf16, rowwise,", 10, 2, Path("/x"), ["a=1"]) == {
+    assert _choices(None, None, None, None, None) == {}
+    assert _choices("bf16, rowwise,", 10, 2, Path("/x"), ["a=1"]) == {
         "recipes": ("rowwise",),
         "steps": 10,
         "seeds": 2,
         "data": "/x",
         "overrides": ("a=1",),
     }
-    assert _given("rowwise", None, None, None, None, "hopper,ada")["recipes"] == ("rowwise/hopper", "rowwise/ada")
-    assert _given(None, None, None, None, None, "hopper")["recipes"] == ("tensorwise/hopper", "blockwise/hopper")
-    assert _given("all", None, None, None, None)["recipes"] == tuple(name for name in RECIPES if name != "bf16")
+    assert _choices("rowwise", None, None, None, None, "hopper,ada")["recipes"] == ("rowwise/hopper", "rowwise/ada")
+    assert _choices(None, None, None, None, None, "hopper")["recipes"] == ("tensorwise/hopper", "blockwise/hopper")
+    assert _choices("all", None, None, None, None)["recipes"] == tuple(name for name in RECIPES if name != "bf16")

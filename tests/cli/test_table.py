@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ottava.cli.app import app
-from ottava.debug.run.schema import SlotKey
+from ottava.cli.app import app, exit_code
+from ottava.debug.run.schema import RunError, SlotKey
 from ottava.debug.run.writer import RunWriter
 from ottava.debug.tally import Tally
 
@@ -74,6 +74,17 @@ def test_pictures(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     pytest.importorskip("resvg_py")
     assert run("plot", folder, "-o", tmp_path / "a.png") == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_statistic_that_a_run_lacks_is_no_empty_picture(folder: Path, tmp_path: Path) -> None:
+    """The error names the run and its statistics; no file is written."""
+    with pytest.raises(RunError, match=r"run: has no scale_delayed of these tensors; it has .*mse") as caught:
+        run("plot", folder, "-o", tmp_path / "a.svg", "--statistics", "mse,scale_delayed")
+    assert exit_code(caught.value) == 4
+    assert "scale_delayed" not in str(caught.value).partition("it has")[2]
+    with pytest.raises(ValueError, match="did you mean 'mse'"):
+        run("plot", folder, "-o", tmp_path / "a.svg", "--statistics", "mes")
+    assert not (tmp_path / "a.svg").exists()
 
 
 def test_bad_words_are_named(folder: Path, tmp_path: Path) -> None:

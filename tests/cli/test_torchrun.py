@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by name only
 
-from ottava.cli.torchrun import joined
+from ottava.cli.torchrun import joined, print_error
 from ottava.train import Trainer, load_config
 
 SETTINGS = (
@@ -34,6 +35,32 @@ def test_a_process_without_torchrun_is_alone() -> None:
         import torch.distributed as dist
 
         assert not dist.is_initialized()
+
+
+def test_rank_0_prints_a_common_error_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another error is printed with its rank, also if rank 0 has none."""
+
+    def printed(rank: int, text: str) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        print_error(text)
+        return capsys.readouterr().err
+
+    assert printed(3, "ottava: alone") == "ottava: alone\n"
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    started = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in (started | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    assert printed(0, "ottava: rank 1 has stopped: no text") == "ottava: rank 1 has stopped: no text\n"
+    assert printed(1, "ottava: no text") == ""
+    assert printed(1, "ottava: rank 1 has stopped: no text") == ""
+    assert printed(1, "ottava: the disk is full") == "[rank1]: ottava: the disk is full\n"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr("ottava.cli.torchrun.PATIENCE", 0.2)
+    assert printed(1, "ottava: no text") == "[rank1]: ottava: no text\n"  # rank 0 does not fail
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert printed(0, "ottava: no text") == "ottava: no text\n"  # the store is gone
+    assert printed(1, "ottava: no text") == "[rank1]: ottava: no text\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def losses(run: Path) -> list[float]:

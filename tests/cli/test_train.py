@@ -175,7 +175,7 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     process.send_signal(number)
     ended = process.wait()
     assert ended.returncode == code, ended.stderr
-    assert ended.stderr == f"{word} and saved; go on with: ottava train --resume --run-dir {run}\n"
+    assert ended.stderr == f"{word} and saved; continue with: ottava train --resume --run-dir {run}\n"
     saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert saved < steps
     assert (run / "checkpoints" / f"step-{saved:06d}.safetensors").exists()

@@ -153,8 +153,9 @@ def test_what_it_does_not_bound_is_refused() -> None:
             AdamW([weights()], master="fp32", amax_every=2, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"above 1 is for weights with one scale; got one stored as E4M3\[128x128"):
         AdamW([weights("blockwise")], master="fp32", amax_every=2)
-    with pytest.raises(ValueError, match="amax_every is 0; needs 1 or more steps"):
-        AdamW([weights()], master="fp32", amax_every=0)
+    for every in (0, -1):
+        with pytest.raises(ValueError, match=f"amax_every is {every}; needs 1 or more steps"):
+            AdamW([weights()], master="fp32", amax_every=every)
     with pytest.raises(TypeError, match=r"amax_every is 1\.5; needs a whole number"):
         AdamW([weights()], master="fp32", amax_every=1.5)  # type: ignore[arg-type]
     plain = nn.Parameter(torch.ones(3))

@@ -9,14 +9,15 @@
                 70   a bug in ottava
                 130  Ctrl-C
 
-A subcommand returns its exit code (None is 0). An exception class may carry an `exit_code`; ValueError and TypeError
-are 2, OSError is 4, ImportError is 3. The file of a subcommand imports torch and the engine inside its function only:
-help stays quick.
+A subcommand returns its exit code (None is 0). An exception class may have an `exit_code`; ValueError and TypeError are
+2, OSError is 4, ImportError is 3. The file of a subcommand imports torch and the engine only inside its function, so
+--help is quick.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import os
 import runpy
@@ -43,6 +44,7 @@ from ottava.cli.parity import parity
 from ottava.cli.plan import plan
 from ottava.cli.report import report
 from ottava.cli.table import plot, table
+from ottava.cli.torchrun import print_error
 from ottava.cli.train import train
 from ottava.cli.watch import watch
 from ottava.cli.what_if import what_if
@@ -129,15 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _report(error: Exception) -> int:
     """Prints the error on stderr and returns its exit code."""
-    show = getattr(error, "show", None)  # errors of the command line parser print themselves
+    show = getattr(error, "show", None)  # errors of the command line parser format themselves
     code = exit_code(error)
+    text = f"ottava: {error}"
     if show is not None:
-        show(file=sys.stderr)
+        show(file=(lines := io.StringIO()))
+        text = lines.getvalue().rstrip()
     elif code == BUG:
-        print(f"ottava: internal error: {type(error).__name__}: {error}", file=sys.stderr)
-        print("This is a bug in ottava. Run the same command with --debug for the traceback.", file=sys.stderr)
-    else:
-        print(f"ottava: {error}", file=sys.stderr)
+        text = f"ottava: internal error: {type(error).__name__}: {error}\n"
+        text += "This is a bug in ottava. Run the same command with --debug for the traceback."
+    print_error(text)
     return code
 
 

@@ -32,16 +32,16 @@ def cpu(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            help="cast, gemm, linear, block, statistics, demo, build or smollm2; may be repeated. [all but smollm2]"
+            help="cast, gemm, linear, block, statistics, memory, demo, build or smollm2; repeatable. [all but smollm2]"
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of every case.")] = 15,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also under torch.compile, which takes minutes.")
+        bool, typer.Option("--compiled", help="Measure under torch.compile, too. This takes minutes.")
     ] = False,
     threads: Annotated[int | None, typer.Option(help="Threads of torch. [torch's own choice]")] = None,
     cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="Count CPU time, for a busy machine and one thread.")
+        bool, typer.Option("--cpu-time", help="Measure CPU time: for one thread on a busy machine.")
     ] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="smollm2: folder of SmolLM2-135M with model.safetensors. [random weights]")
@@ -54,10 +54,11 @@ def cpu(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Time casts, linear layers and models on the CPU, and measure the memory they keep for backward.
+    """Time casts, linear layers and models on the CPU, and measure the memory that they save for backward.
 
-    Every round runs every variant once, so other load on the machine hits all variants alike. Ratios are within a
-    round; the quartiles are over all rounds. Exit code 2 for an unknown suite, or text without a checkpoint.
+    Every round runs every variant once, so other load on the machine slows all variants alike. A ratio compares two
+    times of the same round; quartiles are taken over all rounds. Exit code 2 for an unknown suite, or text without a
+    checkpoint.
     """
     import torch
 
@@ -89,19 +90,19 @@ def cpu(
 def gpu(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="Of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
+        typer.Argument(help="Some of ceilings, gemm, cast, linear, host, block, seed_layer, train. [all]"),
     ] = None,
     out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers to this file.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved samples of each contender.")] = 50,
-    rivals: Annotated[bool, typer.Option(help="Also torchao, Liger and TransformerEngine, if installed.")] = True,
-    compiled: Annotated[bool, typer.Option(help="Also under torch.compile, which takes minutes.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Measure torchao, Liger and TransformerEngine, if installed.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Measure under torch.compile, too. This takes minutes.")] = True,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes on any device; the times mean nothing.")] = False,
 ) -> int:
     """Time kernels, layers and training on the GPU, and check every result in the same run.
 
     Each suite prints a table: median microseconds, 10th and 90th percentile, rates, the speed-up over the fastest BF16
-    of the same mode, launches, memory of a step. The file also names device, driver, clocks, power, versions and
-    commit. It is written after each suite.
+    of the same mode, launches, memory of a step. After each suite it writes FILE, with device, driver,
+    clocks, power, versions and commit.
 
     Exit code 1 if a contender computes wrong results, 2 for an unknown suite, 3 without a GPU.
     """

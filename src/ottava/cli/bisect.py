@@ -28,29 +28,27 @@ def bisect(
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", help="Batch of this step; default: the one after the checkpoint."),
+        typer.Option("--step", metavar="N", help="Replay this step's batch; default: the step after the checkpoint."),
     ] = None,
-    batch: Annotated[
-        Path | None, typer.Option("--batch", metavar="FILE", help="Replay this dumped batch instead.")
-    ] = None,
+    batch: Annotated[Path | None, typer.Option("--batch", metavar="FILE", help="Replay this dumped batch.")] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to take apart; default: the run's recipe.")
+        str | None, typer.Option("--recipe", metavar="NAME", help="Recipe to bisect; default: the run's recipe.")
     ] = None,
     accumulator: Annotated[
         str | None,
-        typer.Option("--accumulator", metavar="NAME", help="Sum GEMMs as this tensor core does, such as hopper."),
+        typer.Option("--accumulator", metavar="NAME", help="Emulate the sums of this tensor core, such as hopper."),
     ] = None,
     target: Annotated[
-        str, typer.Option("--target", metavar="gradient|loss", help="The quantity to compare with high precision.")
+        str, typer.Option("--target", metavar="gradient|loss", help="Quantity to compare with high precision.")
     ] = "gradient",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
     """Replay one batch with parts of the recipe off, and name the GEMM, the layer and the operand that err most.
 
-    The model comes from the run's newest checkpoint, or from the one given. The run folder is only read. Every probe
-    keeps a few casts, turns the others off, and compares the gradient with that of high precision. A dump of a layer's
-    GEMM operands needs no model. For a model of your own call ottava.debug.bisect. With --accumulator, a CPU tells
-    damage by quantization from damage by the accumulator of that card.
+    bisect loads CHECKPOINT, or the newest checkpoint of RUN, and changes no file. Every probe keeps a few casts, turns
+    the others off, and compares the gradient with that of high precision. A dump of a layer's GEMM operands needs no
+    model. For a model of your own, call ottava.debug.bisect. With --accumulator, a CPU separates damage by quantization
+    from damage by the accumulator of that tensor core.
 
     Exit code 0 if the error is spread over the layers, or there is none; 1 if one layer has most of it; 4 if there is
     no checkpoint or it is damaged.
@@ -63,12 +61,14 @@ def bisect(
     checkpoint, config = _open(path)
     model, loss, data, states, position = _load(checkpoint, config, step, batch)
 
-    def tell(probe: Probe) -> None:
+    def show(probe: Probe) -> None:
         typer.echo(f"  {probe.what}: error {probe.error:.4f}", err=True)
 
     quantity = _check_target(target)
-    told = None if as_json else tell
-    result = search(model, data, loss, recipe, target=quantity, random=states, on_probe=told, accumulator=accumulator)
+    listener = None if as_json else show
+    result = search(
+        model, data, loss, recipe, target=quantity, random=states, on_probe=listener, accumulator=accumulator
+    )
     facts = {"schema_version": SCHEMA_VERSION, "checkpoint": str(checkpoint.path), "step": position}
     facts |= result.to_dict()
     typer.echo(to_json(facts) if as_json else f"{checkpoint.path}, batch of step {position}\n\n{result}")
@@ -92,8 +92,8 @@ def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
         raise CheckpointError(f"{path}: does not exist; needs a run folder or a checkpoint of `ottava train`")
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(
-            f"{folder}: has no config.yaml, so it is no run of `ottava train`. In your "
-            "own code call ottava.debug.bisect(model, batch, loss)"
+            f"{folder}: has no config.yaml, so it is no run of `ottava train`. For a model of your own, call "
+            "ottava.debug.bisect(model, batch, loss)"
         )
     if path == folder and not any(folder.glob("checkpoints/step-*")):
         raise CheckpointError(f"{folder}: has no checkpoint yet; train some steps, or lower checkpoint.every")
@@ -103,7 +103,7 @@ def _open(path: Path) -> tuple[Checkpoint, TrainConfig]:
 def _load(
     checkpoint: Checkpoint, config: TrainConfig, step: int | None, dumped: Path | None
 ) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any, dict[str, Tensor], int]:
-    """The model of a checkpoint, its loss, a batch, the random states at the start, and the step of the batch."""
+    """The model of a checkpoint, its loss, a batch, the random states of the checkpoint, and the step of the batch."""
     import torch
 
     from ottava.debug.watch.dumps import BatchDump, DumpError, read_dump
@@ -113,9 +113,9 @@ def _load(
     from ottava.train.model import ByteTransformer
     from ottava.train.model import loss as loss_of
 
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(here if config.device == "auto" else config.device)
-    if device.type == "cuda" and here == "cpu":
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(available if config.device == "auto" else config.device)
+    if device.type == "cuda" and available == "cpu":
         typer.echo(
             f"the run was on {device}; this machine has no GPU, so the CPU replays it with emulated GEMMs", err=True
         )
@@ -137,8 +137,9 @@ def _load(
             raise DumpError(f"{dumped}: is a dump of a tensor, not of a batch")
         data, position = dump.batch, dump.step
     else:
-        if position < 1:
-            raise ValueError(f"--step {position}: steps are counted from 1")
+        last = max(config.steps, checkpoint.step + 1)
+        if not 1 <= position <= last:
+            raise ValueError(f"--step {position}: is no step of the run; needs 1 to {last}")
         corpus = ByteCorpus.load(config.data)
         corpus.require(config.sequence_length)
         data = corpus.batch(
@@ -154,7 +155,7 @@ def _load(
 
 
 def _operands(path: Path, accumulator: str | None, *, as_json: bool) -> int:
-    """Takes the GEMMs of a dump apart, operand by operand."""
+    """Prints the error of each GEMM of a dump, with one operand cast and with both."""
     from ottava.debug.remedy.probe import probe_gemms
     from ottava.debug.watch.dumps import DumpError, GemmDump, read_dump
 

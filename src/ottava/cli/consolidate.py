@@ -1,4 +1,4 @@
-"""`ottava consolidate`: one safetensors file of a checkpoint that several processes have written."""
+"""`ottava consolidate`: joins a checkpoint of several processes to one safetensors file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def consolidate(
 ) -> int:
     """Join the shards of a checkpoint to one file NEW/model.safetensors, with whole tensors.
 
-    FOLDER is a checkpoint of `ottava train` under torchrun, or one that torch.distributed.checkpoint has written with
-    its HuggingFaceStorageWriter. The names are those of the model; FP8 weights stay codes with their scales.
+    FOLDER is a checkpoint of `ottava train` under torchrun, or of torch.distributed.checkpoint with its
+    HuggingFaceStorageWriter. Tensors keep their names in the model; FP8 weights stay codes with their scales.
 
-    Exit code 4 if the folder is damaged or holds no such files.
+    Exit code 4 if FOLDER is damaged or holds no such files.
     """
     from ottava.train.shards import consolidate as join
 
-    done = join(checkpoint, target, keep=everything)
+    sizes = join(checkpoint, target, keep=everything)
     if as_json:
-        typer.echo(to_json({"schema_version": SCHEMA_VERSION, "path": str(target / "model.safetensors"), **done}))
+        typer.echo(to_json({"schema_version": SCHEMA_VERSION, "path": str(target / "model.safetensors"), **sizes}))
     else:
-        typer.echo(f"{target / 'model.safetensors'}: {done['tensors']} tensors, {done['bytes']:,} bytes")
+        typer.echo(f"{target / 'model.safetensors'}: {sizes['tensors']} tensors, {sizes['bytes']:,} bytes")
     return 0

@@ -28,7 +28,7 @@ def demo(
     ] = None,
     accumulator: Annotated[
         str | None,
-        typer.Option("--accumulator", metavar="A,B", help="Sum FP8 GEMMs as these tensor cores do, such as hopper."),
+        typer.Option("--accumulator", metavar="A,B", help="Emulate the sums of these tensor cores, such as hopper."),
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Training steps of each run.")] = None,
     seeds: Annotated[
@@ -48,8 +48,8 @@ def demo(
 ) -> int:
     """Train a small Llama on real text in BF16 and in FP8, and say whether FP8 cost accuracy.
 
-    Writes report.html (one file, works offline), loss.svg and summary.json into the run folder. Ctrl-C and SIGTERM save
-    the demo; the same command continues it.
+    The demo writes report.html (one file, works offline), loss.svg and summary.json into the run folder. After Ctrl-C
+    or SIGTERM it saves itself; the same command continues it.
 
     Exit code 0, or 1 if a recipe diverged or ended clearly above BF16. Clearly means farther than 95 of 100 pairs of
     BF16 runs with different seeds lie apart, estimated from the BF16 seeds (Student's t). With one seed only divergence
@@ -63,7 +63,7 @@ def demo(
     from ottava.train.display import open_display
 
     console = Console(stderr=as_json)
-    choices = _given(recipes, steps, seeds, data, settings, accumulator)
+    choices = _choices(recipes, steps, seeds, data, settings, accumulator)
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
     with stop_on_interrupt() as stopping, _only_warnings():
         trained = Demo(folder)
@@ -73,7 +73,7 @@ def demo(
         if not finished:
             where = "" if run_dir is None else f" --run-dir {shlex.quote(str(run_dir))}"
             return say_saved(stopping(), f"ottava demo --resume{where}")
-        console.print("[dim]evaluating every run in BF16 too, and looking at every cast ...[/]", highlight=False)
+        console.print("[dim]evaluating every run in BF16, too, and measuring every cast ...[/]", highlight=False)
         result = trained.result()
         trained.write(result)
     if as_json:
@@ -95,7 +95,7 @@ def _only_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _given(
+def _choices(
     recipes: str | None,
     steps: int | None,
     seeds: int | None,
@@ -149,7 +149,7 @@ def _conclude(console: Console, folder: DemoFolder, result: DemoResult) -> None:
         }.get(verdict.outcome, ("??", "yellow"))
         console.print(f"[{style}]{mark:>4}[/]  {verdict.sentence}", highlight=False, soft_wrap=True)
     if result.emulated:
-        line = "quantized operands are exact here, GEMMs on them emulated: tokens/s says nothing about a GPU"
+        line = "operands have the bits of a GPU, but the GEMMs are emulated: tokens/s says nothing about a GPU"
         console.print(f"      [dim]{line}[/]", highlight=False, soft_wrap=True)
     console.print(f"\nreport: {folder.path / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
 

@@ -13,26 +13,26 @@ from ottava.text import columns, to_json
 SCHEMA_VERSION = 1
 WRONG, MISSING = 1, 3
 SIZE = 128
-"""Of the test matrices; every kernel takes this size."""
+"""Rows and columns of the test matrices; every kernel supports this size."""
 TOLERANCE = 2.0**-8
-"""Twice the largest error of one rounding to BF16, which each kernel makes. One wrong operand code in a hundred gives a
-larger error."""
+"""Twice the largest error of one rounding to BF16; each kernel rounds once. One wrong operand code in a hundred causes
+a larger error."""
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Show this machine, the kernels that each recipe runs on it, and whether the kernels compute right.
+    """Show this machine and the kernels of each recipe on it, and check the results of these kernels.
 
-    Doctor runs every GEMM of every recipe on random numbers. The codes of the operands must be those of the reference,
-    bit by bit, and the product must be that of the codes.
+    Doctor runs every GEMM of every recipe on random numbers. The codes of the operands must equal those of the
+    reference, bit by bit, and the result must be the product of the codes.
 
-    It builds the native kernels if they are not built yet, which takes seconds once. It also measures which GEMM kernel
-    is the fastest on this CPU. OTTAVA_NATIVE=0 switches native kernels off, OTTAVA_CACHE names the folder for kernels
-    and measurements, CXX names the compiler.
+    The first call builds the native kernels, which takes seconds, and measures which GEMM kernel is the fastest on this
+    CPU. OTTAVA_NATIVE=0 switches native kernels off, OTTAVA_CACHE names the folder for kernels and measurements, CXX
+    names the compiler.
 
-    Exit code 1 if a recipe computes wrong results, 3 if something is missing that would make ottava faster, such as a
-    C++ compiler.
+    Exit code 1 if a recipe computes wrong results, 3 if this machine lacks something that makes ottava faster, such as
+    a C++ compiler.
     """
     result = examine()
     typer.echo(to_json({"schema_version": SCHEMA_VERSION, **result}) if as_json else report(result))
@@ -41,7 +41,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """Device, versions, libraries, the kernels of every recipe with their test, traps and losses, as plain values."""
+    """Device, versions, libraries, the checked kernels of every recipe, traps and missing parts, as plain values."""
     import torch
 
     import ottava
@@ -61,7 +61,7 @@ def examine() -> dict[str, Any]:
     lost = [f"{library['name']}: {library['reason']}" for library in libraries if library["reason"]]
     lost += sorted({str(library["note"]) for library in libraries if library["note"]})
     if any(not library["reason"] and not library["threads"] for library in libraries):
-        lost.append("native kernels run on one thread: the compiler has no OpenMP; g++ has")
+        lost.append("native kernels run on one thread: the compiler has no OpenMP; install g++, which has it")
     return {
         "ottava": ottava.__version__,
         "torch": torch.__version__,
@@ -87,15 +87,15 @@ class Facts:
     """The facts of a machine that traps depend on."""
 
     capability: tuple[int, int] | None
-    """Of the GPU; None without one."""
+    """Compute capability of the GPU; None without a GPU."""
     cuda: tuple[int, ...]
-    """Version torch was built for."""
+    """CUDA version that torch was built for."""
     cudnn: int
-    """91500 is 9.15."""
+    """Version of cuDNN: 91500 is 9.15."""
     cudnn_attention: bool
-    """Whether torch may use it."""
+    """Whether torch may use cuDNN's attention."""
     matmul_precision: str
-    """torch.get_float32_matmul_precision()."""
+    """The result of torch.get_float32_matmul_precision()."""
 
 
 def facts() -> Facts:
@@ -185,9 +185,9 @@ def _check(cells: Any, tensors: Any, operands: Any) -> str:
         truth = reference.quantize(x.cpu(), got.spec)
         codes = (got.data.cpu().contiguous().view(torch.uint8), truth.data.contiguous().view(torch.uint8))
         if wrong := int((codes[0] != codes[1]).sum()):
-            return f"{wrong} of {codes[0].numel()} codes of the {side} operand are not the reference's"
+            return f"{wrong} of {codes[0].numel()} codes of the {side} operand differ from the reference"
         if not torch.equal(got.scale_inv.cpu(), truth.scale_inv):
-            return f"scales of the {side} operand are not the reference's"
+            return f"scales of the {side} operand differ from the reference"
     a, b = operands
     y = gemm(a, b, out_dtype=torch.bfloat16, fast_accum=cells.fast_accum).double()
     exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
@@ -223,7 +223,7 @@ def report(result: dict[str, Any]) -> str:
     lines += ["Traps:", *(f"  {line}" for line in result["traps"]), ""]
     if result["lost"]:
         lines += ["Missing:", *(f"  {line}" for line in result["lost"])]
-        lines.append("Ottava works without it, but casts, GEMMs and statistics on the CPU take several times as long.")
+        lines.append("ottava works without it, but casts, GEMMs and statistics on the CPU take several times as long.")
     else:
         lines.append("Nothing is missing.")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """`ottava formats`: every number format, its derived numbers, and the value of each code.
 
-All numbers come from `ottava.formats`, and the values of codes from the definition in `ottava.rounding`. The upper bits
-of a code choose the row of the grid, the lowest bits the column.
+All numbers come from `ottava.formats`; the values of codes come from the definition in `ottava.rounding`. The upper
+bits of a code choose the row of the grid, and the lowest bits the column.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _describe(fmt: Format) -> dict[str, Any]:
 
 
 def _code_as_json(code: Code, bits: int) -> dict[str, Any]:
-    """A code as JSON. JSON has no infinity and no NaN: there `value` is null, and `kind` and `sign` say which."""
+    """A code as JSON. JSON has no infinity and no NaN: for these `value` is null, and `kind` and `sign` name them."""
     finite = math.isfinite(code.value)
     return {"hex": _hex(code.code, bits)} | code._asdict() | {"value": code.value if finite else None}
 

@@ -20,8 +20,8 @@ def inspect(
 ) -> int:
     """Show the FP8 scaling state of ottava or TransformerEngine in a checkpoint, and check it.
 
-    For each tensor: how full the amax history is, the newest and the largest amax, the scale, and how the scale follows
-    from the history. No code of the file is executed; a pickle that would run code is refused.
+    For each tensor it shows how full the amax history is, the newest and the largest amax, the scale, and how the scale
+    follows from the history. It executes no code of the file, and refuses a pickle that would run code.
 
     Exit code 0; 1 if a state contradicts itself; 4 if the file is damaged, refused or holds no scaling state.
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: a long command finishes its step, saves, and prints how to go on."""
+"""Ctrl-C and SIGTERM as a request: a long command ends its step, saves, and prints the command that continues it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], signal.Signals | None]]:
-    """Holds the first Ctrl-C or SIGTERM back: the yielded function returns it. The next Ctrl-C interrupts.
+    """Holds back the first Ctrl-C or SIGTERM; the yielded function returns it. The next Ctrl-C interrupts.
 
-    A second SIGTERM does nothing: schedulers send several, and kill a process that takes too long.
+    A second SIGTERM does nothing: schedulers send several, and later kill a process that takes too long.
 
     Example:
         >>> with stop_on_interrupt() as stopping:
@@ -25,12 +25,12 @@ def stop_on_interrupt() -> Iterator[Callable[[], signal.Signals | None]]:
     """
     request: signal.Signals | None = None
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def remember(number: int, frame: FrameType | None) -> None:
         nonlocal request
         request = request or signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    handlers = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: request
     finally:
@@ -38,11 +38,13 @@ def stop_on_interrupt() -> Iterator[Callable[[], signal.Signals | None]]:
             signal.signal(number, handler)
 
 
-def say_saved(stopped: signal.Signals | None, command: str) -> int:
-    """Prints on stderr that the run is saved and which command continues it. Returns the exit code of the signal.
+def say_saved(stopped: signal.Signals | None, command: str, *, quiet: bool = False) -> int:
+    """Prints on stderr that the run is saved and which command continues it, unless `quiet`.
 
-    0 for SIGTERM, because a scheduler asks for a save with it; 130 for Ctrl-C.
+    Returns:
+        The exit code of the signal: 0 for SIGTERM, because a scheduler sends it to have the run saved; 130 for Ctrl-C.
     """
     terminated = stopped == signal.SIGTERM
-    typer.echo(f"{'terminated' if terminated else 'interrupted'} and saved; go on with: {command}", err=True)
+    if not quiet:
+        typer.echo(f"{'terminated' if terminated else 'interrupted'} and saved; continue with: {command}", err=True)
     return 0 if terminated else 130

@@ -1,4 +1,4 @@
-"""`ottava plan`: predicts which layers gain from FP8, the memory of training, or ranks amax histories of a run."""
+"""`ottava plan`: predicts which layers gain from FP8, or the memory of training, or ranks amax histories of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="[MODEL]", help="llama-8b, llama-1b, or MODULE:FUNCTION of a function that returns a model."
+            metavar="[MODEL]", help="llama-8b, llama-1b, or MODULE:FUNCTION, a function that returns a model."
         ),
     ] = "",
     tokens: Annotated[int, typer.Option("--tokens", help="For MODEL: batch x sequence on one GPU.")] = 16384,
@@ -35,10 +35,10 @@ def plan(
         ),
     ] = None,
     world: Annotated[
-        int, typer.Option("--world", help="For MODEL: predict the wires, memory and step time of that many GPUs.")
+        int, typer.Option("--world", help="For MODEL: predict traffic, memory and step time on that many GPUs.")
     ] = 0,
     mesh: Annotated[
-        str, typer.Option("--mesh", metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp; their product.")
+        str, typer.Option("--mesh", metavar="dp=128,tp=8", help="For --world: dp, shard, tp and pp, with that product.")
     ] = "",
     microbatches: Annotated[int, typer.Option("--microbatches", help="For --world: parts of a rank's batch.")] = 1,
     memory: Annotated[
@@ -56,21 +56,21 @@ def plan(
 ) -> int:
     """Predict which linear layers of a model gain from FP8, or rank amax histories for a recorded run.
 
-    With MODEL: a roofline of each GEMM and its casts, and for each layer whether it should stay in BF16, and why. The
-    constants are those of an H200 unless --device names a file of measured constants.
+    With MODEL, plan computes a roofline of each GEMM and its casts. It names the layers that should stay in BF16, and
+    the reason. The constants are those of an H200 unless --device names a file of measured constants.
 
-    With --memory: bytes of weights, gradients, masters, moments and of what linear layers keep for backward, beside
-    AdamW in BF16 with FP32 masters and moments. --optimizer weights=fp8 --optimizer master=remainder --optimizer
-    moments=fp8 is the smallest; the model is taken whole, its weights in BF16 unless weights says else.
+    With --memory, plan adds up the bytes of weights, gradients, masters, moments and the tensors that linear layers
+    save for backward, and compares them with BF16 weights under AdamW with FP32 masters and moments. It counts the
+    whole model. Weights are BF16 unless --optimizer changes them. --optimizer weights=fp8 --optimizer master=remainder
+    --optimizer moments=fp8 needs the least memory.
 
-    With --world and --mesh: what each of many GPUs sends along each dimension of the mesh in a step, what it holds, and
-    how long a step takes, its traffic beside the GEMMs. --tokens is then the share of one part of the batch (dp x
-    shard).
+    With --world and --mesh, plan predicts the bytes that each GPU sends along each dimension of the mesh in a step, its
+    memory, and the time of a step. --tokens are then those of one of the dp x shard parts of the batch.
 
-    With --history: replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. The setting
-    with fewer clipped casts is better, and then the setting that loses fewer bits. Lost bits are octaves at the bottom
-    of the format that the scale leaves unused. "guard fires" counts the casts in which recipe guarded would have taken
-    the current scale instead of the predicted one.
+    With --history, plan replays the amaxes in RUN/amax.jsonl under other window lengths, algorithms and margins. The
+    setting with the fewest clipped casts is the best; among equal ones, the setting that loses the fewest bits. Lost
+    bits are octaves at the bottom of the format that the scale leaves unused. "guard fires" counts the casts in which
+    recipe guarded would have used the current scale instead of the predicted one.
 
     Exit code 4 if the run has no recording or it is damaged.
     """
@@ -122,16 +122,16 @@ def _plan_fleet(
     model.bfloat16()
     convert(model, recipe)
     whole = memory(model, AdamW(model.parameters(), master="fp32"), tokens=tokens)
-    found = predict(model, whole, shape, tokens=tokens, device=_device(device))
-    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, **found.to_dict()}
-    typer.echo(to_json(values) if as_json else f"{name}, recipe {recipe!r}, {mesh}\n{found}")
+    prediction = predict(model, whole, shape, tokens=tokens, device=_device(device))
+    values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, **prediction.to_dict()}
+    typer.echo(to_json(values) if as_json else f"{name}, recipe {recipe!r}, {mesh}\n{prediction}")
     return 0
 
 
-def _device(given: Path | None) -> Device | None:
+def _device(name: Path | None) -> Device | None:
     from ottava.nn.plan import Device
 
-    return None if given is None or str(given).lower() == "h200" else Device.read(given)
+    return None if name is None or str(name).lower() == "h200" else Device.read(name)
 
 
 def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_json: bool) -> int:
@@ -152,19 +152,19 @@ def _plan_memory(name: str, tokens: int, recipe: str, settings: list[str], as_js
         base, model = (_build(name, whole=True) for _ in range(2))
     base.bfloat16()
     report = store(model, get_recipe(recipe), config)
-    found = memory(report.model, make_optimizer(model, config), tokens=tokens)
+    needed = memory(report.model, make_optimizer(model, config), tokens=tokens)
     usual = memory(base, AdamW(base.parameters(), master="fp32"))
-    share = found.state / usual.state
+    share = needed.state / usual.state
     values = {"schema_version": SCHEMA_VERSION, "model": name, "recipe": recipe, "optimizer": config.model_dump()}
-    values |= {"memory": found.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
-    text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{found}\n"
+    values |= {"memory": needed.to_dict(), "bf16": usual.to_dict(), "share_of_bf16": share}
+    text = f"{name}, recipe {recipe!r}, {', '.join(f'{key} {value}' for key, value in tree.items())}\n{needed}\n"
     text += f"{share:.2f} of the {usual.state:,} bytes of BF16 with AdamW's masters and moments in FP32"
     typer.echo(to_json(values) if as_json else text)
     return 0
 
 
 def _build(name: str, *, whole: bool = False) -> nn.Module:
-    """A model of that name; whole: all of its blocks and its embedding, else one block stands for all."""
+    """Builds the named model. `whole`: with all blocks and the embedding; otherwise one block stands for all."""
     from torch import nn
 
     # hidden size, feed-forward size, width of all key (or value) heads; blocks, and matrices with a row for each token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +13,11 @@ import typer
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from ottava.debug.run.reader import Table
+
 _Layers = Annotated[
     list[str] | None,
-    typer.Option("--layers", metavar="P", help="Only such layers: '*.fc2', or 're:fc[12]'; repeatable."),
+    typer.Option("--layers", metavar="P", help="Only layers that match '*.fc2' or 're:fc[12]'; repeatable."),
 ]
 _Tensors = Annotated[str | None, typer.Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
 _Steps = Annotated[str, typer.Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]
@@ -26,7 +29,8 @@ def table(
     tensors: _Tensors = None,
     steps: _Steps = "",
     statistics: Annotated[
-        str | None, typer.Option("--statistics", metavar="A,B", help="Columns in place of the usual ones; 'all'.")
+        str | None,
+        typer.Option("--statistics", metavar="A,B", help="Columns in place of the usual ones, or all."),
     ] = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="A line for each rank, in place of merged numbers.")] = False,
     form: Annotated[
@@ -70,7 +74,7 @@ def plot(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The picture: .svg or .png.")],
     statistics: Annotated[
         str | None,
-        typer.Option("--statistics", metavar="A,B", help="One picture each [mse,underflow_pct]."),
+        typer.Option("--statistics", metavar="A,B", help="One chart for each [mse,underflow_pct]."),
     ] = None,
     layers: _Layers = None,
     tensors: _Tensors = None,
@@ -78,23 +82,24 @@ def plot(
 ) -> int:
     """Draw statistics of tensors by step, all runs in one picture: the first run solid, the others dashed.
 
-    The six worst tensors get a name and a colour; narrow the choice with --layers and --tensors. A .png needs the
-    package resvg-py (pip install 'ottava[png]').
+    The six worst tensors get a name and a colour; --layers and --tensors narrow the choice. A .png needs the package
+    resvg-py (pip install 'ottava[png]').
 
     Exit code 0; 2 for an unknown tensor, statistic or suffix; 3 without the package; 4 if a run has no such numbers.
     """
-    from ottava.debug.analysis.series import CURVES, curves, run_names, select
+    from ottava.debug.analysis.series import CURVES, curves, known_statistics, run_names, select
     from ottava.debug.run.reader import Run
     from ottava.files import replacing
     from ottava.pages.charts import standalone, to_png
 
     if out.suffix not in (".svg", ".png"):
         raise ValueError(f"--out {out}: needs a name that ends in .svg or .png")
-    tables = {
-        name: select(Run.open(path), layers=layers or ["*"], tensors=_words(tensors), steps=steps)
-        for name, path in zip(run_names(runs), runs, strict=True)
-    }
-    charts = [curves(tables, statistic) for statistic in _words(statistics) or CURVES]
+    names = known_statistics(_words(statistics) or CURVES)
+    tables = {}
+    for name, path in zip(run_names(runs), runs, strict=True):
+        tables[name] = select(Run.open(path), layers=layers or ["*"], tensors=_words(tensors), steps=steps)
+        _need_numbers(path, tables[name], names)
+    charts = [curves(tables, statistic) for statistic in names]
     picture = standalone(charts, title=" and ".join(tables), captions=[chart.description for chart in charts])
     data = to_png(picture) if out.suffix == ".png" else picture.encode()
     _check_folder(out)
@@ -102,6 +107,18 @@ def plot(
         scratch.write_bytes(data)
     typer.echo(f"{out}  {len(data) / 1000:,.0f} kB", err=True)
     return 0
+
+
+def _need_numbers(path: Path, chosen: Table, names: Iterable[str]) -> None:
+    """Raises RunError if a run recorded no number of a statistic for the chosen tensors."""
+    import numpy as np
+
+    from ottava.debug.run.schema import RunError
+    from ottava.debug.statistics import STATISTICS
+
+    recorded = [name for name in STATISTICS if not np.isnan(chosen.metric(name)).all()]
+    if missing := [name for name in names if name not in recorded]:
+        raise RunError(f"{path}: has no {', '.join(missing)} of these tensors; it has {', '.join(recorded)}")
 
 
 def _check_folder(out: Path) -> None:
@@ -118,7 +135,7 @@ def _as_text(table: pa.Table) -> bytes:
     from ottava.text import columns, number
 
     def cell(name: str, value: Any) -> str:
-        if name == "cosine" and value == value:  # three digits of 0.9997 say 1.00
+        if name == "cosine" and value == value:  # with three digits 0.9997 would be 1.00
             return f"{value:.6f}"
         return number(value) if name in STATISTICS else str(value)
 

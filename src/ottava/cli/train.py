@@ -44,15 +44,15 @@ def train(
     """Train a byte-level Llama on text under an FP8 recipe.
 
     Every setting has a default; --print-config shows them. The run folder holds the settings, a line per step
-    (metrics.jsonl), checkpoints, and a receipt of the kernel of each GEMM. --resume continues a killed run, which ends
-    with the same bits as an uninterrupted one. Ctrl-C and SIGTERM (exit code 0) save first. --init takes the weights of
-    another run, also under another recipe, and calibrates predicted scales on them. After --watch, `ottava diagnose
-    RUN` and `ottava report RUN` show where FP8 hurt.
+    (metrics.jsonl), checkpoints, and a receipt of the kernel of each GEMM. --resume continues a killed run; it ends
+    with the same bits as an uninterrupted run. After Ctrl-C or SIGTERM (exit code 0) the run saves a checkpoint. --init
+    starts from the weights of another run, also of another recipe, and calibrates predicted scales on them. After
+    --watch, `ottava diagnose RUN` and `ottava report RUN` show where FP8 hurt.
 
     Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.cp (parts of sequences),
-    parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline), whose product is the number
-    of processes; parallel.ep divides model.experts among replicas. batch_size stays that of the whole run. Each writes
-    its part of a checkpoint, which any number of processes reads.
+    parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline). Their product is the number of
+    processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes. Each
+    process writes its part of a checkpoint; any number of processes can read it.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.cli.torchrun import joined
@@ -76,7 +76,8 @@ def train(
     elif trainer.ranks.first:
         typer.echo(_summary(trainer, resolved))
     if not finished:
-        return say_saved(stopping(), f"ottava train --resume --run-dir {shlex.quote(str(folder))}")
+        command = f"ottava train --resume --run-dir {shlex.quote(str(folder))}"
+        return say_saved(stopping(), command, quiet=not trainer.ranks.first)
     return 1 if trainer.diverged else 0
 
 
@@ -106,7 +107,7 @@ def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], 
 
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:
-    """The run, for the display."""
+    """The state of the run for the display."""
     from ottava.pages.charts import smooth
     from ottava.train.display import RunView
 
@@ -124,7 +125,7 @@ def _view(trainer: Trainer, config: TrainConfig) -> RunView:
 
 
 def _tokens_per_second(records: Sequence[StepRecord]) -> float | None:
-    """The rate of the median step: one disturbed step changes nothing. None before the first step."""
+    """The rate of the median step, which a few slow steps do not change. None before the first step."""
     return records[-1].tokens / statistics.median(record.seconds for record in records) if records else None
 
 

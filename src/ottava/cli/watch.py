@@ -21,7 +21,7 @@ _FAILED, _INTERRUPTED = 1, 130
 def watch(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="As after `python`: a file, or -m MODULE."),
+        typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The words after `python`: a file, or -m MODULE."),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="DIR", help="The run folder; default runs/watch-SCRIPT-TIME.")
@@ -31,20 +31,20 @@ def watch(
         typer.Option("--config", metavar="FILE.yaml", help="Settings; options overrule them."),
     ] = None,
     every: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps between full looks, which take all statistics [50].")
+        int | None, typer.Option(metavar="N", help="Steps from one full look, with all statistics, to the next [50].")
     ] = None,
     recipe: Annotated[
         list[str] | None,
         typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Only layers with such names: '*.down_proj'; repeatable [*].")
+        list[str] | None, typer.Option(metavar="P", help="Only layers that match '*.down_proj'; repeatable [*].")
     ] = None,
     tensors: Annotated[
         str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 of a tensor; 1: all.")
+        int | None, typer.Option(metavar="N", help="Measure one row in N [16], at least 32 rows of a tensor; 1: all.")
     ] = None,
     detail: Annotated[
         str | None, typer.Option(metavar="D", help="Record numbers, exponents, blocks or anatomy (of errors) [blocks].")
@@ -54,7 +54,7 @@ def watch(
     ] = None,
     compiled: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="Compiled layers: warn, or eager (watched steps run uncompiled) [warn]."),
+        typer.Option(metavar="MODE", help="For compiled layers: warn, or eager (watched steps run uncompiled) [warn]."),
     ] = None,
     loss: Annotated[
         str | None,
@@ -63,7 +63,7 @@ def watch(
     append: Annotated[bool, typer.Option("--append", help="Continue the watched run in DIR.")] = False,
     step: Annotated[
         int,
-        typer.Option(metavar="N", help="With --append: optimizer steps done so far; later records are removed."),
+        typer.Option(metavar="N", help="With --append: optimizer steps done so far. Later records are removed."),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")] = False,
 ) -> int:
@@ -71,9 +71,9 @@ def watch(
 
     Example: ottava watch --every 20 --recipe blockwise --out runs/a -- train.py --lr 1e-3
 
-    Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; in all other layers it
-    simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every rank writes its
-    own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
+    Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; in linear layers of
+    other packages it simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every
+    rank writes its own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
@@ -96,12 +96,13 @@ def watch(
     }
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    _tell(session, code := _run(session, command), as_json=as_json)
+    code = _run(session, command)
+    _print_summary(session, code, as_json=as_json)
     return code
 
 
 def _run(session: Watch, command: list[str]) -> int:
-    """Runs the script and returns its exit code. An exception of the script prints as Python prints it."""
+    """Runs the script and returns its exit code. Prints an exception of the script as Python would."""
     from ottava.debug.watch.launch import LaunchError, own_traceback, run_script
     from ottava.settings import ConfigError
 
@@ -128,13 +129,13 @@ def _folder(command: list[str]) -> Path:
 
 
 def _print_exit(message: object) -> int:
-    """sys.exit("text") prints the text and means 1."""
+    """Prints the text of sys.exit("text"), and returns the exit code 1, as Python does."""
     print(message, file=sys.stderr)
     return _FAILED
 
 
-def _tell(session: Watch, code: int, *, as_json: bool) -> None:
-    """Prints the summary: JSON on stdout, or text on stderr, apart from the output of the script."""
+def _print_summary(session: Watch, code: int, *, as_json: bool) -> None:
+    """Prints the summary of the watch: JSON on stdout, or text on stderr, where the script's output is not."""
     if session.rank != 0:
         return
     coverage = session.writer.manifest["coverage"]
@@ -157,7 +158,7 @@ def _tell(session: Watch, code: int, *, as_json: bool) -> None:
     )
     if not session.steps_done:
         typer.echo(
-            "ottava watch: no torch optimizer finished a step in this process, so nothing is on record. The watch does "
-            "not follow a script into processes that it starts (mp.spawn): start it with torchrun",
+            "ottava watch: no torch optimizer finished a step in this process, so the watch recorded nothing. It does "
+            "not follow a script into processes that the script starts (mp.spawn): use torchrun",
             err=True,
         )

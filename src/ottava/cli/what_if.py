@@ -32,11 +32,11 @@ def what_if(
 ) -> int:
     """Predict the error of every recipe in every tensor of a run, without another run.
 
-    The recorded histograms give underflow, SQNR, and element SQNR, in which every element has the same weight. A recipe
-    clears a layer if no tensor misses a floor in a recorded step: at most 1 % underflow, SQNR of 25 dB in E4M3 and 20
-    in E5M2, element SQNR 5 dB below that. The last table names the cheapest recipe that clears each layer.
+    what-if computes underflow, SQNR and element SQNR (every element has the same weight) from the recorded histograms.
+    A recipe clears a layer if no tensor misses a floor in a recorded step: at most 1 % underflow, SQNR of 25 dB in E4M3
+    and 20 in E5M2, element SQNR 5 dB below that. The last table names the cheapest recipe that clears each layer.
 
-    Exit code 0; 1 if no recipe clears some layer; 2 for an unmisses recipe or a pattern that matches no layer; 4 if the
+    Exit code 0; 1 if no recipe clears some layer; 2 for an unknown recipe or a pattern that matches no layer; 4 if the
     folder has no histograms.
     """
     from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary

@@ -41,9 +41,9 @@ class ModelConfig(Section):
     kv_heads: Positive = 2
     """Key and value heads, each shared by heads / kv_heads query heads."""
     ffn: Positive = 384
-    """Inner width of the SwiGLU, or of that of each expert."""
+    """Inner width of the SwiGLU, or of each expert's SwiGLU."""
     experts: Annotated[int, Field(ge=0)] = 0
-    """Experts in the place of each layer's MLP; 0 for one MLP that every token runs."""
+    """Experts in place of each layer's MLP; 0: one MLP for all tokens."""
     experts_per_token: Positive = 2
     aux_loss: Annotated[float, Field(ge=0.0)] = 0.01
     """Coefficient of the loss that balances the load of the experts (Switch Transformer)."""

@@ -64,7 +64,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Norm and a mixture of SwiGLUs, as Mixtral has it: each token runs some of them, weighted by its router."""
+    """Norm and a mixture of SwiGLU experts, as in Mixtral: the router sends each token to some of them, with weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
