@@ -25,7 +25,8 @@ def unknown_name(kind: str, got: object, known: Iterable[str]) -> str:
     by_folded = {name.casefold(): name for name in known}  # Rowwise is nearer to rowwise than to any other name
     word = str(got).casefold()
 
-    def closeness(name: str) -> tuple[float, bool]:  # rms and mse are equally near to mes, but rms has another first letter
+    def closeness(name: str) -> tuple[float, bool]:
+        # the first letter decides between equally near names: mes is mse rather than rms
         return difflib.SequenceMatcher(None, name, word).ratio(), name[:1] == word[:1]
 
     nearest = max(by_folded, key=closeness, default="")

@@ -50,9 +50,9 @@ def train(
     --watch, `ottava diagnose RUN` and `ottava report RUN` show where FP8 hurt.
 
     Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.cp (parts of sequences),
-    parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline). Their product is the number of
-    processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes. Each
-    process writes its part of a checkpoint; any number of processes can read it.
+    parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline). Their product is the number
+    of processes. parallel.ep divides model.experts among replicas. batch_size counts the sequences of all processes.
+    Each process writes its part of a checkpoint; any number of processes can read it.
     """
     from ottava.cli.interrupt import say_saved, stop_on_interrupt
     from ottava.cli.torchrun import joined

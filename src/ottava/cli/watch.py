@@ -96,8 +96,7 @@ def watch(
     }
     settings = {name: value for name, value in options.items() if value not in (None, [])}
     session = start(None, out or _folder(command), config, step=step, append=append, **settings)
-    code = _run(session, command)
-    _print_summary(session, code, as_json=as_json)
+    _print_summary(session, code := _run(session, command), as_json=as_json)
     return code
 
 

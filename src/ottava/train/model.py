@@ -64,7 +64,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Norm and a mixture of SwiGLU experts, as in Mixtral: the router sends each token to some of them, with weights."""
+    """Norm and a mixture of SwiGLU experts, as in Mixtral: the router sends each token to some experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

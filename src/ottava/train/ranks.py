@@ -186,10 +186,10 @@ class Ranks:
         return values
 
     def clip(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-        """Scales gradients with a larger norm down to that norm; returns the norm, of all shards and stages."""
-        owned = [parameter for parameter in parameters if parameter.grad is not None]
+        """Scales the gradients down if their norm exceeds `most`. Returns the norm before that, over all shards."""
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
         if self.size == self.config.replicas and self.experts is None:  # every process has all gradients
-            return nn.utils.clip_grad_norm_(owned, most)
+            return nn.utils.clip_grad_norm_(trained, most)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in trained:
             holders = self.size // self.config.pp // _shards(parameter.grad)
