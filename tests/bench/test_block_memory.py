@@ -9,7 +9,7 @@ from ottava.bench.block_memory import FFN, HEADS, KV_HEADS, TOKENS, WIDTH, block
 
 
 def test_a_block_keeps_what_the_table_says() -> None:
-    """By hand, bytes a token: inputs of two norms, q, k, v, what attention gives; codes of rows; what save says."""
+    """Bytes a token, added up by hand: inputs of two norms, q, k, v, the output of attention, codes, and `save`."""
     torch.manual_seed(0)
     (case,) = cpu.SUITES["memory"](cpu.Settings())
     kept = next(iter(case.figures.values()))

@@ -31,7 +31,7 @@ def test_every_library_is_there_once() -> None:
 
 
 def test_it_is_compiled_each_time() -> None:
-    """Never from the user's cache, which has it: the compiler's own time is there, and less than the clock's."""
+    """The user's cache holds the library, but is not used: the compiler takes time, less than the wall clock."""
     native_build.load("sums")
     took = builds.build_time(("sums", ""), 2)
     assert took.cpu >= 0.01
@@ -41,7 +41,7 @@ def test_it_is_compiled_each_time() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits until so many are being built; none is left out."""
+    """Each build waits until the set number runs at once; all are built."""
     together, begun = threading.Barrier(at_once), []
 
     def build(name: str, settings: native_build.BuildSettings, variant: str) -> native_build.Built:
@@ -55,7 +55,7 @@ def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time of nothing would look very good."""
+    """The time of an empty build would look very good."""
     monkeypatch.setenv("OTTAVA_NATIVE", "0")
     with pytest.raises(RuntimeError, match="sums: switched off by OTTAVA_NATIVE=0"):
         builds.build_time(("sums", ""), 1)

@@ -62,7 +62,7 @@ def test_what_is_kept_for_backward_is_counted() -> None:
 
 
 def test_one_storage_is_counted_once() -> None:
-    """However many operations keep it; a parameter never."""
+    """A storage counts once, however many operations save it; a parameter never counts."""
     x = torch.ones(4, 4, requires_grad=True)
     assert cpu.saved_bytes(lambda: x * x + x.t() * x, nn.Linear(2, 2)) == (x.nbytes, 0)
     layer = nn.Linear(4, 4)
@@ -71,7 +71,7 @@ def test_one_storage_is_counted_once() -> None:
 
 @pytest.mark.parametrize("suite", ["linear", "block", "smollm2"])
 def test_a_weight_changes_between_two_steps(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in training: a cast that was kept from the step before is of no use, and history has taken its amax."""
+    """As in training: the cached cast is out of date, and the history holds its amax."""
     seen: dict[nn.Module, list[int]] = {}
     filled: list[bool] = []
     forward = WeightQuantizer.forward
@@ -151,7 +151,7 @@ def test_compiled_models_run_beside_their_own(suite: str, monkeypatch: pytest.Mo
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Never random weights in its place."""
+    """Random weights must not replace it."""
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
         list(cpu.bench(["smollm2"], Settings(rounds=2, checkpoint=tmp_path)))
 

@@ -13,7 +13,7 @@ CPU = Run(torch.device("cpu"), smoke=False, rounds=3)
 
 
 def test_wrong_results_have_no_times() -> None:
-    """Correctness is part of the run; NaN is not below any tolerance."""
+    """The run checks correctness; NaN is not below any tolerance."""
     right = torch.randn(8, 8)
     assert check("same", right, right, 1e-6) == 0.0
     for wrong in (right * 1.1, right * float("nan")):
@@ -31,7 +31,7 @@ def test_contenders_take_turns_after_warming_up() -> None:
 
 
 def test_percentiles_are_those_of_the_samples() -> None:
-    """Between the extremes, which they never reach from outside."""
+    """They lie between the smallest and the largest sample."""
     assert summary([float(i) for i in range(11)]) == {"median": 5.0, "p10": 1.0, "p90": 9.0}
 
 
@@ -60,7 +60,7 @@ def test_a_step_makes_its_gradients_anew() -> None:
 
 
 def test_what_only_a_gpu_has_is_none_without() -> None:
-    """Neither memory nor launches are made up."""
+    """Memory and launches are None on a CPU."""
     assert method.step_bytes(CPU, lambda: None) is None
     assert method.launches(CPU, lambda: None) is None
     assert method.host_seconds(CPU, lambda: None) >= 0

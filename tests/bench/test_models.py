@@ -29,7 +29,7 @@ def test_the_block_is_a_block() -> None:
 
 
 def test_smollm2_has_its_number_of_parameters() -> None:
-    """As the model card has it: 134,515,008, the embedding being the head as well."""
+    """The number of the model card, 134,515,008: the embedding is also the head."""
     with torch.device("meta"):
         model = SmolLM2()
     assert sum(p.numel() for p in model.parameters()) == 134_515_008

@@ -70,7 +70,7 @@ PACKAGES = {"torchao tensorwise": "torchao", "microxcaling mxfp8": "mx"}
 
 @pytest.mark.parametrize("name", EMULATORS)
 def test_an_emulator_comes_as_near_to_bf16_as_ours(name: str) -> None:
-    """Its error against BF16 is that of the recipe of ours with the same name, within a quarter: it did quantize."""
+    """Its error against BF16 is within a quarter of that of ottava's recipe of the same name, so it quantizes."""
     if importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     (theirs,) = emulated(lambda: copy.deepcopy(MODEL), [name]).values()

@@ -32,7 +32,7 @@ def test_ratios_are_within_a_round() -> None:
 
 
 def test_nothing_to_measure_is_refused() -> None:
-    """With what is needed."""
+    """The errors name what is needed."""
     with pytest.raises(ValueError, match="rounds: got 1; needs 2 or more"):
         interleaved({"a": lambda: None}, 1)
     with pytest.raises(ValueError, match="variants: got none"):

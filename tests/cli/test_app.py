@@ -85,7 +85,7 @@ print(*(name for name in heavy if sys.modules.get(name)))
 
 
 def quickly(*calls: tuple[list[str], dict[str, str]]) -> list[str]:
-    """What these command lines print, in one fresh Python that imports typer and what typer takes, no more."""
+    """The output of these command lines, in one fresh Python that imports typer and its dependencies only."""
     code = QUICK.format(calls=calls)
     known = {name: value for name, value in os.environ.items() if not name.startswith(("_OTTAVA", "_TYPER", "COMP_"))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=known)
@@ -96,7 +96,7 @@ def quickly(*calls: tuple[list[str], dict[str, str]]) -> list[str]:
 
 
 def test_help_and_version_need_no_torch() -> None:
-    """Of the command and of each subcommand: `--help` is what people type first, and most often."""
+    """For the command and each subcommand: people type `--help` first, and most often."""
     names = [one.name or one.callback.__name__ for one in app.registered_commands if one.callback is not None]
     lines = [["--help"], ["--version"], ["bench", "--help"], *([name, "--help"] for name in names)]
     shown = quickly(*((line, {}) for line in lines))[-len(names) :]
@@ -105,7 +105,7 @@ def test_help_and_version_need_no_torch() -> None:
 
 
 def test_every_shell_completes_without_torch() -> None:
-    """Subcommands and options, at each press of the tab key; the script a shell keeps asks in these words."""
+    """A shell's completion script runs these words at each press of the tab key, for subcommands and options."""
     shells = {
         "bash": {"COMP_WORDS": "{}", "COMP_CWORD": "{last}"},
         "zsh": {"_TYPER_COMPLETE_ARGS": "{}"},

@@ -20,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_is_one_object() -> None:
-    """With the machine and every case."""
+    """The object holds the machine and every case."""
     arguments = ["cpu", "--suite", "cast", "--rounds", "2", "--threads", "1", "--cpu-time", "--json"]
     ran = CliRunner().invoke(bench, arguments)
     result = json.loads(ran.stdout)
@@ -38,7 +38,7 @@ def test_the_table_has_ratios_and_quartiles() -> None:
 
 
 def test_perplexity_needs_weights(tmp_path: Path) -> None:
-    """Without them: ValueError, which the app turns into exit code 2."""
+    """A text without a checkpoint is a ValueError; the app turns it into exit code 2."""
     text = tmp_path / "text"
     text.write_text("to be")
     ran = CliRunner().invoke(bench, ["cpu", "--suite", "smollm2", "--text", str(text)])
@@ -47,7 +47,7 @@ def test_perplexity_needs_weights(tmp_path: Path) -> None:
 
 
 def test_the_gpu_benchmark_writes_what_it_prints(tmp_path: Path) -> None:
-    """A table a suite, and one JSON file with where and what it was; the file feeds the planner."""
+    """One table for each suite, and one JSON file with device and versions; the planner reads the file."""
     out = tmp_path / "out.json"
     ran = CliRunner().invoke(bench, ["gpu", "host", "ceilings", "--smoke", "--no-rivals", "--json", str(out)])
     assert ran.exit_code == 0, ran.output
@@ -59,7 +59,7 @@ def test_the_gpu_benchmark_writes_what_it_prints(tmp_path: Path) -> None:
 
 
 def test_ceilings_are_written_for_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a name of their own, or the one given."""
+    """In ceilings.json, or in the file that the command line names."""
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(bench, ["ceilings", "--smoke"]).exit_code == 0
     assert Device.read(tmp_path / "ceilings.json").launch > 0
@@ -68,7 +68,7 @@ def test_ceilings_are_written_for_the_planner(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("words", [["gpu"], ["ceilings"]])
 def test_nothing_is_measured_without_a_gpu(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """No CPU times that look like results."""
+    """CPU times would look like results."""
     code = bench(words, standalone_mode=False)
     assert code == MISSING
     assert "no CUDA device, nothing to measure; --smoke checks" in capsys.readouterr().err

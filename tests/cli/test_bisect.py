@@ -24,7 +24,7 @@ SMALL += [f"data.path={Path(__file__).parents[2] / 'LICENSE'}"]  # one text unde
 
 
 def run(*arguments: str | Path) -> int:
-    """The command as the app runs it; an error of ours comes out as it is."""
+    """Runs the command like the app, and lets its errors through."""
     app = typer.Typer()
     app.command()(bisect)
     return app(args=list(map(str, arguments)), standalone_mode=False)
@@ -57,7 +57,7 @@ def test_reads_a_run_and_changes_nothing_in_it(trained: Path, capsys: pytest.Cap
 def test_finds_a_scale_that_was_broken_in_a_checkpoint(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a history that a bug damaged: the command names layer and tensor, and its code says that it found one."""
+    """The scale looks like that of a damaged history. The command names layer and tensor, and exits with 1."""
     newest = trained / "checkpoints" / "step-000002.safetensors"
     with safe_open(newest, "pt") as file:
         header = file.metadata()

@@ -23,7 +23,7 @@ from ottava.kernels.native.build import BuildSettings, Built
 
 @pytest.fixture(autouse=True)
 def forgets() -> Iterator[None]:
-    """What was not found under a test's settings is looked for anew afterwards; before monkeypatch, so it ends last."""
+    """Clears the cache of libraries after a test with other settings. It starts before monkeypatch, so it ends last."""
     yield
     native_build.load.cache_clear()
 
@@ -78,7 +78,7 @@ def test_what_is_lost_is_said(capsys: pytest.CaptureFixture[str], caplog: pytest
 def test_a_machine_that_has_everything_is_told_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one without OpenMP is not."""
+    """A machine without OpenMP is not told so."""
     full = ("-march=native", "-fopenmp")
     monkeypatch.setattr(native_build, "load", lambda name, declare=None: Built(None, "", flags=full))
     monkeypatch.setattr("ottava.cli.doctor._kernels", lambda recipe, device: [])
@@ -90,7 +90,7 @@ def test_a_machine_that_has_everything_is_told_so(
 
 
 def test_a_missing_compiler_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was looked for."""
+    """The report has no compiler then."""
     monkeypatch.setattr(native_build, "from_environment", lambda: BuildSettings(compiler="no-such-compiler"))
     doctor()
     assert "compiler  none" in capsys.readouterr().out
@@ -153,7 +153,7 @@ def _flipped(codes: Tensor) -> Tensor:
 
 
 def test_traps_are_those_of_the_machine() -> None:
-    """A good Hopper has one left, which is in the user's hands; each lack adds its own."""
+    """A good Hopper has one trap left, the dtype of the inputs; each missing part adds its own trap."""
     good = Facts((9, 0), (13, 0), 91900, True, "high")
     assert [trap.split(":")[0] for trap in traps(good)] == ["float32 inputs"]
     for change, name, words in (

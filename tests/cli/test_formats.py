@@ -55,7 +55,7 @@ def test_json_has_every_number(fmt: Format, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("fmt", LISTED, ids=str)
 def test_json_lists_every_code(fmt: Format, ml_dtypes_type: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Value by ml_dtypes; the fields put together are the code; what is no number has none in JSON."""
+    """Values equal those of ml_dtypes, the fields joined give the code, and infinities and NaNs are null in JSON."""
     codes = run_json(capsys, fmt.name.lower())[0]["codes"]
     values = np.arange(1 << fmt.bits, dtype=np.uint8).view(ml_dtypes_type).astype(np.float64)
     assert [entry["code"] for entry in codes] == list(range(1 << fmt.bits))

@@ -64,7 +64,7 @@ def test_mistakes_are_named(
     exit_code: int,
     words: str,
 ) -> None:
-    """With the exit code of their kind; nothing is left behind."""
+    """Each has the exit code of its kind, and leaves no file behind."""
     assert code("import", log, tmp_path / "run", *arguments) == exit_code
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

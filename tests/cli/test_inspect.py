@@ -17,7 +17,7 @@ from ottava.debug.state_file import StateFileError
 
 
 def run(*arguments: str | Path) -> int:
-    """The command as the app runs it; an error of ours comes out as it is."""
+    """Runs the command like the app, and lets its errors through."""
     app = typer.Typer()
     app.command()(inspect)
     return app(args=list(map(str, arguments)), standalone_mode=False)

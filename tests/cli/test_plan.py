@@ -15,7 +15,7 @@ from ottava.debug.recording import AmaxLog, RecordingError
 
 
 def run(*arguments: str | Path) -> int:
-    """The command as the app runs it; an error of ours comes out as it is."""
+    """Runs the command like the app, and lets its errors through."""
     app = typer.Typer()
     app.command()(plan)
     return app(args=list(map(str, arguments)), standalone_mode=False)
@@ -93,7 +93,7 @@ def test_a_model_of_ones_own_as_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def own_model() -> torch.nn.Module:
-    """What MODULE:FUNCTION names above."""
+    """The model of MODULE:FUNCTION in the test above."""
     return torch.nn.Linear(64, 32)
 
 
@@ -116,7 +116,7 @@ def test_wrong_models_are_refused(model: str, message: str) -> None:
 
 
 def test_memory_of_a_whole_model_beside_bf16(capsys: pytest.CaptureFixture[str]) -> None:
-    """As docs/memory.md has it; options that do not go with each other are refused."""
+    """The numbers are those of docs/memory.md. Options that exclude each other are refused."""
     stored = [f"--optimizer={setting}" for setting in ("weights=fp8", "master=remainder", "moments=fp8")]
     assert run("llama-1b", "--memory", "--recipe=delayed", *stored, "--json") == 0
     values = json.loads(capsys.readouterr().out)

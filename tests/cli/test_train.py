@@ -159,7 +159,7 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
 def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     number: signal.Signals, code: int, word: str, ottava: Command, tmp_path: Path
 ) -> None:
-    """And no second process gets into the folder meanwhile."""
+    """Meanwhile no second process can take the folder."""
     steps = 100
     settings = [*TINY, f"--set=steps={steps}", "--set=checkpoint.every=0", "--set=recipe=bf16"]
     whole, run = tmp_path / "whole", tmp_path / "run"

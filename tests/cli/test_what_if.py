@@ -19,7 +19,7 @@ from ottava.debug.run.writer import RunWriter
 
 
 def run(*arguments: str | Path) -> int:
-    """The command as the app runs it; an error of ours comes out as it is."""
+    """Runs the command like the app, and lets its errors through."""
     app = typer.Typer()
     app.command()(what_if)
     return app(args=list(map(str, arguments)), standalone_mode=False)
@@ -87,7 +87,7 @@ def test_numbers_alone_are_said_to_be_too_little(watched: Path, tmp_path: Path) 
 
 
 def test_help_names_the_floors_that_there_are() -> None:
-    """Of underflow in %, of SQNR in E4M3 and E5M2, and how far that of elements lies below."""
+    """The floors of underflow, of SQNR in E4M3 and E5M2, and of element SQNR."""
     underflow, sqnr, element = FLOORS
     text = " ".join((what_if.__doc__ or "").split())
     limits = [floor.limit(fmt) for floor in (sqnr, element) for fmt in (ottava.E4M3, ottava.E5M2)]

@@ -279,7 +279,7 @@ def refusals(world: World) -> None:
     told = said(
         lambda: Trainer(tiny(f"parallel.dp={2 * world.size}", "batch_size=16"), Path(world.folder, "no")), ConfigError
     )
-    assert f"asks for {2 * world.size} processes" in told
+    assert f"needs {2 * world.size} processes" in told
     assert f"there are {world.size}" in told
     told = said(lambda: Trainer(tiny(f"parallel.dp={world.size}", f"steps={5 + world.rank}"), Path(world.folder, "no")))
     assert "steps differs: rank 0 has 5, rank 1 has 6" in told

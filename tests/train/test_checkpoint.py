@@ -55,7 +55,7 @@ def test_what_is_read_is_what_was_saved_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_keeps_the_newest_and_never_counts_later_ones(tmp_path: Path) -> None:
-    """After a damaged step 40 was passed over, steps 10 and 20 are saved again: 40 must not push them out."""
+    """A damaged step 40 was skipped, and steps 10 and 20 are saved again: 40 must not push them out."""
     for step in (10, 20, 30):
         save(tmp_path, step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000020.safetensors", "step-000030.safetensors"]
@@ -77,7 +77,7 @@ def test_truncated_file_is_refused_by_name(keep_bytes: int, tmp_path: Path) -> N
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """In the header as well: a step that says 3 for 2 would resume another run."""
+    """Damage in the header, too: with step 3 in place of 2 another run would resume."""
     path = save(tmp_path, 2)
     content = path.read_bytes()
     for position in range(len(content)):
@@ -91,7 +91,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
 
 
 def test_step_that_is_no_number_falls_back_to_the_older_checkpoint(tmp_path: Path) -> None:
-    """Though the hash is right."""
+    """The hash fits such a header."""
     save(tmp_path, 1)
     for step in ("abc", "", "-1", "1.5", None):
         header = {"format": _FORMAT} | ({} if step is None else {"step": step})
@@ -136,7 +136,7 @@ def test_weights_alone_are_taken_into_a_model_of_another_recipe(tmp_path: Path) 
 
 
 def test_checkpoint_to_start_from_is_found_in_a_run_or_by_its_name(tmp_path: Path) -> None:
-    """And nothing is cleared away: the run may be going on."""
+    """Temporary files stay: their run may still be writing."""
     path = save(tmp_path / "checkpoints", 4)
     (tmp_path / "checkpoints" / ".step-000005.safetensors.part").write_bytes(b"being written")
     for source in (tmp_path, path):

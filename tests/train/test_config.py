@@ -104,7 +104,7 @@ def mutations(tree: object) -> Iterator[Callable[[object], object]]:
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_recipe_with_anything_anywhere_is_refused_or_can_be_used(name: str) -> None:
-    """Never an error of another kind, and what is accepted casts a tensor."""
+    """A wrong recipe is a ValidationError and no other error; each accepted recipe casts a tensor."""
     recipe = RECIPES[name].override("*.0", "rowwise").override("a", cells={"fprop.lhs": None, "fprop.rhs": None})
     tree = recipe.to_dict()
     strange = (None, 5, -1, 1 << 60, 1e300, math.nan, True, "x", "1x5000000000000", [], [5], [[]], {}, {"x": 1}, {1: 2})

@@ -30,18 +30,18 @@ GIVEN = {"recipes": ("tensorwise", "delayed"), "steps": 12, "seeds": 2, "data": 
 
 
 def never() -> bool:
-    """Nobody pressed Ctrl-C."""
+    """Stands for a user who does not press Ctrl-C."""
     return False
 
 
 def after(turns: int) -> Callable[[], bool]:
-    """Ctrl-C after so many questions."""
+    """Presses Ctrl-C after `turns` questions."""
     asked = itertools.count()
     return lambda: next(asked) >= turns
 
 
 def run(folder: DemoFolder, stopping: Callable[[], bool] = never) -> DemoResult | None:
-    """The demo to its end; None where it was stopped."""
+    """Runs the demo to its end; None if it was stopped."""
     demo = Demo(folder)
     with PlainDisplay(Console(file=io.StringIO()), every=0.0) as display:
         if not demo.train(display, stopping):
@@ -117,7 +117,7 @@ def test_bf16_run_is_evaluated_in_bf16_either_way(whole: tuple[Path, DemoResult]
 def test_an_interrupted_demo_ends_as_if_it_had_not_been(
     turns: int, whole: tuple[Path, DemoResult], tmp_path: Path
 ) -> None:
-    """One question: before a second run has begun. Nine: in the middle."""
+    """One question is before the second run begins, nine are in the middle."""
     assert run(DemoFolder.open(tmp_path / "d", GIVEN), after(turns)) is None
     assert not (tmp_path / "d" / "report.html").exists()
     folder = DemoFolder.open(tmp_path / "d", GIVEN)

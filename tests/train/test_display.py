@@ -1,4 +1,4 @@
-"""What a person sees while runs train, in a terminal and out of one."""
+"""What a person sees while runs train, in a terminal and in a log file."""
 
 import io
 import math

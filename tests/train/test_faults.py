@@ -1,4 +1,4 @@
-"""What is said about a fault; real ones are in tests/distributed/train_scenarios.py."""
+"""The sentences about faults; real faults are in tests/distributed/train_scenarios.py."""
 
 from __future__ import annotations
 

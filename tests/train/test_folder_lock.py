@@ -1,4 +1,4 @@
-"""One process a folder, whatever way the other one ends."""
+"""One process per folder, however the last one ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ time.sleep(300)
 
 
 def test_folder_of_another_process_is_refused_until_that_one_is_gone(tmp_path: Path) -> None:
-    """Killed: it cleans up nothing, and its file stays."""
+    """A killed process cleans up nothing, so its lock file stays."""
     run = tmp_path / "run"
     other = warm.Warm(["-c", HOLD, str(run)])
     other.wait_for("held\n")

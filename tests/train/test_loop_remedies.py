@@ -22,7 +22,7 @@ POISONED = 30
 
 
 def poisoned(trainer: Trainer) -> Trainer:
-    """Its text is noise in one step."""
+    """A trainer whose text is noise in one step."""
     honest = trainer.corpus.batch
 
     def batch(*, step: int, **sizes: Any) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def poisoned(trainer: Trainer) -> Trainer:
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_a_watched_run_is_the_unwatched_one(recipe: str, tmp_path: Path) -> None:
-    """Line for line, and resumed too; the folder holds both stories."""
+    """Line for line, also when resumed; the folder holds the records of both."""
     bare = Trainer(tiny(f"recipe={recipe}"), tmp_path / "bare")
     bare.advance()
     config = tiny(f"recipe={recipe}", "watch={every: 3, triggers: {clipping: null}}")
@@ -101,7 +101,7 @@ def test_a_poisoned_batch_is_skipped_and_training_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_guard_that_never_acts_changes_no_bit(tmp_path: Path) -> None:
-    """Snapshots read, and write nothing."""
+    """A snapshot only reads."""
     bare, guarded = (
         Trainer(tiny("recipe=delayed", *more), tmp_path / name)
         for name, more in (("bare", ()), ("guarded", ("guard={every: 3}",)))
@@ -138,6 +138,6 @@ def test_a_badly_cast_layer_falls_back(mode: str, tmp_path: Path) -> None:
 
 
 def test_a_fallback_without_a_watch_is_refused() -> None:
-    """It would see nothing."""
+    """Without a watch the fallback would see nothing."""
     with pytest.raises(ConfigError, match="needs a watch"):
         tiny("auto_fallback=propose")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from; damaged ones are tested in test_checkpoint.py and test_shards.py."""
+"""The checkpoint that a run continues from; test_checkpoint.py and test_shards.py test damaged ones."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_every_option_survives_kill_9_bit_for_bit(tmp_path: Path) -> None:
-    """A fork of this process trains and is killed between two checkpoints; the run goes on in this process."""
+    """A fork of this process trains and is killed between two checkpoints; this process continues the run."""
     for number, options in enumerate(OPTIONS):
         config = tiny(*options)
         whole, run = tmp_path / f"whole{number}", tmp_path / f"run{number}"

@@ -1,4 +1,4 @@
-"""Who holds what of a model; what comes of it is tested in tests/distributed/train_scenarios.py."""
+"""The parts of a model by process; tests/distributed/train_scenarios.py trains them."""
 
 from __future__ import annotations
 

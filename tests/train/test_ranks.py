@@ -1,4 +1,4 @@
-"""One process is its own first; several are tested in tests/distributed/train_scenarios.py."""
+"""One process alone; tests/distributed/train_scenarios.py tests several."""
 
 from __future__ import annotations
 

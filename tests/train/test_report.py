@@ -175,7 +175,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """What is wider than its box scrolls, and so is cut in a picture; only the numbers by step of 13 runs may."""
+    """Content wider than its box scrolls, so a picture cuts it. Only the numbers by step of 13 runs may do so."""
     script = """<script>addEventListener("load", () => {
       const chart = document.querySelector("svg[data-chart]"), box = chart.getBoundingClientRect();
       chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 99 }));

@@ -1,4 +1,4 @@
-"""What a run needs is asked for, and what cannot fit is refused by its numbers."""
+"""A run without text or device, or too large for the memory, is refused with the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders as one process reads them; several write them in tests/distributed/train_scenarios.py."""
+"""One process reads checkpoint folders; several write them in tests/distributed/train_scenarios.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ottava.train.shards import HEADER, _order_of, consolidate, read_header, rea
 
 
 def folder_of(tmp_path: Path, **tensors: Tensor) -> Path:
-    """As one process writes it; the header is that of several."""
+    """One process writes it, with the header of several."""
     folder = tmp_path / "step-000004"
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save({name.replace("__", "."): tensor for name, tensor in tensors.items()}, storage_writer=writer, no_dist=True)

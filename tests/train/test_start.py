@@ -1,4 +1,4 @@
-"""A run that starts from another one: switches of precision in its middle, and what cannot be taken over."""
+"""A run that starts from another run: switches of precision in its middle, and refused switches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict knows the noise: where it draws its lines, and what it says when there is none to draw."""
+"""The verdict and the noise: its limits, and its words if the noise is unknown."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_the_sentence_says_distance_side_spread_and_outcome() -> None:
 
 
 def test_one_seed_leaves_the_noise_unknown() -> None:
-    """However far away: without a yardstick nothing but divergence is bad."""
+    """Without a yardstick only divergence is bad, however far away a loss ends."""
     verdict = judge("r", 2.5, 1.7, Noise(losses=(1.7,)))
     assert verdict.outcome == "unknown"
     assert "noise is unknown" in verdict.sentence

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _Layers = Annotated[
     list[str] | None,
-    typer.Option("--layers", metavar="P", help="Only layers that match '*.fc2' or 're:fc[12]'; repeatable."),
+    typer.Option("--layers", metavar="P", help="Only layers that match a pattern, '*.fc2' or 're:fc[12]'; repeatable."),
 ]
 _Tensors = Annotated[str | None, typer.Option("--tensors", metavar="T", help="Some of X,W,dY,Y,dX,dW.")]
 _Steps = Annotated[str, typer.Option("--steps", metavar="A:B", help="Only these steps: 100:200, :200, 100:, 150.")]

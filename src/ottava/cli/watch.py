@@ -38,7 +38,8 @@ def watch(
         typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(metavar="P", help="Only layers that match '*.down_proj'; repeatable [*].")
+        list[str] | None,
+        typer.Option(metavar="P", help="Only layers that match a pattern, '*.down_proj'; repeatable [*]."),
     ] = None,
     tensors: Annotated[
         str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")

@@ -49,7 +49,7 @@ def test_a_script_runs_unchanged_and_learns(tmp_path: Path) -> None:
 
 
 def test_what_cannot_run_says_what_to_do(tmp_path: Path) -> None:
-    """No script, one that is not there, TransformerEngine for JAX, and a GPU that this machine does not have."""
+    """No script, a missing script, TransformerEngine for JAX, and a GPU on a machine without one."""
     assert run("--help").stdout.startswith("python -m ottava.compat.transformer_engine script.py")
     missing = run(tmp_path / "nowhere.py")
     assert (missing.returncode, missing.stderr.strip()) == (

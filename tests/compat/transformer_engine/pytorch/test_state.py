@@ -37,7 +37,7 @@ def as_saved(state: Any) -> Tensor:
 
 
 def test_keys_are_theirs_and_writing_through_them_reaches_the_parameters() -> None:
-    """As their Llama tutorial loads weights: in place, through the tensors of a state dict."""
+    """TransformerEngine's Llama tutorial loads weights like this: in place, through the tensors of a state dict."""
     for make, keys in KEYS.items():
         model = nn.Sequential(make(16, 16))
         state = model.state_dict()
@@ -162,7 +162,7 @@ def test_written_histories_and_scales_come_back_and_training_goes_on_with_the_sa
 
 
 def test_a_state_dict_is_made_of_what_their_layout_cannot_say(tmp_path: Path) -> None:
-    """A function as amax_compute_algo, and the meta device; a load empties the history that was there."""
+    """Their layout has no function as amax_compute_algo and no meta device. Loading clears the earlier history."""
     recipe = ottava.get_recipe("delayed", amax_history_len=4, amax_compute_algo=lambda history: history.amax() * 2)
     layer = te.Linear(16, 16, params_dtype=torch.bfloat16)
     with ottava.autocast(recipe=recipe):
@@ -178,7 +178,7 @@ def test_a_state_dict_is_made_of_what_their_layout_cannot_say(tmp_path: Path) ->
 
 
 def test_what_is_written_is_what_their_loader_unpickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By pickle.loads, as there, with classes as theirs are; and the reader of files finds the law of each scale."""
+    """pickle.loads reads it with classes like theirs, and `ottava inspect` finds the rule of each scale."""
 
     class Theirs(Enum):
         E4M3, HYBRID = (448, 448), (448, 57344)

@@ -49,7 +49,7 @@ def into_torch(layer: te.TransformerLayer, torchs: nn.Module) -> None:
 
 
 def scatter(layer: nn.Module) -> None:
-    """Norms that do something: not ones and zeros."""
+    """Gives norms other weights than ones and zeros."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
