@@ -38,8 +38,7 @@ def watch(
         typer.Option(metavar="R", help="Recipe to simulate in layers of other packages; repeatable [tensorwise]."),
     ] = None,
     layers: Annotated[
-        list[str] | None,
-        typer.Option(metavar="P", help="Only layers that match a pattern, '*.down_proj'; repeatable [*]."),
+        list[str] | None, typer.Option(metavar="P", help="Only layers with names like '*.down_proj'; repeatable [*].")
     ] = None,
     tensors: Annotated[
         str | None, typer.Option(metavar="T", help="Some of X,W,dY,Y,dX,dW, separated by commas [X,W,dY].")
@@ -72,9 +71,9 @@ def watch(
 
     Example: ottava watch --every 20 --recipe blockwise --out runs/a -- train.py --lr 1e-3
 
-    Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; in linear layers of
-    other packages it simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every
-    rank writes its own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
+    Any PyTorch script works. In layers of ottava the watch measures the operands of the GEMMs; everywhere else it
+    simulates the casts of the recipe. The watch changes no bit of the training. Under torchrun every rank writes its
+    own files: torchrun --nproc-per-node 8 -m ottava watch --out runs/a -- train.py
 
     Then `ottava diagnose DIR` explains the run, and `ottava report DIR` shows it. The exit code is the script's.
     """
