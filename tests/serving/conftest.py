@@ -122,4 +122,4 @@ def _like_joined(weight: Weight) -> Weight:
     from ottava.casts import quantize
 
     spec = replace(weight.cast.spec, scaling="current")
-    return replace(weight, cast=quantize(weight.tensor, spec, scale=torch.tensor(448.0)))
+    return replace(weight, codes=quantize(weight.tensor, spec, scale=torch.tensor(448.0)))

@@ -182,7 +182,7 @@ def fault_joined_scale(one: Any, family: str) -> dict[str, Any]:
         if weight.cast is None:
             return weight
         spec = replace(weight.cast.spec, scaling="current")
-        return replace(weight, cast=ottava.quantize(weight.tensor, spec))
+        return replace(weight, codes=ottava.quantize(weight.tensor, spec))
 
     one.source = replace(one.source, weights=tuple(own(weight) for weight in one.source.weights))
     made: dict[str, Tensor] = {}
@@ -305,7 +305,7 @@ def fault_missing(one: Any, family: str) -> dict[str, Any]:
 def fault_extra(one: Any, family: str) -> dict[str, Any]:
     """Training kept it in BF16, and the exporter did not know."""
     name = later(one)
-    plain = tuple(replace(w, cast=None, input_spec=None) if w.module == name else w for w in one.source.weights)
+    plain = tuple(replace(w, codes=None, input_spec=None) if w.module == name else w for w in one.source.weights)
     one.source = replace(one.source, weights=plain)
     return {"at": name}
 

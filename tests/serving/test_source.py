@@ -64,7 +64,8 @@ def test_a_model_without_a_config_and_a_damaged_folder_end_in_a_sentence(tmp_pat
         (None, "no config.json"),
         ("{", "config.json"),
         ("[]", "no object"),
-        ('{"quantization_config": {"quant_method": "fp8"}}', "quantized already"),
+        ('{"quantization_config": {"quant_method": "awq"}}', "quant_method 'awq'"),
+        ('{"quantization_config": 8}', "no object"),
         ("{}", "cannot be read"),
     ):
         if text is not None:

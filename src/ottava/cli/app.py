@@ -36,6 +36,7 @@ from ottava.cli.consolidate import consolidate
 from ottava.cli.demo import demo
 from ottava.cli.diagnose import diagnose
 from ottava.cli.doctor import doctor
+from ottava.cli.evaluate import evaluate
 from ottava.cli.export import export
 from ottava.cli.formats import formats
 from ottava.cli.import_run import import_run
@@ -72,6 +73,7 @@ app.command()(table)
 app.command()(plot)
 app.command()(export)
 app.command()(parity)
+app.command("eval")(evaluate)
 app.command()(formats)
 app.command("import")(import_run)
 # every word after the script belongs to the script

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 def export(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SOURCE", help="A run of ottava train, one of its checkpoints, or a BF16 checkpoint."),
+        typer.Argument(metavar="SOURCE", help="A run of ottava train, one of its checkpoints, or a checkpoint."),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     layout: Annotated[

@@ -111,8 +111,7 @@ def load_fp8(
     folder, recipe = Path(folder), get_recipe(recipe)
     try:
         with ExitStack() as files:
-            config = _config(folder)
-            sizes = _granularities(config)
+            sizes = block_sizes(_config(folder))
             tensors = open_tensors(folder, files)
             places = _places(model)
             stored = list(_stored(tensors, places, sizes))
@@ -144,13 +143,17 @@ def _config(folder: Path) -> Mapping[str, Any]:
         raise UntrustedError(
             "config.json has no quantization_config: its weights are not quantized; use from_pretrained"
         )
-    if wrong := misfit(found, _SHAPE, "quantization_config"):
-        raise UntrustedError(f"config.json: {wrong}")
     return found
 
 
-def _granularities(config: Mapping[str, Any]) -> list[Granularity]:
-    """The sizes of blocks that the config allows."""
+def block_sizes(config: Mapping[str, Any]) -> list[Granularity]:
+    """The sizes of blocks that a quantization_config allows.
+
+    Raises:
+        UntrustedError: an unknown method, or one without FP8 weights.
+    """
+    if wrong := misfit(config, _SHAPE, "quantization_config"):
+        raise UntrustedError(f"config.json: {wrong}")
     method = config.get("quant_method")
     if method not in _METHODS:
         raise UntrustedError(f"config.json: {unknown_name('quant_method', method, _METHODS)}")
@@ -233,11 +236,8 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: list[Granularity]) -> Iterator[_Stored]:
     """The weights that are codes, with their scales."""
     for key, file in tensors.items():
-        entry = file.get_slice(key)
-        if entry.get_dtype() not in ("F8_E4M3", "F8_E5M2"):
+        if not is_codes(key, tensors):
             continue
-        if entry.get_dtype() == "F8_E5M2":
-            raise UntrustedError(f"{key} is E5M2; weights are read as E4M3 only")
         place = places.get(key)
         if place is None:
             raise UntrustedError(
@@ -246,18 +246,47 @@ def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: lis
         linear = place.module
         if place.own != "weight" or not isinstance(linear, nn.Linear):
             raise UntrustedError(f"{key} is in FP8, and a {type(linear).__name__} has it; codes are for nn.Linear")
-        shape = tuple(entry.get_shape())
+        shape = tuple(file.get_slice(key).get_shape())
         if shape != tuple(linear.weight.shape):
             raise UntrustedError(f"{key} has shape {shape}; the model's has {tuple(linear.weight.shape)}")
-        prefix = key.removesuffix("weight")
-        scales = [name for name in _SCALES if prefix + name in tensors]
-        if not scales:
-            raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
-        scale_key = prefix + scales[0]
-        scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
-        powers: ScaleFormat = "e8m0" if size == BLOCK_1X32 and fit_bytes(scale_inv) else "pow2"
-        spec = QuantizationSpec(E4M3, size, powers if powers_only(scale_inv) else "fp32")
+        scale_inv, spec = scales_of(key, tensors, sizes)
         yield _Stored(place, key, store_scales(scale_inv, spec), spec)
+
+
+def is_codes(key: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a checkpoint holds E4M3 codes.
+
+    Raises:
+        UntrustedError: it holds E5M2.
+    """
+    dtype = tensors[key].get_slice(key).get_dtype()
+    if dtype == "F8_E5M2":
+        raise UntrustedError(f"{key} is E5M2; weights are read as E4M3 only")
+    return bool(dtype == "F8_E4M3")
+
+
+def is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
+    """Whether a tensor of a checkpoint is a scale: of the codes beside it, or of activations."""
+    module, _, last = key.rpartition(".")
+    weight = f"{module}.weight" if module else "weight"
+    return last in _UNUSED or (last in _SCALES and weight in tensors and is_codes(weight, tensors))
+
+
+def scales_of(key: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -> tuple[Tensor, QuantizationSpec]:
+    """The scales of codes, fp32 in the shape of their blocks, and the spec that they fit.
+
+    Raises:
+        UntrustedError: it has no scales, or they fit no block size of the config.
+    """
+    prefix = key.removesuffix("weight")
+    scales = [name for name in _SCALES if prefix + name in tensors]
+    if not scales:
+        raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
+    scale_key = prefix + scales[0]
+    shape = tensors[key].get_slice(key).get_shape()
+    scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
+    powers: ScaleFormat = "e8m0" if size == BLOCK_1X32 and fit_bytes(scale_inv) else "pow2"
+    return scale_inv, QuantizationSpec(E4M3, size, powers if powers_only(scale_inv) else "fp32")
 
 
 def _scales(key: str, found: Tensor, shape: tuple[int, int], sizes: list[Granularity]) -> tuple[Tensor, Granularity]:
@@ -284,8 +313,7 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[str, _Place], stored: set
     """The other tensors of the checkpoint with their places."""
     found, unknown = [], []
     for key, file in tensors.items():
-        last = key.rpartition(".")[2]
-        if key in stored or last in _UNUSED or (last in _SCALES and key.rpartition(".")[0] + ".weight" in stored):
+        if key in stored or is_scale(key, tensors):
             continue
         if (place := places.get(key)) is None:
             unknown.append(key)

@@ -149,7 +149,7 @@ def under(source: Source, recipe: Recipe) -> Source:
         if (spec := own.fprop.rhs) is None:
             return weight
         cast = quantize(weight.tensor, replace(spec, scaling="current"))
-        return replace(weight, cast=cast, input_spec=own.fprop.lhs, layer=weight.module)
+        return replace(weight, codes=cast, input_spec=own.fprop.lhs, layer=weight.module)
 
     return replace(source, weights=tuple(one(weight) for weight in source.weights))
 

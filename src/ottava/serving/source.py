@@ -11,22 +11,31 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ottava.errors import need
 from ottava.nn.convert import default_filter
-from ottava.nn.fp8_checkpoint import open_tensors
+from ottava.nn.fp8_checkpoint import block_sizes, is_codes, is_scale, open_tensors, scales_of
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
+from ottava.scaling import Granularity
 from ottava.untrusted import UntrustedError, parse_json, read_text
 
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
 _OTHERS = ("embed", "wte", "wpe", "norm", "position", "rotary", "relative_attention_bias")
+
+
+class Unread(NamedTuple):
+    """What stays in its file until somebody calls `read`."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,20 +44,35 @@ class Weight:
 
     name: str
     """In the checkpoint."""
-    tensor: Tensor
-    """Its numbers; of a weight that exists only in FP8 the decoded ones."""
+    values: Tensor | Unread
+    """Its numbers, or where they are."""
     linear: bool = False
     """Whether it is the weight of a linear (N, K)."""
     stays: str = ""
     """Why a linear stays in high precision; "" if it is to be quantized."""
-    cast: QuantizedTensor | None = None
-    """Its cast in the trained forward."""
+    codes: QuantizedTensor | Unread | None = None
+    """Its cast in the trained forward, or where it is."""
     input_scale_inv: float | None = None
     """scale_inv of the activations, from a history."""
     input_spec: QuantizationSpec | None = None
     """The cast of its input in the trained forward."""
     layer: str = ""
     """The layer that multiplies it in training."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its numbers; of a weight that exists only in FP8 the decoded ones. Read anew at each look, if in a file."""
+        return self.values.read() if isinstance(self.values, Unread) else self.values
+
+    @property
+    def cast(self) -> QuantizedTensor | None:
+        """Its cast in the trained forward; None: it has none."""
+        return self.codes.read() if isinstance(self.codes, Unread) else self.codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, which is not read for it."""
+        return tuple(self.values.shape)
 
     @property
     def module(self) -> str:
@@ -109,8 +133,9 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
 def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -> Weight:
     stays = ""
     cast, input_scale_inv, input_spec = None, None, None
-    if isinstance(layer, QuantizedLayer) and converted:
-        cast, input_scale_inv, input_spec = cast_of(layer), input_scale_of(layer), layer.resolved.fprop.lhs
+    if isinstance(layer, QuantizedLayer) and (converted or is_quantized_weight(layer.weight)):
+        cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
+        input_spec = layer.resolved.fprop.lhs
         stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
     elif converted:
         stays = "it was not converted"
@@ -175,10 +200,13 @@ def rows_of_cast(cast: QuantizedTensor, rows: slice) -> QuantizedTensor | None:
 
 
 def cast_of(layer: QuantizedLayer) -> QuantizedTensor | None:
-    """The operand of the weight that a forward of this layer multiplies now; None if it casts none."""
+    """The operand of the weight that a forward of this layer multiplies now; None if it casts none.
+
+    A weight that exists only as codes is these codes, also where a recipe multiplies their numbers.
+    """
     row, col = layer.resolved.cells("weight")
     if row is None:
-        return None
+        return layer.weight.quantized() if isinstance(layer.weight, QuantizedWeight) else None
     with torch.no_grad():
         operand, _ = layer.quantizers.weight(layer.weight, row, col, columnwise=False, record=False)
     return operand if isinstance(operand, QuantizedTensor) else None
@@ -234,38 +262,61 @@ def _as_on_disk(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def of_folder(folder: Path) -> Source:
-    """The checkpoint in a folder of Hugging Face's, in high precision.
+    """The checkpoint in a folder of Hugging Face's: in high precision, or in FP8 as `load_fp8` reads it.
+
+    No tensor is read before somebody looks at it, and none is kept then.
 
     Raises:
-        UntrustedError: the folder is damaged, or quantized already.
+        UntrustedError: the folder is damaged, or quantized in another way.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise UntrustedError(
-            f"export: {folder} has no config.json; needs a model, a checkpoint or a run of ottava train"
-        )
+        raise UntrustedError(f"{folder} has no config.json; needs a checkpoint or a run of ottava train")
     try:
         config = parse_json(read_text(path))
     except UntrustedError as error:
-        raise UntrustedError(f"export: {path}: {error}") from error
+        raise UntrustedError(f"{path}: {error}") from error
     if not isinstance(config, dict):
-        raise UntrustedError(f"export: {path} is no object")
-    if config.get("quantization_config"):
-        raise UntrustedError(f"export: {folder} is quantized already; export the checkpoint that it was made of")
+        raise UntrustedError(f"{path} is no object")
+    quantization = config.pop("quantization_config", None)
     try:
+        if not isinstance(quantization, dict | None):
+            raise UntrustedError("its quantization_config is no object")
+        sizes = block_sizes(quantization) if quantization else []
         with ExitStack() as files:
             tensors = open_tensors(folder, files)
-            weights = [_of_file(name, file.get_tensor(name)) for name, file in tensors.items()]
+            weights = [_of_codes(name, tensors, sizes) if is_codes(name, tensors) else _in_file(name, tensors)
+                       for name in tensors if not is_scale(name, tensors)]  # fmt: skip
+            files.pop_all()  # the tensors' readers hold the files, which close with the last of them
     except (UntrustedError, OSError) as error:
-        raise UntrustedError(f"export: {folder} cannot be read: {error}") from error
+        raise UntrustedError(f"{folder} cannot be read: {error}") from error
     return Source(tuple(weights), config, other_files(folder))
 
 
-def _of_file(name: str, tensor: Tensor, *, only_routers: bool = False) -> Weight:
+def _in_file(name: str, tensors: Mapping[str, Any]) -> Weight:
+    file = tensors[name]
+    return _of_file(name, Unread(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)))
+
+
+def _of_codes(name: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -> Weight:
+    scale_inv, spec = scales_of(name, tensors, sizes)
+    file = tensors[name]
+    shape = tuple(file.get_slice(name).get_shape())
+
+    def codes() -> QuantizedTensor:
+        return QuantizedTensor(file.get_tensor(name), scale_inv, spec, torch.bfloat16)
+
+    decoded = Unread(shape, lambda: codes().dequantize(torch.float32))
+    static = name.removesuffix("weight") + "input_scale"
+    scale = float(tensors[static].get_tensor(static).float().amax()) if static in tensors else None
+    return Weight(name, decoded, True, "", Unread(shape, codes), scale)
+
+
+def _of_file(name: str, tensor: Tensor | Unread, *, only_routers: bool = False) -> Weight:
     """A 2-D weight of a file is a linear's, unless its name says otherwise."""
     module = name.removesuffix(".weight")
     last = module.lower().rpartition(".")[2]
-    if not name.endswith(".weight") or tensor.ndim != 2 or any(word in last for word in _OTHERS):
+    if not name.endswith(".weight") or len(tensor.shape) != 2 or any(word in last for word in _OTHERS):
         return Weight(name, tensor)
     with torch.device("meta"):
         like = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ottava.nn.convert import default_filter
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.serving.source import Source, Weight, cast_of, input_scale_of, numbers, rows_of_cast
-from ottava.train.checkpoint import CheckpointError, high_precision_weights
-from ottava.train.config import ModelConfig, load_config
+from ottava.train.checkpoint import Checkpoint, CheckpointError, high_precision_weights
+from ottava.train.config import ModelConfig, TrainConfig, load_config
 from ottava.train.model import VOCABULARY, ByteTransformer
 from ottava.train.newest import find_checkpoint
 from ottava.train.optimizers import store
@@ -24,6 +24,16 @@ def of_run(source: Path) -> Source:
 
     Args:
         source: the folder of a run (its newest checkpoint), or one checkpoint of RUN/checkpoints.
+
+    Raises:
+        CheckpointError: the folder holds no run, or its checkpoint does not fit its settings.
+    """
+    model, config, checkpoint = model_of_run(source)
+    return as_llama(model, config.model, config.sequence_length, masters=high_precision_weights(checkpoint))
+
+
+def model_of_run(source: Path) -> tuple[ByteTransformer, TrainConfig, Checkpoint]:
+    """The model of a run, or of one of its checkpoints, with the weights and histories of its last step.
 
     Raises:
         CheckpointError: the folder holds no run, or its checkpoint does not fit its settings.
@@ -41,7 +51,7 @@ def of_run(source: Path) -> Source:
         model.load_state_dict(states)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: does not fit the settings of its run: {error}") from error
-    return as_llama(model, config.model, config.sequence_length, masters=high_precision_weights(checkpoint))
+    return model, config, checkpoint
 
 
 def run_of(source: Path) -> Path:
@@ -64,8 +74,6 @@ def as_llama(
     """
     if config.experts:
         raise CheckpointError("this run has experts (model.experts); export writes the layers of a Llama only")
-    head = config.d_model // config.heads
-    qkv = {"q_proj": config.heads * head, "k_proj": config.kv_heads * head, "v_proj": config.kv_heads * head}
     layers = dict(model.named_modules())
     casts = any(layer.resolved.quantized for layer in quantized_layers(model))
     parameters = dict(model.named_parameters()) | dict(masters or {})
@@ -73,27 +81,43 @@ def as_llama(
     def plain(name: str, source: str) -> Weight:
         return Weight(f"{name}.weight", numbers(parameters[f"{source}.weight"]).detach())
 
-    weights = [plain("model.embed_tokens", "embedding")]
-    for i in range(config.layers):
-        here, there = f"layers.{i}", f"model.layers.{i}"
-
-        def pieces(source: str, place: str, sizes: Mapping[str, int], here: str = here) -> list[Weight]:
-            name = f"{here}.{source}"
-            return _pieces(layers[name], numbers(parameters[f"{name}.weight"]).detach(), place, sizes, casts=casts)
-
-        weights.append(plain(f"{there}.input_layernorm", f"{here}.attention.qkv_proj.norm"))
-        weights += pieces("attention.qkv_proj", f"{there}.self_attn", qkv)
-        weights += pieces("attention.o_proj", f"{there}.self_attn", {"o_proj": config.d_model})
-        weights.append(plain(f"{there}.post_attention_layernorm", f"{here}.mlp.gate_up_proj.norm"))
-        weights += pieces("mlp.gate_up_proj", f"{there}.mlp", {"gate_proj": config.ffn, "up_proj": config.ffn})
-        weights += pieces("mlp.down_proj", f"{there}.mlp", {"down_proj": config.d_model})
-    weights.append(plain("model.norm", "norm"))
-    head_weight = numbers(parameters["lm_head.weight"]).detach()
-    weights.append(Weight("lm_head.weight", head_weight, True, default_filter("lm_head", model.lm_head) or ""))
+    weights = []
+    for ours, theirs in table(config):
+        if ours.rpartition(".")[2] in ("embedding", "norm"):
+            weights += [plain(name, ours) for name in theirs]
+        elif ours == "lm_head":
+            values = numbers(parameters["lm_head.weight"]).detach()
+            weights.append(Weight("lm_head.weight", values, True, default_filter("lm_head", model.lm_head) or ""))
+        else:
+            weights += _pieces(layers[ours], numbers(parameters[f"{ours}.weight"]).detach(), theirs, casts=casts)
     return Source(tuple(weights), _config(config, sequence_length))
 
 
-def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
+def table(config: ModelConfig) -> list[tuple[str, dict[str, int]]]:
+    """Each module of the trainer's model -> the modules of a Llama that hold its rows in turn, and how many.
+
+    Example:
+        >>> table(ModelConfig())[1]
+        ('layers.0.attention.qkv_proj.norm', {'model.layers.0.input_layernorm': 128})
+    """
+    d, head = config.d_model, config.d_model // config.heads
+    rows = [("embedding", {"model.embed_tokens": VOCABULARY})]
+    for i in range(config.layers):
+        here, there = f"layers.{i}", f"model.layers.{i}"
+        q, kv = config.heads * head, config.kv_heads * head
+        attn, mlp = f"{there}.self_attn", f"{there}.mlp"
+        rows += [
+            (f"{here}.attention.qkv_proj.norm", {f"{there}.input_layernorm": d}),
+            (f"{here}.attention.qkv_proj", {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}),
+            (f"{here}.attention.o_proj", {f"{attn}.o_proj": d}),
+            (f"{here}.mlp.gate_up_proj.norm", {f"{there}.post_attention_layernorm": d}),
+            (f"{here}.mlp.gate_up_proj", {f"{mlp}.gate_proj": config.ffn, f"{mlp}.up_proj": config.ffn}),
+            (f"{here}.mlp.down_proj", {f"{mlp}.down_proj": d}),
+        ]
+    return [*rows, ("norm", {"model.norm": d}), ("lm_head", {"lm_head": VOCABULARY})]
+
+
+def _pieces(layer: nn.Module, whole: Tensor, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
     """Splits the rows of one fused layer into the linears that it holds."""
     cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
     own: tuple[Any, ...] = ()
@@ -104,7 +128,7 @@ def _pieces(layer: nn.Module, whole: Tensor, place: str, sizes: Mapping[str, int
     for name, size in sizes.items():
         rows = slice(start, start + size)
         piece = None if cast is None else rows_of_cast(cast, rows)
-        weights.append(Weight(f"{place}.{name}.weight", whole[rows], True, stays, piece, *own))
+        weights.append(Weight(f"{name}.weight", whole[rows], True, stays, piece, *own))
         start += size
     return weights
 

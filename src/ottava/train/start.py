@@ -15,6 +15,7 @@ from ottava.settings import ConfigError
 from ottava.state import ScalingState
 from ottava.train.checkpoint import Checkpoint, restore_optimizer, restore_weights
 from ottava.train.config import TrainConfig
+from ottava.train.from_llama import is_weights, read_weights
 from ottava.train.newest import find_checkpoint
 from ottava.train.run_folder import StepRecord
 
@@ -51,11 +52,16 @@ def start_from(
         ConfigError: the checkpoint has done all steps of this run already.
     """
     assert config.init is not None
-    checkpoint, problems = find_checkpoint(config.init)
+    continues = config.carry == "optimizer"
+    if alone := is_weights(config.init):
+        if continues:
+            raise ConfigError(f"{config.init}: holds weights alone, without states of an optimizer; take carry=weights")
+        checkpoint, problems = read_weights(config.init, config.model), list[str]()
+    else:
+        checkpoint, problems = find_checkpoint(config.init)
     for problem in problems:
         _log.warning("skipped a checkpoint: %s", problem)
     weights = restore_weights(checkpoint, model)
-    continues = config.carry == "optimizer"
     if continues:
         if checkpoint.step >= config.steps:
             raise ConfigError(
@@ -68,6 +74,8 @@ def start_from(
             checkpoint.step,
             checkpoint.path,
         )
+    elif alone:
+        _log.info("starts from the weights of %s; FP8 codes among them are decoded to FP32", checkpoint.path)
     else:
         _log.info(
             "starts from the weights of %s (step %d), without its optimizer states, scaling histories and step count",

@@ -1,0 +1,78 @@
+"""A folder of a Llama becomes the trainer's model again, bit for bit, and a run starts from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ottava.quantized_weight import QuantizedWeight
+from ottava.serving.layouts import LAYOUTS
+from ottava.serving.source import of_folder
+from ottava.train.checkpoint import CheckpointError
+from ottava.train.from_llama import is_weights, model_of, read_weights, settings_of
+from serving_samples import CONFIG, LENGTH, exported, learned
+
+
+def test_every_layout_comes_back_as_codes_and_as_numbers() -> None:
+    """The codes of each joined linear are those that stand in the folder; without codes its numbers are BF16's."""
+    plain = dict(learned().named_parameters())
+    for layout, form in LAYOUTS.items():
+        if form.static:
+            continue
+        folder = exported(layout)
+        source = of_folder(folder)
+        casts = {weight.module: weight.cast for weight in source.weights}
+        model, longest = model_of(source, folder, None)
+        assert longest == LENGTH
+        up = model.get_submodule("layers.1.mlp.gate_up_proj").weight
+        values = torch.cat([source_of(source, f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "up")])
+        if form.spec is None:
+            assert torch.equal(up, plain["layers.1.mlp.gate_up_proj.weight"].bfloat16().float())
+        else:
+            assert isinstance(up, QuantizedWeight), layout
+            cast = casts["model.layers.1.mlp.up_proj"]
+            assert cast is not None
+            assert torch.equal(up.quantized().data[-128:].view(torch.uint8), cast.data.view(torch.uint8))
+            assert torch.equal(up.quantized().dequantize(torch.float32), values)
+        read = read_weights(folder, CONFIG).tensors
+        assert torch.equal(read["model.layers.1.mlp.gate_up_proj.weight"], values.float())
+        assert torch.equal(read["model.lm_head.weight"], plain["lm_head.weight"].bfloat16().float())
+
+
+def source_of(source: object, name: str) -> torch.Tensor:
+    return next(one.tensor for one in source.weights if one.name == name)  # type: ignore[attr-defined,no-any-return]
+
+
+def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    folder = exported("bf16")
+    path = folder / "config.json"
+    tree = json.loads(path.read_text())
+    for change, words in (
+        ({"model_type": "gemma2"}, "model_type is 'gemma2', and the model of `ottava train` has 'llama'"),
+        ({"vocab_size": 32000}, "vocab_size is 32000"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_scaling is 'yarn'"),
+        ({"hidden_size": None}, "does not describe a Llama"),
+        ({"head_dim": 7}, "head_dim 7 x 2 heads"),
+        ({"intermediate_size": 64}, "another model; it needs --set model.ffn=64"),
+    ):
+        path.write_text(json.dumps(tree | change))
+        with pytest.raises(CheckpointError, match=words):
+            read_weights(folder, CONFIG)
+    for layers, words in ((3, r"lacks model\.layers\.2"), (1, r"holds model\.layers\.1")):
+        path.write_text(json.dumps(tree | {"num_hidden_layers": layers}))
+        with pytest.raises(CheckpointError, match=words):
+            read_weights(folder, CONFIG.model_copy(update={"layers": layers}))
+    del tree["hidden_size"]
+    with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
+        settings_of(tree, folder)
+    path.write_text(json.dumps(tree | {"hidden_size": 128, "intermediate_size": 64}))
+    with pytest.raises(CheckpointError, match=r"its config\.json needs"):
+        model_of(of_folder(folder), folder, None)
+    (folder / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_weights(folder, CONFIG)
+    assert is_weights(folder)
+    assert not is_weights(tmp_path)
