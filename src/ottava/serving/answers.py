@@ -169,23 +169,25 @@ def block_errors(a: View, b: View, ids: Tensor) -> list[BlockError]:
     with _seen(a) as ours, _seen(b) as theirs:
         a.logits(ids), b.logits(ids)
     for name, other in zip(a.blocks, b.blocks, strict=True):
-        arguments, keywords, wanted = ours[name]
-        block = b.model.get_submodule(other)
+        (stream, _, _, wanted), (own, arguments, keywords, got) = ours[name], theirs[other]
+        moved = stream.to(own.dtype)  # the other arguments, such as rotary tables, are B's
+        arguments = tuple(moved if one is own else one for one in arguments)
+        keywords = {key: moved if one is own else one for key, one in keywords.items()}
         with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=b.mixed):
-            alone = _stream(block(*arguments, **keywords))
-        errors.append(BlockError(name, _error(theirs[other][2], wanted), _error(alone, wanted)))
+            alone = _stream(b.model.get_submodule(other)(*arguments, **keywords))
+        errors.append(BlockError(name, _error(got.float(), wanted.float()), _error(alone.float(), wanted.float())))
     return errors
 
 
 @contextmanager
-def _seen(view: View) -> Iterator[dict[str, tuple[Any, Any, Tensor]]]:
-    """What goes into each block, and what comes out."""
-    seen: dict[str, tuple[Any, Any, Tensor]] = {}
+def _seen(view: View) -> Iterator[dict[str, tuple[Tensor, Any, Any, Tensor]]]:
+    """The stream that goes into each block, all its arguments, and what comes out."""
+    seen: dict[str, tuple[Tensor, Any, Any, Tensor]] = {}
     handles = []
     for name in view.blocks:
 
         def look(_: nn.Module, given: Any, keywords: Any, out: Any, name: str = name) -> None:
-            seen[name] = (given, keywords, _stream(out))
+            seen[name] = (given[0] if given else keywords["hidden_states"], given, keywords, _stream(out))
 
         handles.append(view.model.get_submodule(name).register_forward_hook(look, with_kwargs=True))
     try:
@@ -196,8 +198,8 @@ def _seen(view: View) -> Iterator[dict[str, tuple[Any, Any, Tensor]]]:
 
 
 def _stream(out: Any) -> Tensor:
-    values: Tensor = out[0] if isinstance(out, tuple) else out
-    return values.float()
+    stream: Tensor = out[0] if isinstance(out, tuple) else out
+    return stream
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:

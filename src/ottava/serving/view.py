@@ -97,6 +97,7 @@ def engine_recipe(source: Source) -> Recipe:
     Example:
         >>> from ottava.casts import quantize
         >>> from ottava.formats import E4M3
+        >>> from ottava.quantized_tensor import QuantizationSpec
         >>> from ottava.serving.source import Weight
         >>> cast = quantize(torch.randn(4, 64), QuantizationSpec(E4M3, PER_ROW))
         >>> source = Source((Weight("q.weight", cast.data, True, codes=cast),), {})
