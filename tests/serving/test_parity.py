@@ -107,7 +107,7 @@ def fault_router(one: Any, family: str) -> dict[str, Any]:
     tensor = linear(one.source, name).tensor.new_zeros(128, 256).copy_(torch.randn(128, 256))
     new = ottava.quantize(tensor, linear(one.source, first(one)).cast.spec)  # type: ignore[union-attr]
     one.source = replace(
-        one.source, weights=tuple(replace(w, tensor=tensor) if w.module == name else w for w in one.source.weights)
+        one.source, weights=tuple(replace(w, values=tensor) if w.module == name else w for w in one.source.weights)
     )
     one.change({f"{name}.weight": new.data, f"{name}.weight_scale": new.scale_inv})
     return {"at": name}
