@@ -84,7 +84,7 @@ class Case:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         timings = [timing.to_dict() for timing in self.timings]
-        figures = {what: dict(values) for what, values in self.figures.items()}
+        figures = {quantity: dict(values) for quantity, values in self.figures.items()}
         return {"suite": self.suite, "name": self.name, "timings": timings, "figures": figures}
 
     def __str__(self) -> str:
@@ -96,8 +96,8 @@ class Case:
             for t in self.timings
             for low, high in [t.quartiles]
         ]
-        for what, values in self.figures.items():
-            lines += [f"  {what}", *(f"    {name.ljust(width)}  {value:,.2f}" for name, value in values.items())]
+        for quantity, values in self.figures.items():
+            lines += [f"  {quantity}", *(f"    {name.ljust(width)}  {value:,.2f}" for name, value in values.items())]
         return "\n".join(lines)
 
 

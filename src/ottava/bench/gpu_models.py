@@ -32,11 +32,11 @@ def rows_of(
     memory = {name: None if name.endswith(", graph") else step_bytes(run, call) for name, call in work.items()}
     measured, models = race(run, work), {c.name: c.model for c in runners}
     rows = []
-    for what, times in measured.items():
-        name, _, mode = what.partition(", ")
+    for label, times in measured.items():
+        name, _, mode = label.partition(", ")
         base = min(other["median"] for key, other in measured.items() if "bf16" in key and key.endswith(f", {mode}"))
         facts = {**about, "recipe": name, "mode": mode, **times, "speedup": base / times["median"]}
-        rows.append(facts | {"step_bytes": memory[what], "ran": ran(models[name])})
+        rows.append(facts | {"step_bytes": memory[label], "ran": ran(models[name])})
     return rows
 
 

@@ -210,7 +210,7 @@ def to_png(picture: str, *, zoom: int = 2) -> bytes:
         import resvg_py
     except ImportError as error:
         raise ImportError("a PNG needs the package resvg-py; pip install 'ottava[png]', or write a .svg") from error
-    for name, value in sorted(LIGHT.items(), reverse=True):  # resvg knows no CSS variables
+    for name, value in sorted(LIGHT.items(), reverse=True):  # resvg does not support CSS variables
         picture = picture.replace(f"var(--{name})", value)
     return bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=zoom, font_family="DejaVu Sans"))
 

@@ -78,7 +78,7 @@ class DataConfig(Section):
     """The text: its bytes are the tokens."""
 
     path: Path | None = None
-    """A text file or a folder of them; null takes the sources of Python's standard library."""
+    """A text file or a folder of them; null: the sources of Python's standard library."""
     validation_fraction: Annotated[float, Field(gt=0.0, le=0.5)] = 0.05
     """Share of the text to hold out for validation, in whole files if there are enough."""
     max_bytes: Positive | None = 16_000_000

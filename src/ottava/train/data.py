@@ -76,7 +76,7 @@ class ByteCorpus:
         total = sum(map(len, texts))
         if not total:
             where = config.path or "the standard library's folder"
-            raise DataError(f"{where}: holds no text; data.path takes a text file or a folder of them")
+            raise DataError(f"{where}: holds no text; set data.path to a text file or a folder of them")
         stride = round(1 / config.validation_fraction)
         held_out = texts[stride - 1 :: stride]
         if sum(map(len, held_out)) >= total * config.validation_fraction / 2:
@@ -144,7 +144,7 @@ def _text_files(path: Path) -> list[Path]:
     if path.is_dir():
         return _walk(path)
     if not path.exists():
-        raise DataError(f"{path}: does not exist; data.path takes a text file or a folder of them")
+        raise DataError(f"{path}: does not exist; set data.path to a text file or a folder of them")
     return [path]
 
 

@@ -94,7 +94,7 @@ def as_llama(
 
 
 def table(config: ModelConfig) -> list[tuple[str, dict[str, int]]]:
-    """Each module of the trainer's model -> the modules of a Llama that hold its rows in turn, and how many.
+    """Each module of the trainer's model -> the Llama modules that hold its rows, in order, with their numbers of rows.
 
     Example:
         >>> table(ModelConfig())[1]
@@ -120,15 +120,15 @@ def table(config: ModelConfig) -> list[tuple[str, dict[str, int]]]:
 def _pieces(layer: nn.Module, whole: Tensor, sizes: Mapping[str, int], *, casts: bool) -> list[Weight]:
     """Splits the rows of one fused layer into the linears that it holds."""
     cast = cast_of(layer) if isinstance(layer, QuantizedLayer) else None
-    own: tuple[Any, ...] = ()
+    facts: tuple[Any, ...] = ()
     if isinstance(layer, QuantizedLayer):
-        own = input_scale_of(layer), layer.resolved.fprop.lhs, layer.name
+        facts = input_scale_of(layer), layer.resolved.fprop.lhs, layer.name
     stays = "" if cast is not None or not casts else "its recipe does not cast it"
     weights, start = [], 0
     for name, size in sizes.items():
         rows = slice(start, start + size)
         piece = None if cast is None else rows_of_cast(cast, rows)
-        weights.append(Weight(f"{name}.weight", whole[rows], True, stays, piece, *own))
+        weights.append(Weight(f"{name}.weight", whole[rows], True, stays, piece, *facts))
         start += size
     return weights
 

@@ -55,7 +55,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     decay, lr = config.weight_decay, config.learning_rate
     split, whole = ([p for p in matrices if isinstance(p, DTensor) == kind] for kind in (True, False))
     groups: list[Any] = [{"params": kind, "weight_decay": decay} for kind in (whole, split) if kind]
-    groups.append({"params": gains, "weight_decay": 0.0})  # torch takes no group of both kinds
+    groups.append({"params": gains, "weight_decay": 0.0})  # torch refuses a group with both kinds
     if config.plain:
         return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
     moments: Moments = config.moments

@@ -458,28 +458,28 @@ def core_arguments(
 
 
 def attention_keys(
-    module: ours.MultiheadAttention, own: str, theirs: str, fused: bool, interleaved: bool
+    module: ours.MultiheadAttention, prefix: str, theirs: str, fused: bool, interleaved: bool
 ) -> tuple[dict[str, Parts], dict[str, tuple[str, ...]], dict[str, list[int]]]:
-    """The arguments of `TEState.uses_their_keys` for an attention; `own` and `theirs` are the prefixes of the keys."""
-    several = f"{own}{'kv' if module.cross else 'qkv'}."
+    """The arguments of `TEState.uses_their_keys` for an attention; `prefix` and `theirs` begin the keys."""
+    several = f"{prefix}{'kv' if module.cross else 'qkv'}."
     ordered = fused and interleaved
     orders = {f"{several}{name}": interleaved_rows(module) for name in ("weight", "bias")} if ordered else {}
     sizes = module.heads * module.head_dim, module.kv_heads * module.head_dim
     has_norm = hasattr(module.q if module.cross else module.qkv, "norm")
-    keys: dict[str, Parts] = {f"{own}out.{name}": f"{theirs}proj.{name}" for name in ("weight", "bias")}
-    states: dict[str, tuple[str, ...]] = {f"{theirs}proj": (f"{own}out",)}
-    keys |= {f"{own}attention.sink": f"{theirs}core_attention.softmax_offset"}
+    keys: dict[str, Parts] = {f"{prefix}out.{name}": f"{theirs}proj.{name}" for name in ("weight", "bias")}
+    states: dict[str, tuple[str, ...]] = {f"{theirs}proj": (f"{prefix}out",)}
+    keys |= {f"{prefix}attention.sink": f"{theirs}core_attention.softmax_offset"}
     for norm in ("q_norm", "k_norm"):
-        keys |= {f"{own}{norm}.{name}": f"{theirs}{norm}.{name}" for name in ("weight", "bias")}
+        keys |= {f"{prefix}{norm}.{name}": f"{theirs}{norm}.{name}" for name in ("weight", "bias")}
     if not module.cross:
         name = "layernorm_qkv" if has_norm else "qkv"
-        keys |= qkv_keys(f"{own}qkv.", f"{theirs}{name}.", sizes, fused, has_norm)
-        return keys, states | {f"{theirs}{name}": (f"{own}qkv",)}, orders
+        keys |= qkv_keys(f"{prefix}qkv.", f"{theirs}{name}.", sizes, fused, has_norm)
+        return keys, states | {f"{theirs}{name}": (f"{prefix}qkv",)}, orders
     name = "layernorm_query" if has_norm else "query_layer"
     for part in ("weight", "bias"):
-        keys[f"{own}q.{part}"] = f"{theirs}{name}.{part if fused else f'query_{part}'}"
+        keys[f"{prefix}q.{part}"] = f"{theirs}{name}.{part if fused else f'query_{part}'}"
         pair = tuple((f"{theirs}key_value.{which}_{part}", sizes[1]) for which in ("key", "value"))
-        keys[f"{own}kv.{part}"] = f"{theirs}key_value.{part}" if fused else pair
+        keys[f"{prefix}kv.{part}"] = f"{theirs}key_value.{part}" if fused else pair
         if has_norm:
-            keys[f"{own}q.norm.{part}"] = f"{theirs}{name}.layer_norm_{part}"
-    return keys, states | {f"{theirs}{name}": (f"{own}q",), f"{theirs}key_value": (f"{own}kv",)}, orders
+            keys[f"{prefix}q.norm.{part}"] = f"{theirs}{name}.layer_norm_{part}"
+    return keys, states | {f"{theirs}{name}": (f"{prefix}q",), f"{theirs}key_value": (f"{prefix}kv",)}, orders
