@@ -14,9 +14,10 @@ from torch import Tensor
 
 import ottava
 from ottava.debug.watch.checks import check_master
+from ottava.gemm_recipe import GemmRecipe
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.quantizer import Quantizer
-from ottava.recipe import GemmRecipe, Recipe, get_recipe
+from ottava.recipe import Recipe, get_recipe
 
 NOT_INJECTED: Mapping[str, str] = {
     "B8": "two models sharing state: ours cannot share; the rule asks a person",

@@ -14,10 +14,11 @@ from torch import nn
 import ottava
 from ottava.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator
 from ottava.formats import E4M3, E5M2
+from ottava.gemm_recipe import GemmRecipe
 from ottava.kernels import accumulate
 from ottava.ops import explain, gemm
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, RECIPES, GemmRecipe, Recipe, get_recipe
+from ottava.recipe import GEMMS, RECIPES, Recipe, get_recipe
 from sweep import sweep
 
 

@@ -98,3 +98,12 @@ def test_predicted_scales_ask_only_without_a_history(monkeypatch: pytest.MonkeyP
     broken = AgreedCast(GROUP, 1)(torch.tensor([[1.0]]), QuantizationSpec(ottava.E4M3), None).row
     assert broken is not None
     assert broken.scale_inv.item() == 1.0
+
+
+def test_what_needs_the_whole_tensor_is_refused() -> None:
+    """Before a collective, with a way out."""
+    x = torch.randn(32, 64)
+    for recipe in ("nvfp4_rht", "four_over_six", "ms_eden", "averis"):
+        cells = ottava.RECIPES[recipe].cells("input")
+        with pytest.raises(ValueError, match="such as 'nvfp4', or shard with FSDP2"):
+            AgreedCast(GROUP, 0)(x, *cells)

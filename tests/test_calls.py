@@ -32,8 +32,15 @@ MOST_CALLS = {
     "rowwise": 47,
     "rowwise_with_gw_hp": 42,
     "nvfp4": 95,
+    # transforms and rules for block scales are emulated, with plans that are kept all the same
+    "nvfp4_rht": 104,
+    "four_over_six": 270,
+    "ms_eden": 453,
+    "averis": 168,
+    "mxfp4": 65,
 }
-MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 9, "nvfp4": 14}
+MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 9, "nvfp4": 14, "nvfp4_rht": 15, "mxfp4": 14}
+MOST_FILES |= {"four_over_six": 16, "ms_eden": 15, "averis": 17}
 OTHERS = 40, 8
 
 

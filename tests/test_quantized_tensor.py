@@ -15,6 +15,7 @@ from ottava.casts import quantize
 from ottava.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, Format
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity, compute_scale
+from ottava.transforms import Hadamard
 from sweep import sweep
 
 OPERANDS = [E4M3, E5M2, E2M1, E2M3, E3M2]
@@ -30,8 +31,14 @@ CHANGES: dict[str, Any] = {
     "bootstrap": False,
     "guard_bits": 2,
     "rounding": "stochastic",
+    "transform": Hadamard(32, 1),
+    "block_scale": "four_over_six",
 }
 """Another value for every field."""
+
+NVFP4 = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3")
+BASES = {"block_scale": NVFP4}
+"""The spec to change, where that is not E4M3 per tensor."""
 
 HISTORY_FIELDS = ("amax_history_len", "amax_compute_algo", "bootstrap")
 """They decide what the next scale is, not what a cast does with it, so compiled graphs need not know them."""
@@ -48,7 +55,8 @@ def test_every_field_has_another_value_here() -> None:
 @pytest.mark.parametrize("field", CHANGES)
 def test_every_field_counts_in_a_comparison(field: str) -> None:
     """Different in one field: unequal, another hash, another key. Equal in all: equal, same hash, same key."""
-    spec, other = QuantizationSpec(E4M3), replace(QuantizationSpec(E4M3), **{field: CHANGES[field]})
+    spec = BASES.get(field, QuantizationSpec(E4M3))
+    other = replace(spec, **{field: CHANGES[field]})
     assert (spec == other, hash(spec) == hash(other)) == (False, False)
     assert (spec.key == other.key) == (field in HISTORY_FIELDS)
     same = replace(other)
@@ -58,11 +66,12 @@ def test_every_field_counts_in_a_comparison(field: str) -> None:
 @pytest.mark.parametrize("field", CHANGES)
 def test_every_field_survives_json(field: str) -> None:
     """to_dict says what is not at its default, in plain values; from_dict gives an equal spec back."""
-    spec = replace(QuantizationSpec(E4M3), **{field: CHANGES[field]})
+    base = BASES.get(field, QuantizationSpec(E4M3))
+    spec = replace(base, **{field: CHANGES[field]})
     assert QuantizationSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     if field not in HISTORY_FIELDS:
         assert QuantizationSpec.from_dict(json.loads(spec.key)) == spec
-    assert set(spec.to_dict()) == {"format", field}
+    assert set(spec.to_dict()) == {*base.to_dict(), field}
 
 
 @sweep

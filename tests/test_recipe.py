@@ -70,6 +70,29 @@ TABLES = {
         *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3]"),
         *("E2M1[1x16, e4m3, stochastic]", "E2M1[1x16, e4m3]"),
     ),
+    "nvfp4_rht": (
+        *("E2M1[1x16, e4m3]", "E2M1[16x16, e4m3]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3]"),
+        *("E2M1[1x16, e4m3, stochastic, hadamard 16]", "E2M1[1x16, e4m3, hadamard 16]"),
+    ),
+    "four_over_six": (
+        *("E2M1[1x16, e4m3, four_over_six]", "E2M1[16x16, e4m3, four_over_six]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3, four_over_six]"),
+        *("E2M1[1x16, e4m3, stochastic, hadamard 16]", "E2M1[1x16, e4m3, four_over_six, hadamard 16]"),
+    ),
+    "ms_eden": (
+        *("E2M1[1x16, e4m3, four_over_six]",) * 2,
+        *("E2M1[1x16, e4m3, ms_eden, hadamard 128, signs fresh, fp32]",) * 4,
+    ),
+    "averis": (
+        *("E2M1[1x16, e4m3, mean]", "E2M1[16x16, e4m3]"),
+        *("E2M1[1x16, e4m3, stochastic, mean]", "E2M1[16x16, e4m3]"),
+        *("E2M1[1x16, e4m3, stochastic, mean columns]", "E2M1[1x16, e4m3, mean columns]"),
+    ),
+    "mxfp4": (
+        *("E2M1[1x32, e8m0]", "E2M1[1x32, e8m0]"),
+        *("E2M1[1x32, e8m0, stochastic]", "E2M1[1x32, e8m0]") * 2,
+    ),
 }
 
 

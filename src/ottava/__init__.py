@@ -23,10 +23,11 @@ if TYPE_CHECKING:  # for type checkers what _HOMES is for Python
     from ottava.debug.watch import watch
     from ottava.footprint import memory
     from ottava.formats import E2M1, E4M3, E5M2, E8M0
+    from ottava.gemm_recipe import GemmRecipe
     from ottava.nn import assert_fp8, calibrate, convert, graphed_step, load_fp8, model_init, receipt
     from ottava.ops import gemm
     from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-    from ottava.recipe import RECIPES, GemmRecipe, Recipe, get_recipe
+    from ottava.recipe import RECIPES, Recipe, get_recipe
     from ottava.scaling import Granularity
     from ottava.serving.export import export
     from ottava.state import ScalingState
@@ -44,7 +45,8 @@ _HOMES = MappingProxyType(
         "ottava.nn": ("assert_fp8", "calibrate", "convert", "graphed_step", "load_fp8", "model_init", "receipt"),
         "ottava.ops": ("gemm",),
         "ottava.quantized_tensor": ("QuantizationSpec", "QuantizedTensor"),
-        "ottava.recipe": ("RECIPES", "GemmRecipe", "Recipe", "get_recipe"),
+        "ottava.gemm_recipe": ("GemmRecipe",),
+        "ottava.recipe": ("RECIPES", "Recipe", "get_recipe"),
         "ottava.scaling": ("Granularity",),
         "ottava.serving.export": ("export",),
         "ottava.state": ("ScalingState",),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.casts import Both, CastPlan, cast_both
+from ottava.casts import Beside, Both, CastPlan, cast_both
 from ottava.kernels.reference import factors
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import encode_
@@ -44,10 +44,16 @@ class AgreedCast:
         scale: Tensor | None = None,
         staged: Tensor | None = None,
         plans: dict[Any, CastPlan] | None = None,
+        beside: Beside = (None, None),
     ) -> Both:
-        """As `casts.cast_both`, with the largest amax of all ranks; it stages nothing."""
+        """As `casts.cast_both`, with the largest amax of all ranks; it stages nothing.
+
+        Raises:
+            ValueError: a transform or a rule for block scales needs the whole tensor.
+        """
         known = spec or spec_t
         assert known is not None
+        refuse_parts(spec, spec_t)
         if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
             # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
@@ -101,6 +107,21 @@ class AgreedCast:
             "a model that is split over ranks cannot be pickled: its process group exists here only. Save its "
             "state_dict with torch.distributed.checkpoint"
         )
+
+
+def refuse_parts(*specs: QuantizationSpec | None) -> None:
+    """Refuses casts that ranks with parts of a tensor cannot make together.
+
+    Raises:
+        ValueError: a transform, or a rule for block scales.
+    """
+    for spec in specs:
+        if spec is not None and (spec.transform is not None or spec.block_scale != "amax"):
+            raise ValueError(
+                f"{spec}: this layer is split over ranks, and each of them holds a part of the tensor. Its transform "
+                "or its block scales need all of it: take a recipe without them, such as 'nvfp4', or shard with FSDP2, "
+                "which gathers weights"
+            )
 
 
 def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -51,6 +51,8 @@ class AttentionRecipe(RefusesUnknownFields):
             if spec is None and tensor in ("o", "dqkv"):  # no GEMM of attention's own reads them
                 continue
             need_type(f"AttentionRecipe: {tensor}", spec, QuantizationSpec)
+            if spec.transform is not None:
+                raise ValueError(f"AttentionRecipe: {tensor} is {spec}; transforms are for the GEMMs of linear layers")
             if spec.granularity != PER_TENSOR or spec.predicted:
                 raise ValueError(
                     f"AttentionRecipe: {tensor} is {spec}; needs one current scale for the tensor: each GEMM would "

@@ -24,7 +24,7 @@ from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.scaling import read_scales
 
 
@@ -44,9 +44,6 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
 
-_POWERS = ("pow2", "e8m0", "e8m0_floor")
-"""Scale formats in which every scale is a power of two."""
-
 _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
@@ -62,8 +59,10 @@ class Both(NamedTuple):
     """Of the first of them, one entry per block; None: the kernel has staged it."""
 
 
-Run = Callable[[Tensor, Tensor | None, Tensor | None], Both]
+Run = Callable[..., Both]
 """(x, scale, staged) -> its casts."""
+Beside = tuple[Operand | None, Operand | None]
+"""The operands that x and x.T meet in their GEMMs, where those were cast before."""
 
 
 class CastPlan(NamedTuple):
@@ -77,14 +76,20 @@ class CastPlan(NamedTuple):
     """Why the kernels before it do not."""
     specs: tuple[QuantizationSpec | None, QuantizationSpec | None]
     """Of x and x.T. A kept plan keeps them alive, so their `id` names them."""
+    transforms: bool = False
+    """Whether `run` takes a fourth argument: the operands that x and x.T will meet, if those were cast before."""
 
 
-def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> QuantizedTensor:
+def quantize(
+    x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None, beside: Operand | None = None
+) -> QuantizedTensor:
     """Casts a matrix to `spec`.
 
     Args:
         x: (R, C); float32, bfloat16 or float16; any strides, also empty.
         scale: fp32, one entry, the factor of x before the cast (delayed scaling); None: each block's current scale.
+        beside: the other operand of the GEMM, if it was cast before; a transform with fresh signs or with factors takes
+            them from there.
     Returns:
         QuantizedTensor: .data codes (R, C) | .scale_inv fp32, one entry per block | .dequantize().
     Raises:
@@ -98,7 +103,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) 
         (tensor([[0.0312]]), tensor([[ 16., -96.],
                 [448., 224.]]))
     """
-    x_q = cast_both(x, spec, None, scale=scale).row
+    x_q = cast_both(x, spec, None, scale=scale, beside=(beside, None)).row
     assert x_q is not None  # spec is not None
     return x_q
 
@@ -111,6 +116,7 @@ def cast_both(
     scale: Tensor | None = None,
     staged: Tensor | None = None,
     plans: dict[Any, CastPlan] | None = None,
+    beside: Beside = (None, None),
 ) -> Both:
     """x cast to spec and x.T cast to spec_t, from one reading of x where a kernel can.
 
@@ -121,6 +127,7 @@ def cast_both(
         staged: fp32 (3,), of a door: its amax since the last boundary. Some kernels raise it to this cast's amax
             themselves, and then return no amax.
         plans: the caller's kept plans. None: decide anew.
+        beside: the operands that x and x.T meet, for transforms.
     """
     if isinstance(x, UnmadeRows):
         return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
@@ -138,7 +145,7 @@ def cast_both(
         plan = plan_casts(x, spec, spec_t, scale=scale, staged=staged)
         if plans is not None and key is not None:
             keep_plan(plans, key, plan)
-    return plan.run(x, scale, staged)
+    return plan.run(x, scale, staged, beside) if plan.transforms else plan.run(x, scale, staged)
 
 
 def keep_plan(plans: dict[Any, Plan], key: object, plan: Plan) -> None:
@@ -177,6 +184,8 @@ def plan_casts(
     x = x.detach()  # codes carry no gradient
     known = spec or spec_t
     assert known is not None
+    if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
+        return _transformed(spec, spec_t)
     alike = spec is None or spec_t is None or spec == spec_t
     if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
@@ -234,6 +243,36 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
 
+def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
+    """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
+    planned: dict[bool, CastPlan] = {}
+
+    def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
+        if spec is None:
+            return None
+        aside, y = None, x
+        if spec.transform is not None:
+            met = other.aside if isinstance(other, QuantizedTensor) else None
+            with no_autocast(x.device):
+                aside = spec.transform.prepare(x, met if spec.transform.paired else None)
+                y = spec.transform.apply(x, aside)
+        if turned not in planned:  # all x of this plan are alike, so all y are
+            planned[turned] = _alone(y, spec, None, None)
+        y_q = planned[turned].run(y, None, None).row
+        assert y_q is not None
+        return QuantizedTensor(y_q.data, y_q.scale_inv, spec, x.dtype, y_q.amax, aside)
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None, beside: Beside = (None, None)) -> Both:
+        x = x.detach()
+        row, col = one(x, spec, beside[0], False), one(x.t(), spec_t, beside[1], True)
+        first = row or col
+        assert first is not None
+        return Both(row, col, first.amax)
+
+    names = [str(s.transform) for s in (spec, spec_t) if s is not None and s.transform is not None]
+    return CastPlan(run, f"{' and '.join(dict.fromkeys(names))} before a cast", (), (spec, spec_t), True)
+
+
 def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:
     cast, dtype = native_quantize.plan_quantize_both(x, spec, spec_t), x.dtype
 
@@ -249,6 +288,8 @@ def refuse_unmade(rows: UnmadeRows, *specs: QuantizationSpec | None) -> str | No
     """Why rows have to be made before they are cast to each of these specs (None: high precision); None if not."""
     if None in specs:
         return "a cell in high precision takes the rows themselves"
+    if any(spec.transform for spec in specs if spec):
+        return "a transform takes the rows themselves"
     reasons = (triton_quantize.supports_quantize(rows.x, spec) for spec in specs if spec)
     return next(filter(None, reasons), None)
 
@@ -313,51 +354,6 @@ def dequantize(x_q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor
     return x_q.dequantize(wanted)
 
 
-def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
-    """Why `turn` cannot make x.T from the codes of x; None if it can.
-
-    Example:
-        >>> from ottava.recipe import RECIPES
-        >>> refuse_turn(*RECIPES["blockwise"].cells("input")), refuse_turn(*RECIPES["blockwise_fp32"].cells("input"))
-        (None, 'fp32 scales are no powers of two, so that codes would be rounded twice')
-    """
-    if spec.format != spec_t.format:
-        return f"x is cast to {spec.format} and x.T to {spec_t.format}"
-    for side in (spec, spec_t):
-        if side.scale_format not in _POWERS:
-            return f"{side.scale_format} scales are no powers of two, so that codes would be rounded twice"
-        if side.rounding != "nearest_even" or side.predicted:
-            return f"only x itself can be cast to {side}"
-    return None
-
-
-def turn(x_q: QuantizedTensor, spec_t: QuantizationSpec) -> QuantizedTensor:
-    """x.T cast to spec_t, from the codes of x: between scales that are powers of two a code moves by whole octaves.
-
-    A number loses bits only if it becomes a subnormal of its new block. Then it is rounded once more, by at most half
-    the smallest subnormal. ("e8m0_floor" saturates numbers near the top, as in any cast.) The caller may free x.
-
-    Raises:
-        ValueError: `refuse_turn` gives the reason.
-    Source: FP8-Flow-MoE (arXiv 2511.02302). Its 128x128 tiles take the largest scale of their rows; here each block of
-        x.T has the scale of its own amax.
-
-    Example:
-        >>> from ottava.recipe import RECIPES
-        >>> row, col = RECIPES["mxfp8"].cells("input")
-        >>> x = torch.tensor([[1.0, 300.0], [2.0, 500.0]])
-        >>> turn(quantize(x, row), col).dequantize()                                 # 500 is no number of E4M3
-        tensor([[  1.,   2.],
-                [288., 512.]])
-    """
-    if reason := refuse_turn(x_q.spec, spec_t):
-        raise ValueError(f"turn: {reason}: quantize x.T itself")
-    numbers = dequantize(x_q, torch.float32)  # exact: a code times a power of two
-    turned = cast_both(numbers, None, spec_t).col
-    assert turned is not None
-    return QuantizedTensor(turned.data, turned.scale_inv, spec_t, x_q.dtype)
-
-
 def explain_quantize(x: Tensor, spec: QuantizationSpec, *, scale: Tensor | None = None) -> str:
     """The kernel that `quantize` would run on this matrix, and why not the kernels before it, one per line.
 
@@ -378,6 +374,11 @@ def _compiled(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec
     """As `cast_both`, of opaque operators."""
     known = spec or spec_t
     assert known is not None
+    if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
+        raise NotImplementedError(
+            f"quantize: {known} and {spec_t}: no operator of compiled code transforms a tensor. Cast it outside of "
+            "torch.compile; layers do so by themselves"
+        )
     if spec is not None and spec_t is not None:
         at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
         if at_once:

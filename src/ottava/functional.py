@@ -115,7 +115,8 @@ class Call:
     def casts(self) -> int:
         """The number of casts of the input in the forward: two, unless one cast serves x and x.T."""
         specs = [spec for spec in self.cast_specs if spec is not None]
-        return 1 if len(specs) == 2 and specs[0] == specs[1] and specs[0].granularity.transposes else len(specs)
+        one = len(specs) == 2 and specs[0] == specs[1] and specs[0].granularity.transposes and not specs[0].transform
+        return 1 if one else len(specs)
 
     @property
     def last_training(self) -> Call | None:
@@ -226,7 +227,7 @@ class _Linear(torch.autograd.Function):
         _, _, needs_x, needs_dw, needs_db, *needed = ctx.needs_input_grad
         needs_dx = needs_x or True in needed
         saved = ctx.saved_tensors
-        (x_col, w_col), made = unflattened(saved[:4], ctx.described), saved[4:]
+        (x_col, w_col), made = unflattened(saved[:6], ctx.described), saved[6:]
         dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db))
         d_parameters: Sequence[Tensor | None] = ()
         if dx is not None and call.produce is not None:
@@ -260,7 +261,9 @@ def forward_gemm(
 ) -> tuple[Tensor, Operand | None]:
     """y (M, N) in `dtype` from the operand of x (M, K), and the operand of w.T (K, N) that dx will need."""
     fprop = call.recipe.fprop
-    w_row, w_col = call.doors.weight(weight, fprop.rhs, call.recipe.dgrad.rhs, columnwise=needs_dx, record=record)
+    w_row, w_col = call.doors.weight(
+        weight, fprop.rhs, call.recipe.dgrad.rhs, columnwise=needs_dx, record=record, beside=(x_row, None)
+    )
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)  # as torch.autocast would have it; FP8 hardware adds no fp32 bias to a 16-bit y
     # y (M, N) = x (M, K) @ w (N, K).T
@@ -294,7 +297,9 @@ def backward_gemms(
     # db first: the operation that made dy has left a part of it in a cache
     db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
     rows = dy.taken() if isinstance(dy, UnmadeGradient) else dy
-    dy_row, dy_col = call.doors.grad_output(rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+    dy_row, dy_col = call.doors.grad_output(
+        rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, beside=(w_col, x_col)
+    )
     if call.exchange is not None:
         dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None
         dy_col = call.exchange.gather("grad_output", dy_col, 1) if needs_dw else None
@@ -418,7 +423,7 @@ Described = tuple[tuple[QuantizationSpec, torch.dtype] | QuantizedWeight | None,
 
 
 def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], Described, int]:
-    """Two tensors of each operand, for autograd to save; their descriptions; bytes of the quantized operands.
+    """Three tensors of each operand, for autograd to save; their descriptions; bytes of the quantized operands.
 
     `unflattened` is the inverse. A lent weight goes through as it is: FSDP2 frees and fills its memory, so that nobody
     may keep a copy of it, as an offload of saved tensors would.
@@ -428,22 +433,25 @@ def flattened(operands: Sequence[Operand | None]) -> tuple[list[Tensor | None], 
     nbytes, counted = 0, not torch.compiler.is_compiling()
     for operand in operands:
         if isinstance(operand, QuantizedTensor):
-            tensors += (operand.data, operand.scale_inv)
+            tensors += (operand.data, operand.scale_inv, operand.aside)
             described.append((operand.spec, operand.dtype))
             nbytes += operand.data.nbytes + operand.scale_inv.nbytes if counted else 0
+            nbytes += operand.aside.nbytes if counted and operand.aside is not None else 0
         elif isinstance(operand, QuantizedWeight):
-            tensors += (None, None)
+            tensors += (None, None, None)
             described.append(operand)
         else:
-            tensors += (operand, None)
+            tensors += (operand, None, None)
             described.append(None)
     return tensors, tuple(described), nbytes
 
 
 def unflattened(tensors: Sequence[Tensor | None], described: Described) -> list[Operand | None]:
     """The inverse of `flattened`."""
-    pairs = zip(tensors[::2], tensors[1::2], described, strict=True)
+    operands = zip(tensors[::3], tensors[1::3], tensors[2::3], described, strict=True)
     return [
-        QuantizedTensor(data, scale_inv, *said) if isinstance(said, tuple) else data if said is None else said  # type: ignore[arg-type]
-        for data, scale_inv, said in pairs
+        QuantizedTensor(data, scale_inv, *said, aside=aside)  # type: ignore[arg-type]
+        if isinstance(said, tuple)
+        else (data if said is None else said)
+        for data, scale_inv, aside, said in operands
     ]

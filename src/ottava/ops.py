@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,11 +33,12 @@ from ottava.dispatch import (
     runner,
 )
 from ottava.formats import dtype_name
+from ottava.gemm_recipe import Compute, GemmRecipe
 from ottava.kernels import gemm_choice, reference, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.parts import rests, with_parts
 from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
-from ottava.recipe import Compute, GemmRecipe
 
 _LOGGER = logging.getLogger(__name__)
 _PLAIN = frozenset(PLAIN)
@@ -226,6 +227,10 @@ def plan_gemm(
         'torch.mm bfloat16'
     """
     _check(a, b, bias, accumulator, compute)
+    if (rest := rests(a, b)) is not None:
+        plan = plan_gemm(*rest, torch.float32, None, fast_accum, compute, backend, accumulator)
+        record = replace(plan.record, out_dtype=dtype_name(out_dtype))
+        return plan._replace(run=with_parts(plan.run, out_dtype), record=record)
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
         if accumulator is not None:
             if accumulator.emulated:

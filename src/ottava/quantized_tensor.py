@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ottava.accumulator import Accumulator
+from ottava.block_scales import BLOCK_SCALES
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
-from ottava.formats import E5M2, Format, get_format
+from ottava.formats import E2M1, E5M2, Format, get_format
 from ottava.rounding import Rounding, decode
 from ottava.scaling import BLOCK_128X128, PER_TENSOR, Granularity, Scale, ScaleFormat, compute_scale, read_scales
+from ottava.transforms import Transform, get_transform
 
 Scaling = Literal["current", "delayed", "guarded"]
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -80,6 +82,12 @@ class QuantizationSpec(RefusesUnknownFields):
     """Guarded: octaves below the top of the format in which amax may land before the guard fires."""
     rounding: Rounding = "nearest_even"
     """"stochastic" for gradients in very small formats."""
+    transform: Transform | None = None
+    """What the tensor becomes before the cast: a `transforms.Transform`, or its kind, or a mapping; None: itself."""
+    block_scale: str = "amax"
+    """How the scale of a block is chosen: "amax", or a rule of `block_scales.BLOCK_SCALES` for NVFP4's blocks."""
+    repeatable: bool = field(init=False, repr=False, compare=False)
+    """Whether the same tensor always gets the same codes: nothing is drawn, and no other operand has a say."""
     key: str = field(init=False, repr=False, compare=False)
     """The spec as one string, because torch custom operators take no dataclass. A field, because Dynamo cannot trace
     the code that makes it."""
@@ -88,6 +96,8 @@ class QuantizationSpec(RefusesUnknownFields):
     def __post_init__(self) -> None:
         for name, wanted in _TYPES:
             need_type(f"QuantizationSpec: {name}", getattr(self, name), wanted)
+        if self.transform is not None:
+            object.__setattr__(self, "transform", get_transform(self.transform))
         for name, kind in _CHOICES:
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"QuantizationSpec: {unknown_name(name, getattr(self, name), get_args(kind))}")
@@ -114,10 +124,39 @@ class QuantizationSpec(RefusesUnknownFields):
             raise ValueError(
                 "QuantizationSpec: scale_format 'e4m3' needs a scale for each block: give a block granularity"
             )
+        self._refuse_rules()
+        repeatable = self.rounding == "nearest_even" and self.transform is None and self.block_scale != "ms_eden"
+        object.__setattr__(self, "repeatable", repeatable)
         settings = {name: value for name, value in self.to_dict().items() if name not in _HISTORY_FIELDS}
         object.__setattr__(self, "key", json.dumps(settings, sort_keys=True))
         compared = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
         object.__setattr__(self, "_hash", hash(compared))
+
+    def _refuse_rules(self) -> None:
+        """Refuses transforms and rules for block scales where they have no meaning."""
+        if self.transform is not None and self.predicted:
+            raise ValueError(
+                f"QuantizationSpec: {self.scaling} scaling with transform {self.transform}: a history holds amaxes of "
+                "the tensor, not of what it becomes. Use scaling='current'"
+            )
+        if self.block_scale == "amax":
+            return
+        if self.block_scale not in BLOCK_SCALES:
+            raise ValueError(
+                f"QuantizationSpec: {unknown_name('block_scale', self.block_scale, ('amax', *BLOCK_SCALES))}"
+            )
+        if self.format != E2M1 or self.scale_format != "e4m3" or self.margin:
+            raise ValueError(
+                f"QuantizationSpec: block_scale {self.block_scale!r} is for E2M1 with scale_format 'e4m3' and margin "
+                f"0; got {self.format}, {self.scale_format!r}, margin {self.margin}"
+            )
+        group, cols = None if self.transform is None else self.transform.group, self.granularity.cols
+        if self.block_scale == "ms_eden" and not (group and cols and group % cols == 0 and self.granularity.rows == 1):
+            raise ValueError(
+                "QuantizationSpec: block_scale 'ms_eden' is unbiased behind a random rotation only: give "
+                "transform={'kind': 'hadamard', 'size': 128, 'signs': 'fresh', 'rounded': False} and blocks of one row "
+                f"that divide its size; got transform {self.transform}, granularity {self.granularity}"
+            )
 
     def __hash__(self) -> int:
         return self._hash  # kernels look up settings by spec
@@ -160,6 +199,8 @@ class QuantizationSpec(RefusesUnknownFields):
         extras: list[str] = [self.scale_format] if self.scale_format != "fp32" else []
         extras += [self.scaling] if self.predicted else []
         extras += ["stochastic"] if self.rounding == "stochastic" else []
+        extras += [self.block_scale] if self.block_scale != "amax" else []
+        extras += [str(self.transform)] if self.transform is not None else []
         return f"{self.format.name}[{', '.join([str(self.granularity), *extras])}]"
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,6 +213,8 @@ class QuantizationSpec(RefusesUnknownFields):
         kept["format"] = self.format.name
         if "granularity" in kept:
             kept["granularity"] = str(self.granularity)
+        if self.transform is not None:
+            kept["transform"] = self.transform.to_dict()
         if callable(self.amax_compute_algo):
             kept["amax_compute_algo"] = f"{self.amax_compute_algo.__module__}:{self.amax_compute_algo.__qualname__}"
         return kept
@@ -213,6 +256,9 @@ def refuse_pair(
         return "no tensor core takes 128x128 blocks on both sides; make one of them 1x128"
     if lhs.format.bits != rhs.format.bits:
         return f"{lhs.format} has {lhs.format.bits} bits and {rhs.format} {rhs.format.bits}; both sides need one width"
+    one, other = (t if t is not None and t.paired else None for t in (lhs.transform, rhs.transform))
+    if one != other:
+        return f"transform {one} meets {other}; a product keeps its value only if both sides have the same one"
     return None
 
 
@@ -231,6 +277,8 @@ class QuantizedTensor:
     """Of the original tensor."""
     amax: Tensor | None = None
     """The amaxes of the blocks, fp32, in any order, for watches; None: not kept, as in backward."""
+    aside: Tensor | None = None
+    """What `spec.transform` took from the tensor: means, factors or a seed. The codes are those of what it made."""
 
     @property
     def shape(self) -> torch.Size:
@@ -244,11 +292,14 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales in memory: E8M0 and E4M3 scales take fp32, each 4-bit code takes a byte."""
-        return self.data.nbytes + self.scale_inv.nbytes
+        """Bytes of codes, scales and `aside` in memory: E8M0 and E4M3 scales take fp32, each 4-bit code takes
+        a byte."""
+        return self.data.nbytes + self.scale_inv.nbytes + (0 if self.aside is None else self.aside.nbytes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """decode(data) * scale_inv in fp32, rounded once to `dtype` (that of the original by default).
+
+        Under a transform these are the numbers of the transformed tensor, which `transformed` gives before the cast.
 
         Example:
             >>> import ottava
@@ -260,16 +311,25 @@ class QuantizedTensor:
             scale_inv = read_scales(scale_inv)
         return self.spec.granularity.multiply_(numbers, scale_inv).to(dtype or self.dtype)
 
+    def transformed(self, x: Tensor) -> Tensor:
+        """What was cast of x: x itself, or what `spec.transform` has made of it.
+
+        Example:
+            >>> import ottava
+            >>> x, spec = torch.randn(2, 32), ottava.QuantizationSpec(ottava.E4M3, transform="mean")
+            >>> bool((ottava.quantize(x, spec).transformed(x).mean(0).abs() < 1e-6).all())
+            True
+        """
+        return x if self.spec.transform is None else self.spec.transform.apply(x, self.aside)
+
     def t(self) -> QuantizedTensor:
         """The transpose, sharing memory.
 
         Raises:
             ValueError: blocks of x are not blocks of x.T (1x128, per row): quantize x.T from high precision instead.
         """
-        if not self.spec.granularity.transposes:
-            raise ValueError(
-                f"QuantizedTensor.t: {self.spec.granularity} blocks of x are not blocks of x.T; quantize x.T itself"
-            )
+        if not self.spec.granularity.transposes or self.spec.transform is not None:
+            raise ValueError(f"QuantizedTensor.t: {self.spec} blocks of x are not blocks of x.T; quantize x.T itself")
         return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.spec, self.dtype, self.amax)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ottava.attention_recipe import ATTENTION_TENSORS
-from ottava.casts import Both, CastPlan, cast_both, refuse_unmade
+from ottava.casts import Beside, Both, CastPlan, cast_both, refuse_unmade
 from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.sums import checksum
 from ottava.kernels.triton.quantize import UnmadeRows
@@ -74,12 +74,14 @@ class Quantizer(nn.Module):
         rowwise: bool = True,
         columnwise: bool = True,
         record: bool = True,
+        beside: Beside = (None, None),
     ) -> tuple[Operand | None, Operand | None]:
         """x (R, C) -> (operand of x, operand of x.T); None for an operand without a cell.
 
         It takes unmade rows only if `refuse_unmade` returns None.
 
         record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
+        beside: the operands that x and x.T meet, where those were cast before; transforms agree with them.
 
         A spec of None passes x through. If x and x.T share their scales (per tensor, square blocks), one cast serves
         both. Otherwise the door casts x.T from high precision.
@@ -89,7 +91,7 @@ class Quantizer(nn.Module):
         col: Operand | None = None
         spec = cast_row or cast_col
         if spec is not None and spec.scaling == "current" and (cast_col is None or cast_col.scaling == "current"):
-            row, col, _ = self.cast(x, cast_row, cast_col, plans=self.plans)
+            row, col, _ = self.cast(x, cast_row, cast_col, plans=self.plans, beside=beside)
         elif cast_row is not None and cast_col is not None and cast_row != cast_col:  # each with a scale of its own
             row, col = self._predict(x, cast_row, None, record)[0], self._predict(x, None, cast_col, record)[1]
         elif spec is not None:
@@ -295,8 +297,8 @@ class WeightQuantizer(Quantizer):
     used the cast more than once, because kept codes take memory. There it cannot see a `.data` write between two
     micro-batches of one step; after such a write call `ScalingState.update`.
 
-    The door keeps no cast inside torch.compile, with stochastic rounding, or while a hook watches it. In a CUDA graph
-    it keeps one only for `graphed_step`, which casts anew at every replay; another graph would freeze it.
+    The door keeps no cast inside torch.compile, with stochastic rounding or a transform, or while a hook watches it. In
+    a CUDA graph it keeps one only for `graphed_step`, which casts anew at every replay; another graph would freeze it.
     """
 
     cached: tuple[Any, bool, Operand | None, Operand | None] | None
@@ -329,6 +331,7 @@ class WeightQuantizer(Quantizer):
         rowwise: bool = True,
         columnwise: bool = True,
         record: bool = True,
+        beside: Beside = (None, None),
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`; for a weight in FP8 it returns the stored codes, without a cast."""
         if isinstance(x, QuantizedWeight):
@@ -344,8 +347,8 @@ class WeightQuantizer(Quantizer):
         kept = (
             not torch.compiler.is_compiling()
             # a kept high-precision operand would keep the weight itself alive
-            and (row_spec is not None and row_spec.rounding == "nearest_even")
-            and (col_spec is not None and col_spec.rounding == "nearest_even")
+            and (row_spec is not None and row_spec.repeatable)
+            and (col_spec is not None and col_spec.repeatable)
             and not (self._forward_hooks or self._forward_pre_hooks)  # a hook must see each cast
             and self.cast is cast_both  # ranks that agree on scales must all cast, or none
             and type(x) in PLAIN
@@ -353,7 +356,9 @@ class WeightQuantizer(Quantizer):
         )
         on_cpu = not _on_accelerator(x)
         if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, record))):
-            return super().forward(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record)
+            return super().forward(
+                x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record, beside=beside
+            )
         assert row_spec is not None  # `kept` says so
         witness = checksum(x) if on_cpu else self._steps
         scale = None if self.spec is None else _identity(self.scale)

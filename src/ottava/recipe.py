@@ -15,13 +15,14 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ottava.accumulator import ACCUMULATORS, Accumulator, get_accumulator
 from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E4M3, E5M2
-from ottava.quantized_tensor import QuantizationSpec, refuse_pair
+from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
+from ottava.quantized_tensor import QuantizationSpec
 from ottava.scaling import (
     BLOCK_1X16,
     BLOCK_1X32,
@@ -30,8 +31,8 @@ from ottava.scaling import (
     BLOCK_128X128,
     PER_ROW,
 )
+from ottava.transforms import Hadamard, Mean, Transform
 
-Compute = Literal["native", "bf16"]
 GEMMS = ("fprop", "dgrad", "wgrad")
 CELLS = tuple(f"{gemm}.{side}" for gemm in GEMMS for side in ("lhs", "rhs"))
 CELL_OF: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
@@ -52,71 +53,6 @@ TENSORS = tuple(tensor for tensor, direction in CELL_OF if direction == "row")
 HISTORY_FIELDS = ("margin", "amax_history_len", "amax_compute_algo", "bootstrap")
 """Fields of a predicted cell that `get_recipe` takes; `QuantizationSpec` explains them."""
 _BF16_GEMM = "/fp8_inputs_bf16_gemm"
-
-
-@dataclass(frozen=True)
-class GemmRecipe(RefusesUnknownFields):
-    """The two cells of one GEMM, and the way to compute it.
-
-    Raises:
-        ValueError: no hardware multiplies these two operands (see `quantized_tensor.refuse_pair`).
-    """
-
-    lhs: QuantizationSpec | None = None
-    """Left operand; None stays in high precision."""
-    rhs: QuantizationSpec | None = None
-    """Right operand."""
-    fast_accum: bool = False
-    """Let Hopper keep partial sums in its short accumulator. The field does so in fprop only."""
-    compute: Compute = "native"
-    """"bf16": decode the operands and multiply in BF16, to tell damage by quantization from damage by accumulation."""
-    accumulator: Accumulator | None = None
-    """The profile that quantized operands are summed under, on any device, or its name; None: the device's own sums."""
-
-    def __post_init__(self) -> None:
-        if self.compute not in get_args(Compute):
-            raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
-        need_type("GemmRecipe: fast_accum", self.fast_accum, bool)
-        if self.accumulator is not None:
-            object.__setattr__(self, "accumulator", get_accumulator(self.accumulator))
-            if self.compute != "native":
-                name = self.accumulator.name
-                raise ValueError(f"GemmRecipe: accumulator {name!r} with compute 'bf16', which multiplies no codes")
-        if reason := refuse_pair(self.lhs, self.rhs, self.accumulator):
-            raise ValueError(f"GemmRecipe(lhs={self.lhs}, rhs={self.rhs}): {reason}")
-
-    @property
-    def quantized(self) -> bool:
-        """Whether this GEMM's operands are quantized."""
-        return self.lhs is not None
-
-    def __str__(self) -> str:
-        suffix = " in BF16" if self.compute == "bf16" and self.quantized else ""
-        suffix += f" under {self.accumulator.name}" if self.accumulator and self.quantized else ""
-        return f"{self.lhs or 'high precision'} x {self.rhs or 'high precision'}{suffix}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values; an empty mapping is high precision."""
-        values: dict[str, Any] = {}
-        if self.lhs is not None and self.rhs is not None:
-            values |= {"lhs": self.lhs.to_dict(), "rhs": self.rhs.to_dict()}
-        if self.fast_accum:
-            values["fast_accum"] = True
-        if self.compute != "native":
-            values["compute"] = self.compute
-        if self.accumulator is not None:
-            values["accumulator"] = self.accumulator.to_dict()
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GemmRecipe:
-        """The inverse of `to_dict`."""
-        need_type("GemmRecipe", values, Mapping)
-        cells = {side: QuantizationSpec.from_dict(values[side]) for side in ("lhs", "rhs") if values.get(side)}
-        return cls(**{**values, "lhs": cells.get("lhs"), "rhs": cells.get("rhs")})
-
-
-HIGH_PRECISION = GemmRecipe()
 
 
 _Change = GemmRecipe | QuantizationSpec | AttentionRecipe | None
@@ -195,6 +131,8 @@ class Recipe(RefusesUnknownFields):
     """Whether one of the six cells is predicted, so that doors keep state. A field, because every forward reads it."""
     casts: bool = field(init=False, repr=False, compare=False)
     """Whether one of the three GEMMs is quantized. A field, because every forward reads it."""
+    transforms: bool = field(init=False, repr=False, compare=False)
+    """Whether one of the six cells has a transform; such layers leave compiled code."""
 
     def __post_init__(self) -> None:
         need_type("Recipe: name", self.name, str)
@@ -203,6 +141,7 @@ class Recipe(RefusesUnknownFields):
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
         object.__setattr__(self, "casts", any(spec is not None for spec in specs))
+        object.__setattr__(self, "transforms", any(spec is not None and spec.transform is not None for spec in specs))
         for tensor in TENSORS:
             row, col = self.cells(tensor)
             if row and col and row.predicted and col.predicted and row != col:
@@ -385,6 +324,11 @@ def _table(
     return Recipe(name, **(gemms | cells))
 
 
+def _behind(lhs: QuantizationSpec, rhs: QuantizationSpec, transform: Transform) -> GemmRecipe:
+    """The cells of one GEMM behind the same transform."""
+    return GemmRecipe(replace(lhs, transform=transform), replace(rhs, transform=transform))
+
+
 _TENSOR_E4M3, _TENSOR_E5M2 = QuantizationSpec(E4M3), QuantizationSpec(E5M2)
 _ROW = QuantizationSpec(E4M3, PER_ROW, scale_format="pow2")
 _TENSOR_POW2 = QuantizationSpec(E4M3, scale_format="pow2")
@@ -395,6 +339,11 @@ _MX_FLOOR = replace(_MX, scale_format="e8m0_floor")
 _DELAYED_E4M3, _DELAYED_E5M2 = (replace(spec, scaling="delayed") for spec in (_TENSOR_E4M3, _TENSOR_E5M2))
 _GUARDED_E4M3, _GUARDED_E5M2 = (replace(spec, scaling="guarded", margin=1) for spec in (_TENSOR_E4M3, _TENSOR_E5M2))
 _NV = QuantizationSpec(E2M1, BLOCK_1X16, scale_format="e4m3")
+_NV_WEIGHT, _NV_RANDOM = replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")
+_FOUR, _FOUR_WEIGHT = (replace(spec, block_scale="four_over_six") for spec in (_NV, _NV_WEIGHT))
+_EDEN = replace(_NV, block_scale="ms_eden", transform=Hadamard(128, "fresh", rounded=False))
+_AVERIS = replace(_NV, transform=Mean()), _NV_WEIGHT, replace(_NV_RANDOM, transform=Mean())
+_MX4 = QuantizationSpec(E2M1, BLOCK_1X32, scale_format="e8m0")
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
@@ -419,7 +368,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             # delayed, with the current scale if the predicted one would clip or waste 3 octaves; 1 octave of headroom
             _table("guarded", _GUARDED_E4M3, _GUARDED_E4M3, _GUARDED_E5M2),
             # TE NVFP4BlockScaling without its random Hadamard transform
-            _table("nvfp4", _NV, replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")),
+            _table("nvfp4", _NV, _NV_WEIGHT, _NV_RANDOM),
+            # TE NVFP4BlockScaling: x.T and dy.T are rotated along the tokens. `nn.keep_first_last_bf16` keeps the ends
+            _table("nvfp4_rht", _NV, _NV_WEIGHT, _NV_RANDOM, wgrad=_behind(_NV_RANDOM, _NV, Hadamard())),
+            # the same with the better of two scales for each block of x and w; what is rounded at random keeps its amax
+            _table("four_over_six", _FOUR, _FOUR_WEIGHT, _NV_RANDOM, wgrad=_behind(_NV_RANDOM, _FOUR, Hadamard())),
+            # Quartet II: the backward rotates both operands anew each time, and corrects block scales
+            Recipe("ms_eden", GemmRecipe(_FOUR, _FOUR, fast_accum=True), *(GemmRecipe(_EDEN, _EDEN),) * 2),
+            # Averis: the mean over tokens is taken out of x and dy, and multiplied in high precision
+            _table("averis", *_AVERIS, wgrad=_behind(_NV_RANDOM, _NV, Mean("columns"))),
+            # OCP MXFP4 with NVIDIA's round-up of the block exponent, without which gradients would clip, and be biased
+            _table("mxfp4", _MX4, _MX4, replace(_MX4, rounding="stochastic")),
         )
     }
 )

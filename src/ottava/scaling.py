@@ -238,8 +238,8 @@ def _two_level_scale(amax: Tensor, fmt: Format, margin: int) -> Scale:
     tensor_amax = amax.amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
     encode = torch.full_like(tensor_amax, E4M3.max * top).div_(tensor_amax).clamp_(max=_FP32_MAX)
     encode = torch.where(tensor_amax > 0, encode, 1.0)
-    # not `encode / top`: on CUDA torch computes tensor / scalar as tensor * reciprocal, which rounds twice
-    block = round_to_format((amax * encode.div(torch.full_like(encode, top))).clamp(max=_FP32_MAX), E4M3)
+    per_block = encode * torch.full_like(encode, 1 / top)  # NVIDIA multiplies by fp32's 1/6, and does not divide
+    block = round_to_format((amax * per_block).clamp(max=_FP32_MAX), E4M3)
     scale_inv = block * encode.reciprocal()
     scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)  # a block scale that underflowed to 0: its codes decode to 0
     empty = amax == 0

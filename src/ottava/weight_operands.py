@@ -6,10 +6,11 @@ import functools
 
 from torch import Tensor
 
-from ottava.casts import refuse_turn, spec_from_key, turn
+from ottava.casts import spec_from_key
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
+from ottava.turn import refuse_turn, turn
 from ottava.weight_dispatch import describe
 from ottava.weight_storage import stored_spec
 
@@ -29,6 +30,9 @@ def refuse_weight(stored: QuantizationSpec | None, row: QuantizationSpec | None,
     own = stored or (None if row is None else stored_spec(row))
     if own is None:
         return "the recipe leaves the weight in high precision"
+    for cell in (row, col):
+        if cell is not None and (cell.transform is not None or cell.block_scale != "amax"):
+            return f"{cell} is made of the weight's numbers in each forward, and stored codes are made once"
     if row is not None and stored_spec(row) != own:
         return f"it is stored as {own} and the recipe casts it to {row}, a second rounding"
     if col is None or (stored_spec(col) == own and own.granularity.transposes):

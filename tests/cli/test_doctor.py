@@ -126,7 +126,7 @@ def test_a_wrong_cast_is_found(
 ) -> None:
     """One code of 16,384, in one sign; a scale."""
     real, calls = casts.quantize, count()
-    monkeypatch.setattr(casts, "quantize", lambda x, spec: wrong(real(x, spec)) if next(calls) == 1 else real(x, spec))
+    monkeypatch.setattr(casts, "quantize", lambda *a, **k: wrong(real(*a, **k)) if next(calls) == 1 else real(*a, **k))
     assert doctor() == WRONG
     shown = capsys.readouterr().out
     assert "Wrong results:" in shown

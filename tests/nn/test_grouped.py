@@ -20,6 +20,7 @@ from ottava.nn import GroupedLinear, Linear, sort_by_expert
 from ottava.nn.plan import plan_model
 from ottava.quantized_layer import quantized_layers
 from ottava.recipe import RECIPES, Recipe
+from ottava.turn import refuse_turn
 
 K, N = 48, 40
 DTYPES = {"bf16": torch.float32}  # torch's own GEMM in BF16 is compiled anew for every shape
@@ -122,19 +123,21 @@ def test_one_cast_of_x_changes_the_weights_gradient_alone(recipe: Recipe) -> Non
     splits, dtype = [30, 0, 129, 7], once.weight.dtype
     x, dy = torch.randn(166, K, dtype=dtype), torch.randn(166, N, dtype=dtype)
     mine, theirs = both(once, singles, splits, x, dy)
-    assert all(torch.equal(a, b) for a, b in zip((*mine[:2], mine[3]), (*theirs[:2], theirs[3]), strict=True))
+    drawn = recipe.name == "mxfp4"  # its groups draw in another order where one backward runs them all
+    same = zip((mine[0], mine[3], mine[1]), (theirs[0], theirs[3], theirs[1]), strict=True)
+    assert [torch.equal(a, b) for a, b in same] == [True, True, not drawn]
     row, col = recipe.cells("input")
     (casts,) = {part.last_call.casts for part in once.groups if part.last_call is not None}
     (remark,) = {part.last_call.remark for part in once.groups if part.last_call is not None}
     if row is None or col is None or (row == col and row.granularity.transposes):
         assert (casts, remark) == (0 if row is None else 1, "")
-    elif recipe.name in ("blockwise_fp32", "nvfp4"):
+    elif refuse_turn(row, col) is not None:
         assert casts == 2
         assert re.fullmatch(r"input cast twice: \w+ scales are no powers of two, so that codes .*", remark)
     else:
         assert (casts, remark) == (1, "x.T made from the codes of x")
         _, theirs = both(once, singles, splits, ottava.quantize(x, row).dequantize(), dy)
-    assert torch.equal(mine[2], theirs[2])
+    assert torch.equal(mine[2], theirs[2]) != drawn
 
 
 def test_every_gradient_is_that_of_plain_torch_in_fp64() -> None:

@@ -38,6 +38,7 @@ def step(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """y and all gradients of one forward and backward."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
+    torch.manual_seed(4)  # for rotations, which the forward draws
     y = layer(x)
     torch.manual_seed(5)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
@@ -85,7 +86,7 @@ def test_any_width_is_close_to_torch(recipe: Recipe, k: int) -> None:
     got, expected = step(layer, x), step(plain(layer), x)
     for name in ("y", "dx", "weight"):
         error = (got[name] - expected[name]).float().norm() / expected[name].float().norm()
-        assert error < (0.5 if recipe.name == "nvfp4" else 0.15), name
+        assert error < (0.5 if "E2M1" in str(recipe.fprop) else 0.15), name
 
 
 @sweep
@@ -265,6 +266,7 @@ def test_mixed_precision_is_casting_by_hand(recipe: Recipe) -> None:
     by_hand = copy.deepcopy(layer)
     results = []
     for module, around in ((layer, True), (by_hand, False)):
+        torch.manual_seed(4)
         leaf = x.clone().requires_grad_()
         if recipe.name == "bf16" and not around:  # torch's own linear takes one dtype only
             module = copy.deepcopy(module).bfloat16()

@@ -114,6 +114,7 @@ def test_every_recipe_compiles_recomputes_and_trains() -> None:
 
     def step(layer: TransformerLayer, run: Callable[..., Tensor]) -> list[Tensor]:
         layer.zero_grad()
+        torch.manual_seed(5)  # a recomputation draws what its forward drew
         y = run(x, rotary=table)
         y.float().square().sum().backward()
         return [y.detach(), *(p.grad.clone() for p in layer.parameters())]
@@ -125,8 +126,6 @@ def test_every_recipe_compiles_recomputes_and_trains() -> None:
         rows = receipt(layer).rows
         assert {row.fp8 for row in rows if row.gemm == "wgrad"} == {recipe.wgrad.quantized}
         assert [row.kernel for row in rows if row.gemm == "attention"] == ["flash"]
-        if any(spec and spec.rounding == "stochastic" for spec in recipe.cells("grad_output")):
-            continue
         again = step(layer, partial(checkpoint, layer, use_reentrant=False))
         assert all(torch.equal(a, b) for a, b in zip(eager, again, strict=True)), name
         if name in ("bf16", "tensorwise"):

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ottava.formats import E4M3
+from ottava.gemm_recipe import GemmRecipe
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GemmRecipe, Recipe, get_recipe
+from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import PER_ROW
 from ottava.serving.export import export
 from ottava.serving.sides import under

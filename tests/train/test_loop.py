@@ -212,7 +212,7 @@ def test_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])  # state in buffers; in the random generator
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", "ms_eden"])  # state in buffers; in the random generator
 def test_resumed_run_passes_over_a_damaged_checkpoint(
     recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,7 +129,7 @@ def measure_packed(
     """As `measure`, but the tally stays on the device.
 
     Args:
-        x: (R, C) before the cast; float32, bfloat16 or float16.
+        x: (R, C) before the cast; float32, bfloat16 or float16. Behind a transform: `x_q.transformed(x)`.
         x_q: the same elements after it.
         extent: the `survey` of the whole tensor if x is a sample of its rows. It gives the amax, the count of
             non-finite elements and the error of a predicted scale.
@@ -174,7 +174,7 @@ def cast_of(look: Look) -> QuantizedTensor:
     if look.by_whole:
         largest = look.extent[:1].to(torch.float32).reshape(1, 1)
         scale = spec.scale_of(largest).scale
-    if spec.rounding != "stochastic":
+    if spec.repeatable:
         return quantize(look.x, spec, scale=scale)
     with torch.random.fork_rng([look.x.device] if look.x.device.type == "cuda" else []):
         return quantize(look.x, spec, scale=scale)
@@ -183,10 +183,8 @@ def cast_of(look: Look) -> QuantizedTensor:
 @torch.no_grad()
 def _walked(look: Look, detail: Detail) -> Packed:
     x, x_q = look.x.detach(), cast_of(look)
-    if not isinstance(look.cast, QuantizedTensor) and native_measure.supports_measure(x, x_q) is None:
-        packed = measure_all(
-            [look._replace(cast=x_q)], detail=detail
-        )  # torch makes the cast, the native kernel measures it
+    if native_measure.supports_measure(x, x_q) is None:  # torch makes this cast or that of another look
+        packed = measure_all([look._replace(cast=x_q)], detail=detail)
         return Packed(packed.sums[0], packed.extremes[0])
     extent = look.extent
     clean = x.device.type == "cpu" and not float(extent[2])

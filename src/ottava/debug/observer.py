@@ -131,9 +131,10 @@ def in_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def casts_of(x: Tensor, row: Any, col: Any) -> Iterator[tuple[str, Tensor, QuantizedTensor]]:
-    """The casts of x at a door: ("row", x, cast of x), and ("col", x.T, cast of x.T) if that has its own codes."""
+    """The casts of x at a door: ("row", x, cast of x), and ("col", x.T, cast of x.T) if that has its own codes. A
+    matrix that was transformed before its cast is given as it was cast."""
     memory = row.data.data_ptr() if isinstance(row, QuantizedTensor) else None
     if memory is not None:
-        yield "row", x, row
+        yield "row", row.transformed(x), row
     if isinstance(col, QuantizedTensor) and col.data.data_ptr() != memory:
-        yield "col", x.t(), col
+        yield "col", col.transformed(x.t()), col

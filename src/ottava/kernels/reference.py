@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ottava.block_scales import BLOCK_SCALES
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.rounding import check_input_dtype, decode, encode_
 from ottava.scaling import Granularity, Scale, amax, column_major, compute_scale
@@ -54,7 +55,8 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
     check_input_dtype(x, "quantize")
     if x.dim() != 2:
         raise ValueError(f"quantize: got shape {tuple(x.shape)}; needs a matrix (rows, columns): flatten it first")
-    if column_major(x) and spec.rounding == "nearest_even":  # cast along memory; random numbers keep the order of x
+    ordinary = spec.rounding == "nearest_even" and spec.block_scale == "amax"
+    if column_major(x) and ordinary:  # cast along memory; random numbers keep the order of x
         data, scale_inv, block_amax = _quantize(x.t(), spec, spec.granularity.transposed, scale)
         return Cast(data.t(), scale_inv.t().contiguous(), block_amax.t().contiguous())
     return _quantize(x, spec, spec.granularity, scale)
@@ -62,7 +64,11 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
-    factor, scale_inv = factors(block_amax, spec, scale)
+    if spec.block_scale == "amax":
+        factor, scale_inv = factors(block_amax, spec, scale)
+    else:
+        group = None if spec.transform is None else spec.transform.group
+        factor, scale_inv = BLOCK_SCALES[spec.block_scale](x, block_amax, granularity, group)
     y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 

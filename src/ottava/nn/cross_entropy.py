@@ -377,7 +377,7 @@ def _in_chunks(
 
     for start in range(0, max(x.shape[0], 1), size):
         rows, own = x[start : start + size], target[start : start + size]
-        x_row, x_col = doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
+        x_row, x_col = doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record, beside=(w_row, None))
         assert x_row is not None
         x_row, own = vocabulary.gather("input", x_row, 0), vocabulary.everybody(own)
         logits = run(x_row, w_row, "fprop", x.dtype, added).to(torch.float32, copy=x.dtype == torch.float32)
@@ -390,7 +390,9 @@ def _in_chunks(
         if db is not None:
             db += d.sum(0)
         d = d.to(x.dtype)
-        d_row, d_col = doors.grad_output(d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw)
+        d_row, d_col = doors.grad_output(
+            d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, beside=(w_col, x_col)
+        )
         if needs_dx:
             dxs.append(vocabulary.sum("dx", run(d_row, w_col, "dgrad", x.dtype)))
         if dw is not None:

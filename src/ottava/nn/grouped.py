@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.ambient import AMBIENT
-from ottava.casts import cast_both, refuse_turn, turn
+from ottava.casts import cast_both
 from ottava.errors import need_type
 from ottava.functional import (
     Call,
@@ -35,6 +35,7 @@ from ottava.nn.weight_state import decode_codes
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import PER_TENSOR
+from ottava.turn import refuse_turn, turn
 from ottava.weight_operands import in_high_precision, shared_bytes
 
 Splits = Sequence[int] | Tensor
@@ -245,7 +246,7 @@ def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool, travels: b
     row, col = recipe.cells("input")
     if recipes or row is None:
         return None, ""
-    if travels and row.granularity == PER_TENSOR and row.scaling == "current" and row.rounding == "nearest_even":
+    if travels and row.granularity == PER_TENSOR and row.scaling == "current" and row.repeatable:
         return (recipe, "") if col in (None, row) or not needs_dw else (None, "")
     reason = None
     if needs_dw:  # the backward needs x.T too
@@ -254,7 +255,7 @@ def _together(parts: Iterable[Part], cast_once: bool, needs_dw: bool, travels: b
         reason = refuse_turn(row, col)
     if reason is not None:
         return None, f"input cast twice: {reason}"
-    one_by_one = row.predicted or row.granularity.rows != 1 or row.rounding != "nearest_even"
+    one_by_one = row.predicted or row.granularity.rows != 1 or not row.repeatable
     if one_by_one or row.scale_format == "e4m3":  # two levels: one of them belongs to the tensor
         return None, ""
     return recipe, "x.T made from the codes of x" if needs_dw else ""

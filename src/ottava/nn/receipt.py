@@ -15,11 +15,12 @@ from typing import Any
 from torch import nn
 
 from ottava.errors import need
+from ottava.gemm_recipe import GemmRecipe
 from ottava.nn.attention import FP8_EMULATION, DotProductAttention
 from ottava.nn.outside import weights_outside
 from ottava.ops import GemmRecord
 from ottava.quantized_layer import QuantizedLayer
-from ottava.recipe import GEMMS, GemmRecipe
+from ottava.recipe import GEMMS
 from ottava.text import columns
 from ottava.weight_operands import stored_as
 

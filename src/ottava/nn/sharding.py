@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from ottava.agreement import AgreedCast
+from ottava.agreement import AgreedCast, refuse_parts
 from ottava.casts import cast_both
 from ottava.functional import produced
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import local, split_pieces
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
+from ottava.recipe import TENSORS
 
 
 def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -51,7 +52,7 @@ class GatheredOnce:
     def take(self, operand: Operand, dim: int, gather: Callable[[], Operand]) -> Operand:
         """The tokens of all ranks; gathered by the first layer that asks."""
         spec = operand.spec if isinstance(operand, QuantizedTensor) else None
-        if spec is not None and (spec.predicted or spec.rounding == "stochastic"):
+        if spec is not None and (spec.predicted or not spec.repeatable):
             return gather()  # the codes of another layer may be others
         key = spec, operand.dtype, dim
         if key not in self.held:
@@ -93,6 +94,11 @@ class Tokens:
         if isinstance(operand, Tensor):
             return self._joined(operand, dim, 1)
         granularity = operand.spec.granularity
+        if operand.spec.transform is not None:
+            raise ValueError(
+                f"{operand.spec}: the tokens of this layer are gathered as codes, and each rank has transformed its "
+                "own. Take a recipe without transforms, such as 'nvfp4'"
+            )
         block = (granularity.rows, granularity.cols)[dim]
         if block is not None and self.inner % block:
             raise ValueError(
@@ -232,6 +238,7 @@ class Sharding:
     def _settle(self, layer: Any, tokens_place: Placement) -> None:
         """Lets the doors of a layer cast shards as the whole matrix would be cast."""
         doors = layer.quantizers
+        refuse_parts(*(spec for tensor in TENSORS for spec in layer.resolved.cells(tensor)))
         features, tokens = (doors.input, doors.grad_output) if self.split else (doors.grad_output, doors.input)
         doors.weight.cast = AgreedCast(self.group, self.split)
         features.cast = AgreedCast(self.group, 1)

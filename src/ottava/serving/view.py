@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ottava.gemm_recipe import GemmRecipe
 from ottava.nn.convert import convert
 from ottava.nn.fp8_checkpoint import load_fp8
-from ottava.recipe import GemmRecipe, Recipe, get_recipe
+from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, PER_TENSOR
 from ottava.serving.source import Source, of_folder, of_model
 from ottava.untrusted import UntrustedError, parse_json, read_text

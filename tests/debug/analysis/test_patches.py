@@ -24,8 +24,9 @@ from ottava.debug.measure import measure
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter
+from ottava.gemm_recipe import GemmRecipe
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, GemmRecipe
+from ottava.recipe import GEMMS
 
 BOOK = load_rules()
 LAYERS = [f"layers.{i}.mlp.{name}" for i in range(5) for name in ("up_proj", "down_proj")]

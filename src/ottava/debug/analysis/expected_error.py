@@ -72,7 +72,7 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
         spec: the cast.
         scale: (rows,): predicted scale of each row; None: the current scale.
     Returns:
-        The sums; None if the tallies lack the histograms for it.
+        The sums; None if the tallies lack the histograms for it, or no histogram says what a transform would do.
 
     Example:
         >>> import ottava
@@ -86,6 +86,8 @@ def expect(tally: Tally, spec: QuantizationSpec, *, scale: Array | None = None) 
         >>> bool(abs(expected.flushed[0] - really.n_underflow) / really.n_nonzero < 0.005)
         True
     """
+    if spec.transform is not None or spec.block_scale != "amax":
+        return None
     if spec.granularity == PER_TENSOR:
         return _per_tensor(tally, spec, scale)
     return _per_block(tally, spec)

@@ -336,6 +336,8 @@ def _prediction(
     place = (key.layer, key.tensor, key.direction, recipe, str(spec))
     if expected is None:
         why = f'the run has no histograms for {spec}; watch with detail="blocks"'
+        if spec.transform is not None or spec.block_scale != "amax":
+            why = f"no histogram says what {spec} would do; train with it"
         unknown = math.nan
         return Prediction(
             *place, unknown, unknown, unknown, unknown, unknown, 0, clears=False, why=why, cost=cell_cost(spec)

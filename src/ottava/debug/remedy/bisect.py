@@ -29,8 +29,10 @@ from ottava.debug.remedy.probe import PROMOTION, GemmProbe, captured, cast_evide
 from ottava.debug.remedy.replay import Deviation, Loss, Outcome, Replay, door_hooks, ottava_layers, spelled_out
 from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
+from ottava.gemm_recipe import GemmRecipe
+from ottava.parts import whole
 from ottava.quantized_tensor import QuantizedTensor
-from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe, get_recipe
+from ottava.recipe import GEMMS, TENSOR_OF, Recipe, get_recipe
 from ottava.text import finite
 
 Target = Literal["gradient", "loss"]
@@ -321,9 +323,11 @@ def _one_operand(gemm: str, quantized: str | None) -> Callable[[str, Tensor, Any
             if name != tensor or not isinstance(operand, QuantizedTensor):
                 continue
             if quantized is None or quantized == tensor:
-                operands[index] = operand.dequantize()
+                operands[index] = whole(operand).to(x.dtype)
             else:
-                operands[index] = x.t() if direction == "col" else x
+                exact = x.t() if direction == "col" else x
+                transform = operand.spec.transform
+                operands[index] = exact if transform is None else whole(operand, operand.transformed(exact)).to(x.dtype)
         return operands[0], operands[1]
 
     return hook

@@ -28,7 +28,8 @@ from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import symbol
 from ottava.errors import unknown_name
 from ottava.formats import get_format
-from ottava.recipe import CELL_OF, GEMMS, GemmRecipe, Recipe, get_recipe
+from ottava.gemm_recipe import GemmRecipe
+from ottava.recipe import CELL_OF, GEMMS, Recipe, get_recipe
 
 Mode = Literal["propose", "apply"]
 CANDIDATES = ("tensorwise", "rowwise", "blockwise", "mxfp8")

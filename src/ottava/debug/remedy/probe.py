@@ -29,9 +29,11 @@ from ottava.debug.measure import measure
 from ottava.debug.remedy.replay import door_hooks
 from ottava.debug.statistics import STATISTICS
 from ottava.debug.watch.dumps import GemmDump
+from ottava.gemm_recipe import GemmRecipe
 from ottava.ops import GemmRecord, gemm
+from ottava.parts import whole
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.recipe import GEMMS, TENSOR_OF, GemmRecipe, Recipe
+from ottava.recipe import GEMMS, TENSOR_OF, Recipe
 from ottava.text import finite
 
 PROMOTION = 128
@@ -134,7 +136,8 @@ def probe_gemms(operands: Operands | GemmDump, recipe: Recipe) -> list[GemmProbe
 def cast_evidence(operands: Operands, gemm_name: str, side: str, spec: QuantizationSpec) -> dict[str, float]:
     """Statistics of the cast of one operand."""
     tensor, x = operands.side(gemm_name, side)
-    tally = measure(x, quantize(x, spec, scale=_scale(operands, tensor, spec)))
+    x_q = quantize(x, spec, scale=_scale(operands, tensor, spec))
+    tally = measure(x_q.transformed(x), x_q)
     return {name: float(STATISTICS[name].finish(tally)) for name in _EVIDENCE}
 
 
@@ -165,9 +168,9 @@ def operands_of(seen: Mapping[str, Any]) -> Operands | None:
 def _probe(name: str, cells: GemmRecipe, lhs: QuantizationSpec, rhs: QuantizationSpec, operands: Operands) -> GemmProbe:
     (left, a), (right, b) = operands.side(name, "lhs"), operands.side(name, "rhs")
     a_q = quantize(a, lhs, scale=_scale(operands, left, lhs))
-    b_q = quantize(b, rhs, scale=_scale(operands, right, rhs))
-    exact_a, exact_b = a.float(), b.float()
-    near_a, near_b = a_q.dequantize(torch.float32), b_q.dequantize(torch.float32)
+    b_q = quantize(b, rhs, scale=_scale(operands, right, rhs), beside=a_q)
+    exact_a, exact_b = (whole(x_q, x_q.transformed(x)) for x, x_q in ((a, a_q), (b, b_q)))
+    near_a, near_b = whole(a_q), whole(b_q)
     reference = exact_a @ exact_b.t()
     records: list[GemmRecord] = []
     settings: dict[str, Any] = {"fast_accum": cells.fast_accum, "compute": cells.compute, "log": records.append}

@@ -97,7 +97,7 @@ def check_operands(tensor: str, x: Tensor, row: Any, col: Any) -> Facts | None:
     if row is None or col is None or row.data.data_ptr() != col.data.data_ptr():  # otherwise one cast serves both
         both.append(("col", x.t(), col))
     sides = [
-        (name, *_sampled(matrix, operand))
+        (name, *_sampled(operand.transformed(matrix), operand))
         for name, matrix, operand in both
         if isinstance(operand, QuantizedTensor) and operand.data.numel()
     ]
@@ -161,7 +161,8 @@ def share_beyond_a_step(x: Tensor, x_q: QuantizedTensor) -> float:
     magnitude = x.abs()
     usable = x.isfinite() & (scale_inv > 0) & (magnitude <= fmt.max * scale_inv) & (magnitude > 0)
     # neighbours are one step apart: rounding to nearest moves an element by half a step, stochastic rounding by one
-    part = 0.5 if x_q.spec.rounding == "nearest_even" else 1.0
+    # a scale that was corrected after the rounding (ms_eden) moves it by a share of itself, too
+    part = 0.5 if x_q.spec.rounding == "nearest_even" and x_q.spec.block_scale != "ms_eden" else 1.0
     step = torch.maximum(magnitude * fmt.eps, scale_inv * math.ldexp(fmt.eps, fmt.emin))
     distance = (x - x_q.dequantize(torch.float32)).abs()
     beyond = (distance > part * step * (1 + _SLACK)) & usable

@@ -151,10 +151,17 @@ class Collector:
             for key, spec in casts:
                 matrix = x if key.direction == "row" else x.t()
                 scale = self._predicted_scale((layer, tensor), spec) if spec.predicted else None
-                self._look(key, matrix, spec, extent, scale, dtype)
-                if self.dumps is not None and self.dumps.wants(key):
+                cast: QuantizedTensor | QuantizationSpec = spec
+                if spec.transform is not None:  # whole columns and groups are needed, so no sample can be cast later
                     matrix = matrix.to(dtype or x.dtype)
-                    self.dumps.take(key, matrix, cast_of(Look(matrix, spec, extent, scale)))
+                    cast = cast_of(Look(matrix, spec, extent))
+                    matrix = cast.transformed(matrix)
+                    self._look(key, matrix, cast, survey(matrix))
+                else:
+                    self._look(key, matrix, spec, extent, scale, dtype)
+                if self.dumps is not None and self.dumps.wants(key):
+                    matrix = matrix if cast is not spec else matrix.to(dtype or x.dtype)
+                    self.dumps.take(key, matrix, cast_of(Look(matrix, cast, extent, scale)))
 
     def finished(self, layer: str, tensor: str) -> None:
         """Ends the casts of a tensor. A weight is the same in every micro-batch, so a step needs it once."""

@@ -125,12 +125,15 @@ class DoorTap:
     def _take(self, layer: str, tensor: str, x: Tensor, row_spec: Any, col_spec: Any, row: Any, col: Any) -> None:
         recipe = self._recipe(layer)
         shared = row_spec == col_spec and isinstance(col, QuantizedTensor) and col_spec.granularity.transposes
+        shared = shared and col_spec.transform is None
         if row is None and shared:
             row, col = col.t(), None  # one cast serves both GEMMs
         self.dtypes.setdefault(layer, {})[tensor] = str(x.dtype).removeprefix("torch.")
         extent = None
         for direction, of, x_q in casts_of(x, row, col):
-            extent = self.collector.cast(layer, tensor, direction, of, x_q, source="door", recipe=recipe, extent=extent)
+            found = extent if x_q.spec.transform is None else None  # that of x, not of what x became
+            found = self.collector.cast(layer, tensor, direction, of, x_q, source="door", recipe=recipe, extent=found)
+            extent = found if x_q.spec.transform is None else extent
         self.collector.finished(layer, tensor)
 
     def _place(self, door: Quantizer) -> tuple[str, str] | None:

@@ -10,9 +10,10 @@ from torch import nn
 
 from ottava.debug.watch.config import Intervention, matches
 from ottava.formats import get_format
+from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import CELL_OF, HIGH_PRECISION, GemmRecipe, Recipe
+from ottava.recipe import CELL_OF, Recipe
 
 
 class Interventions:

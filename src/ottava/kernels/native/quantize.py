@@ -339,6 +339,8 @@ def settings(spec: QuantizationSpec) -> CastSettings:
     refusal = None
     if spec.rounding != "nearest_even":
         refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    elif spec.block_scale != "amax":
+        refusal = f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
     elif fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
         refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:

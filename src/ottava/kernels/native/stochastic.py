@@ -48,6 +48,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     fmt = spec.format
     if spec.rounding != "stochastic":
         return f"{NAME}: rounds stochastically; got {spec.rounding}"
+    if spec.block_scale != "amax":
+        return f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
     if not x.is_cpu:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:

@@ -19,7 +19,8 @@ from ottava.compat.transformer_engine.common.recipe import (
     QParams,
     Recipe,
 )
-from ottava.recipe import GEMMS, HIGH_PRECISION, get_recipe
+from ottava.gemm_recipe import HIGH_PRECISION
+from ottava.recipe import GEMMS, get_recipe
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
 
 
@@ -40,6 +41,7 @@ def test_defaults_are_the_registered_recipes() -> None:
         (Float8CurrentScaling(), "tensorwise"),
         (Float8CurrentScaling(fp8_format=Format.E4M3), "tensorwise_e4m3"),
         (MXFP8BlockScaling(), "mxfp8"),
+        (NVFP4BlockScaling(), "nvfp4_rht"),
         (NVFP4BlockScaling(disable_rht=True), "nvfp4"),
     ):
         assert cells(theirs) == cells(get_recipe(name))
@@ -98,7 +100,6 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         ),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), ValueError, "128x128"),
         (lambda: Float8BlockScaling(w_block_scaling_dim=3), ValueError, "needs 1 or 2"),
-        (lambda: NVFP4BlockScaling(), NotImplementedError, "disable_rht=True"),
         (lambda: NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"), NotImplementedError, "scaled to 6"),
         (lambda: CustomRecipe(qfactory=print), NotImplementedError, "a table of six cells"),
         (

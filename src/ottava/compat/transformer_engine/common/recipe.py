@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from ottava import formats
 from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import RefusesUnknownFields
+from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
 from ottava.quantized_tensor import QuantizationSpec
-from ottava.recipe import GEMMS, HIGH_PRECISION, TENSOR_OF, GemmRecipe, get_recipe
+from ottava.recipe import GEMMS, TENSOR_OF, get_recipe
 from ottava.recipe import Recipe as OttavaRecipe
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity, ScaleFormat
 
@@ -285,7 +286,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """ottava's "nvfp4". It has no random Hadamard transform, so it needs disable_rht=True."""
+    """ottava's "nvfp4_rht"; with disable_rht=True "nvfp4"."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -307,12 +308,6 @@ class NVFP4BlockScaling(Recipe):
     )
 
     def _cells(self) -> OttavaRecipe:
-        if not self.disable_rht:
-            raise NotImplementedError(
-                "NVFP4BlockScaling: the random Hadamard transform is not in ottava; give disable_rht=True to train "
-                "without it"
-            )
-
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
             if tensor == "weight" and self.disable_2d_quantization:
                 return replace(spec, granularity=BLOCK_1X16)
@@ -320,7 +315,7 @@ class NVFP4BlockScaling(Recipe):
                 return replace(spec, rounding="nearest_even")
             return spec
 
-        return _each(get_recipe("nvfp4"), cell)
+        return _each(get_recipe("nvfp4" if self.disable_rht else "nvfp4_rht"), cell)
 
 
 class CustomRecipe(Recipe):

@@ -54,7 +54,7 @@ void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale,
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
   const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
-  const float per_block = encode / c.top, decode = 1.0f / encode;
+  const float per_block = encode * (1.0f / c.top), decode = 1.0f / encode;
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);

@@ -1,0 +1,107 @@
+"""Rules that choose the E4M3 scales of NVFP4's blocks by more than the amax. A new rule is one entry in `BLOCK_SCALES`.
+
+NVFP4 has two levels: an fp32 scale t for the tensor, and an E4M3 scale s for each block of 16. A number is decoded as
+code * s * t. NVIDIA's rule (`scaling.compute_scale`) brings the amax of each block to 6. The rules here search, or
+correct what rounding has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ottava.formats import E2M1, E4M3
+from ottava.rounding import round_to_format
+from ottava.scaling import Granularity, Scale
+
+ChooseScales = Callable[[Tensor, Tensor, Granularity, int | None], Scale]
+"""(x (R, C), amax of each block, the blocks, columns that a rotation has mixed) -> the factors of x before it is
+rounded to E2M1, and the scales that decode, fp32, one entry per block."""
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_UNCLIPPED = 17 / 16  # E4M3 rounds a scale down by at most 1/17 of it
+_FOUR_OVER_SIX_TOP = 256.0  # so that 1.5 times a scale is still an E4M3 number
+_EDEN_TOP = 255.99  # room for the correction, which may be above 1
+_EDEN_SHRINK = 0.93 * 17 / 16  # amax lands at 6 / shrink: clipping it a little costs less than the coarser grid
+
+
+def unclipped(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+    """Brings each block's amax to 6 * 16 / 17, so that no rounding of its scale clips it.
+
+    Stochastic rounding is unbiased then. With NVIDIA's scales an amax that is clipped pulls the mean toward zero.
+
+    Source: Quartet II (arXiv 2601.22813), its stochastic baseline.
+    """
+    usable, encode = _tensor_scale(amax, E4M3.max * E2M1.max / _UNCLIPPED)
+    return _scale_of(_rounded(amax, encode, E2M1.max / _UNCLIPPED), encode, usable)
+
+
+def four_over_six(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+    """Brings each block's amax to 6 or to 4, whichever gives the smaller squared error; at a tie to 6.
+
+    Source: Four Over Six (arXiv 2512.02010).
+    """
+    usable, encode = _tensor_scale(amax, _FOUR_OVER_SIX_TOP * E2M1.max)
+    numbers = x.detach().to(torch.float32)
+    candidates, errors = [], []
+    for top in (6.0, 4.0):
+        scale = _scale_of(_rounded(amax, encode, top), encode, usable)
+        rounded = round_to_format(granularity.multiply_(numbers.clone(), scale.scale), E2M1)
+        error = (granularity.multiply_(rounded, scale.scale_inv) - numbers).to(torch.float64).square_()
+        candidates.append(scale)
+        errors.append(granularity.blocks(error).sum(dim=(1, 3)))
+    by_four = errors[1] < errors[0]
+    six, four = candidates
+    return Scale(torch.where(by_four, four.scale, six.scale), torch.where(by_four, four.scale_inv, six.scale_inv))
+
+
+def ms_eden(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+    """Rounds elements to nearest and makes the result unbiased by its scales.
+
+    With z the elements over their scale and q the nearest E2M1 numbers, each rotated group is multiplied by
+    <z, z> / <z, q>, and the corrected block scale is rounded to E4M3 stochastically. The mean over random rotations is
+    then x.
+
+    Source: MS-EDEN of Quartet II (arXiv 2601.22813).
+    """
+    assert group is not None  # the spec has checked that a rotation comes first
+    usable, encode = _tensor_scale(amax, _EDEN_TOP * E2M1.max / _EDEN_SHRINK)
+    block = _rounded(amax, encode, E2M1.max / _EDEN_SHRINK)
+    block = torch.where(block > 0, block, 1.0)  # Quartet II: a scale that underflows is 1
+    scale = _scale_of(block, encode, usable)
+    z = granularity.multiply_(x.detach().to(torch.float32, copy=True), scale.scale)
+    q = round_to_format(z, E2M1)
+    groups = Granularity(1, group)
+    length, overlap = (groups.blocks(product).sum(dim=(1, 3)) for product in (z.double().square(), z.double() * q))
+    correction = torch.where(overlap > 0, length / overlap, 1.0).to(torch.float32)
+    wide = correction.repeat_interleave(group // (granularity.cols or group), 1)[:, : block.shape[1]]
+    stored = round_to_format(block * wide, E4M3, rounding="stochastic")
+    return Scale(scale.scale, torch.where(usable, stored * encode.reciprocal(), 1.0))
+
+
+def _tensor_scale(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """(which blocks have a scale, 1 / t (1, 1)): t brings the tensor's amax to `top`."""
+    usable = (amax > 0) & amax.isfinite()
+    largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
+    encode = torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
+    return usable, torch.where(largest > 0, encode, 1.0)
+
+
+def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:
+    """The nearest E4M3 scales that bring each block's amax to `top`."""
+    return round_to_format((amax * encode.div(torch.full_like(encode, top))).clamp(max=_FP32_MAX), E4M3)
+
+
+def _scale_of(block: Tensor, encode: Tensor, usable: Tensor) -> Scale:
+    scale_inv = block * encode.reciprocal()
+    scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)
+    return Scale(torch.where(usable, scale, 1.0), torch.where(usable, scale_inv, 1.0))
+
+
+BLOCK_SCALES: Mapping[str, ChooseScales] = MappingProxyType(
+    {"unclipped": unclipped, "four_over_six": four_over_six, "ms_eden": ms_eden}
+)
+"""The registered rules, by name; "amax", the ordinary one, is `scaling.compute_scale`."""
