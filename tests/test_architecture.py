@@ -47,12 +47,12 @@ FLOORS = (
     ("fleet",),
     ("compat", "distributed"),
     ("train",),
-    ("bench",),
+    ("bench", "lab"),
     ("cli",),
 )
 """Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""
 
-MAY_IMPORT_DEBUG = ("ottava", "ottava.compat", "ottava.train", "ottava.bench", "ottava.cli")
+MAY_IMPORT_DEBUG = ("ottava", "ottava.compat", "ottava.train", "ottava.bench", "ottava.lab", "ottava.cli")
 """Observation wraps the quantizers from outside: what it observes must work, and look the same, without it."""
 
 MUTABLE_ON_PURPOSE = {

@@ -41,6 +41,7 @@ from ottava.cli.export import export
 from ottava.cli.formats import formats
 from ottava.cli.import_run import import_run
 from ottava.cli.inspect import inspect
+from ottava.cli.lab import lab
 from ottava.cli.parity import parity
 from ottava.cli.plan import plan
 from ottava.cli.report import report
@@ -63,6 +64,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(train)
+app.command()(lab)
 app.command()(plan)
 app.command()(inspect)
 app.command()(consolidate)

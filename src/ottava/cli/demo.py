@@ -65,7 +65,7 @@ def demo(
     console = Console(stderr=as_json)
     choices = _choices(recipes, steps, seeds, data, settings, accumulator)
     folder = DemoFolder.open(run_dir or DEFAULT_FOLDER, choices, resume=resume, fresh=fresh)
-    with stop_on_interrupt() as stopping, _only_warnings():
+    with stop_on_interrupt() as stopping, only_warnings():
         trained = Demo(folder)
         _introduce(console, folder, trained)
         with open_display(console) as display:
@@ -84,7 +84,7 @@ def demo(
 
 
 @contextmanager
-def _only_warnings() -> Iterator[None]:
+def only_warnings() -> Iterator[None]:
     """Hides the trainers' log lines about checkpoints: those of five runs would bury the table."""
     logger = logging.getLogger("ottava.train")
     level = logger.level

@@ -300,7 +300,7 @@ def _legend(chart: Chart, frame: _Frame) -> str:
             parts.append(f'<rect class="band" x="{x}" y="{y - 5}" width="26" height="10"/>')
         else:
             parts.append(f'<path class="curve" {_stroke(entry)} d="M{x} {y}h26"/>')
-            parts.append(_marker(x + 13, y, entry.style) if entry.markers else "")
+            parts.append(marker(x + 13, y, entry.style) if entry.markers else "")
         parts.append(f'<text class="name" x="{x + 32}" y="{y + 4}">{escape(entry.name)}</text>')
     return "".join(parts)
 
@@ -321,11 +321,12 @@ def _line(line: Line, frame: _Frame) -> str:
             commands.append(f"{'L' if pen_down else 'M'}{frame.x(x)} {frame.y(y)}")
         pen_down = math.isfinite(y)
     curve = f'<path class="curve" {_stroke(line)} d="{"".join(commands)}"/>' if commands else ""
-    marks = (_marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
+    marks = (marker(frame.x(x), frame.y(y), line.style) for x, y in points if line.markers and math.isfinite(y))
     return curve + "".join(marks)
 
 
-def _marker(x: float, y: float, style: int) -> str:
+def marker(x: float, y: float, style: int) -> str:
+    """The marker of a style as a path."""
     r, up, out = 3.2, 4.4, 4.0
     shapes = {
         "circle": f"M{x - r} {y}a{r} {r} 0 1 0 {2 * r} 0a{r} {r} 0 1 0 {-2 * r} 0z",

@@ -44,7 +44,7 @@ DEFAULT_SEEDS = 3
 DEFAULT_FOLDER = Path("runs/demo")
 
 _EVALUATIONS = 10
-_SETTINGS = (
+DEMO_SETTINGS = (
     "batch_size=16",
     "sequence_length=64",  # in so few steps, more and shorter sequences learn faster
     "schedule.warmup_fraction=0.2",  # after a slow start the seeds end closer together, and smaller differences show
@@ -106,7 +106,7 @@ class DemoSettings:
             f"evaluation.every={self.steps // _EVALUATIONS}",
         ]
         values += [f"data.path={json.dumps(self.data)}"]
-        return load_config(None, [*_SETTINGS, *values, *self.overrides])
+        return load_config(None, [*DEMO_SETTINGS, *values, *self.overrides])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,49 @@ UNIFORM_LOSS = math.log(256)
 
 Outcome = Literal["inside", "undecided", "worse", "better", "diverged", "unknown"]
 """The outcome of one recipe. "worse" and "better" are clearly outside; "unknown": the noise is not measured."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, and half the width of its 95 % confidence interval (Student's t); None for one seed."""
+
+    mean: float
+    half: float | None
+
+    @property
+    def low(self) -> float:
+        """Lower end; the mean for one seed."""
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        """Upper end; the mean for one seed."""
+        return self.mean + (self.half or 0.0)
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval excludes 0, else 0; always 0 for one seed."""
+        if self.half is None:
+            return 0
+        return (self.low > 0) - (self.high < 0)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """The interval of the mean of independent values, at most MAX_SEEDS.
+
+        Raises:
+            ValueError: no value, or too many.
+
+        Example:
+            >>> Interval.of([1.0, 2.0, 3.0])                         # 4.303 * 1 / sqrt(3)
+            Interval(mean=2.0, half=2.4843381972418178)
+        """
+        if not 1 <= len(values) <= MAX_SEEDS:
+            raise ValueError(f"an interval of {len(values)} values; needs 1 to {MAX_SEEDS}")
+        mean = statistics.fmean(values)
+        if len(values) == 1 or not math.isfinite(mean):
+            return cls(mean, None)
+        return cls(mean, _STUDENT_T95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, kw_only=True)

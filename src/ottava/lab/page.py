@@ -1,0 +1,242 @@
+"""The page of a study: one HTML file without other files. The template holds the words, this file the charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from markupsafe import Markup
+
+from ottava.debug.tally import PARTS
+from ottava.lab.casts import DISTRIBUTIONS, OPERAND
+from ottava.lab.result import UNBIASED, LabResult, finite, parts
+from ottava.pages.charts import Chart, Line, color, smooth
+from ottava.pages.charts import render as curves
+from ottava.pages.frame import render
+from ottava.pages.intervals import Bars, Estimate, Forest, bars, forest
+from ottava.recipe import CELLS, GEMMS
+from ottava.train.summary import REFERENCE
+from ottava.train.verdict import Interval
+
+_RESULT = MappingProxyType({"fprop": "Y (fprop)", "dgrad": "dX (dgrad)", "wgrad": "dW (wgrad)"})
+_OPERANDS = ("X", "X.T", "W", "W.T", "dY", "dY.T")
+_PART_NAMES = MappingProxyType(
+    {"dead": "dead zone", "clipped": "clipping", "scale": "scale bias", "grid": "grid noise"}
+)
+_PART_COLORS = MappingProxyType(
+    {"dead": "var(--s3)", "clipped": "var(--s2)", "scale": "var(--s1)", "grid": "var(--line)"}
+)
+_SHADES = ((30.0, 0), (22.0, 1), (14.0, 2))  # dB; below the last: 3
+
+
+def write_page(result: LabResult) -> str:
+    """The whole page.
+
+    Raises:
+        ValueError: the study has no finished seed.
+    """
+    if not result.measurements:
+        raise ValueError("lab: no measurement is finished; run the study first")
+    return render(
+        __package__,
+        "lab.html.j2",
+        result=result,
+        color=color,
+        loss=Markup(forest(loss_chart(result), chart_id="loss")),
+        training=Markup(curves(training_chart(result), chart_id="training", tooltips=True)),
+        errors=[Markup(forest(error_chart(result, gemm), chart_id=f"error-{gemm}")) for gemm in GEMMS]
+        + [Markup(curves(price_chart(result), chart_id="price"))],
+        biases=[Markup(forest(bias_chart(result, gemm), chart_id=f"bias-{gemm}")) for gemm in GEMMS]
+        + [Markup(forest(shrink_chart(result), chart_id="shrink"))],
+        anatomies=[Markup(bars(c, chart_id=f"parts{i}")) for i, c in enumerate(anatomy_charts(result))],
+        operands=_OPERANDS,
+        casts=cast_table(result),
+        distributions=DISTRIBUTIONS,
+        cells=CELLS,
+        unbiased=UNBIASED,
+        biased=bias_table(result),
+    )
+
+
+def _estimate(values: Sequence[float], style: int, *, dots: bool = True) -> Estimate | None:
+    """The mean of values over seeds with its interval."""
+    known = finite(values)
+    if not known:
+        return None
+    found = Interval.of(known)
+    return Estimate(mean=found.mean, low=found.low, high=found.high, style=style, values=known if dots else ())
+
+
+def loss_chart(result: LabResult) -> Forest:
+    """Final loss minus BF16's, over the spread of BF16's seeds."""
+    rows = []
+    for style, name in enumerate(result.others, start=1):
+        one = _estimate(result.differences(name), style)
+        rows.append((name, [one] if one else []))
+    return Forest(
+        title="Validation loss minus BF16",
+        description="Mean of paired differences over seeds with the 95 % interval. "
+        + " ".join(f"{finding.sentence}." for finding in result.findings),
+        x_label="nats per byte; left is better",
+        rows=rows,
+        signed=True,
+    )
+
+
+def training_chart(result: LabResult) -> Chart:
+    """Training loss minus BF16's by step, smoothed, the mean over seeds."""
+    lines = []
+    base = {one.seed: one for one in result.of(REFERENCE)}
+    for style, name in enumerate(result.others, start=1):
+        runs = [(one.losses, base[one.seed].losses) for one in result.of(name) if one.seed in base]
+        length = min((min(len(a), len(b)) for a, b in runs), default=0)
+        if not length:
+            continue
+        gaps = [smooth([a[i] - b[i] for i in range(length)], span=16) for a, b in runs]
+        mean = [(float(i + 1), sum(gap[i] for gap in gaps) / len(gaps)) for i in range(length)]
+        lines.append(Line(name=name, points=mean, style=style))
+    return Chart(
+        title="Training loss minus BF16, by step",
+        description="Mean over seeds of the smoothed difference, one line a recipe.",
+        x_label="step",
+        y_label="nats per byte",
+        lines=lines,
+        signed=True,
+    )
+
+
+def _by_distribution(
+    result: LabResult, gemm: str, name: str, recipes: Sequence[str]
+) -> list[tuple[str, list[Estimate]]]:
+    rows = []
+    for recipe in recipes:
+        found = [
+            _estimate(result.values(recipe, d, "gemms", gemm, name), i, dots=False) for i, d in enumerate(DISTRIBUTIONS)
+        ]
+        rows.append((recipe, [one for one in found if one]))
+    return rows
+
+
+def error_chart(result: LabResult, gemm: str) -> Forest:
+    """|e| / |Y| of one GEMM, every recipe and distribution."""
+    return Forest(
+        title=f"Error of {_RESULT[gemm]}",
+        description=f"Relative error of the result of {gemm} by recipe and distribution, over seeds with interval.",
+        x_label="relative error, |e| / |exact|",
+        rows=_by_distribution(result, gemm, "error", [recipe.name for recipe in result.recipes]),
+        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
+        log=True,
+        width=500,
+    )
+
+
+def bias_chart(result: LabResult, gemm: str) -> Forest:
+    """The systematic share of one GEMM's error."""
+    return Forest(
+        title=f"Systematic share of the error of {_RESULT[gemm]}",
+        description=f"0: errors of {gemm} average out over draws; 1: they do not. Mean over seeds with interval.",
+        x_label="<e, e′> / |e| |e′| of two draws; 0 is unbiased",
+        rows=_by_distribution(result, gemm, "systematic", result.others),
+        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
+        signed=True,
+        band=(-UNBIASED, UNBIASED),
+        width=500,
+    )
+
+
+def price_chart(result: LabResult) -> Chart:
+    """Error of dW on normal data against the bits of an element."""
+    lines = []
+    for style, recipe in enumerate(result.recipes):
+        error = result.interval(recipe.name, next(iter(DISTRIBUTIONS)), "gemms", "wgrad", "error")
+        assert error is not None
+        cells = result.bits(recipe)
+        point = (sum(cells) / len(cells), 100 * error.mean)
+        lines.append(Line(name=recipe.name, points=[point], style=style, markers=True))
+    bits = [line.points[0][0] for line in lines]
+    return Chart(
+        title="Error of dW against bits",
+        description="Relative error of dW on normal data by the mean bits of an operand's element, scales included.",
+        x_label="bits of an element, mean of the six operands",
+        y_label="relative error, %",
+        lines=lines,
+        x_range=(min(bits) - 1, max(bits) + 1),
+        y_range=(0.0, 1.1 * max(line.points[0][1] for line in lines)),
+        width=500,
+        height=300,
+    )
+
+
+def shrink_chart(result: LabResult) -> Forest:
+    """The share that dW loses along itself."""
+    return Forest(
+        title="Shrinkage of dW (wgrad)",
+        description="The share of dW that the recipe loses along dW, in percent; mean over seeds with interval.",
+        x_label="% of dW; above 0: too small",
+        rows=[
+            (recipe, [replace(e, mean=100 * e.mean, low=100 * e.low, high=100 * e.high) for e in row])
+            for recipe, row in _by_distribution(result, "wgrad", "shrink", result.others)
+        ],
+        legend=[(name, i) for i, name in enumerate(DISTRIBUTIONS)],
+        signed=True,
+        width=500,
+    )
+
+
+def anatomy_charts(result: LabResult) -> list[Bars]:
+    """The parts of the error of the operand that a distribution is about, one chart a distribution."""
+    charts = []
+    for name in DISTRIBUTIONS:
+        operand, rows = OPERAND[name], []
+        for recipe in result.others:
+            shares = parts(result, recipe, name, operand)
+            if shares:
+                sqnr = _estimate(result.values(recipe, name, "casts", operand, "sqnr_db"), 0)
+                rows.append((recipe, shares, f"{sqnr.mean:.1f} dB" if sqnr else "exact"))
+        charts.append(
+            Bars(
+                title=f"{operand}, {name}",
+                description=f"Shares of the squared error of the cast of {operand} on {name} data.",
+                x_label="% of the squared error; right: SQNR",
+                parts=[(_PART_NAMES[part], _PART_COLORS[part]) for part in PARTS],
+                bars=rows,
+                width=500,
+            )
+        )
+    return charts
+
+
+def cast_table(result: LabResult) -> dict[str, list[dict[str, Any]]]:
+    """SQNR of every operand by distribution and recipe, with the tint of its cell (0 to 3)."""
+    table: dict[str, list[dict[str, Any]]] = {}
+    for name in DISTRIBUTIONS:
+        table[name] = []
+        for recipe in result.others:
+            cells = []
+            for operand in _OPERANDS:
+                known = finite(result.values(recipe, name, "casts", operand, "sqnr_db"))
+                found = Interval.of(known) if known else None
+                shade = 0 if found is None else next((i for limit, i in _SHADES if found.mean >= limit), 3)
+                text = "\N{EN DASH}" if found is None else f"{found.mean:.1f}"
+                hint = "" if found is None or found.half is None else f"± {found.half:.2f} dB"
+                cells.append({"text": text, "shade": shade, "hint": hint})
+            table[name].append({"recipe": recipe, "cells": cells})
+    return table
+
+
+def bias_table(result: LabResult) -> list[dict[str, Any]]:
+    """One row a recipe and GEMM on normal data: error, systematic share, shrinkage, and what may be said."""
+    rows, name = [], next(iter(DISTRIBUTIONS))
+    for recipe in result.others:
+        for gemm in GEMMS:
+            said, share = result.bias(recipe, gemm, name)
+            error = result.interval(recipe, name, "gemms", gemm, "error")
+            shrink = result.interval(recipe, name, "gemms", gemm, "shrink")
+            assert error is not None
+            assert shrink is not None
+            rows.append(
+                {"recipe": recipe, "gemm": gemm, "said": said, "share": share, "error": error, "shrink": shrink}
+            )
+    return rows

@@ -1,0 +1,250 @@
+"""A study: recipes x seeds, each measured once, in a folder that keeps what is done.
+
+    RUN/results/NAME-seedN-HASH.json     one measurement; the hash covers the recipe and all settings
+    RUN/work/                            the training run of the moment
+    RUN/lab.html
+
+A measurement is written at its end, as a whole. A killed study therefore loses the seed that it was at, no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ottava.files import replacing
+from ottava.lab.casts import measured
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.recipe import RECIPES, Recipe, get_recipe
+from ottava.settings import ConfigError, read_yaml
+from ottava.text import to_json
+from ottava.train.config import TrainConfig, load_config
+from ottava.train.demo_folder import DEMO_SETTINGS
+from ottava.train.folder_lock import FolderLock
+from ottava.train.loop import Trainer
+from ottava.train.summary import REFERENCE
+from ottava.train.verdict import MAX_SEEDS, has_diverged
+
+_TURN = 4  # steps between two looks at the clock
+_QUICK = ("sequence_length=32", "batch_size=8", "evaluation.batches=4")
+_SCALE_BITS = (("e4m3", 8), ("e8m0", 8))
+
+
+class Progress(Protocol):
+    """Somebody who is told how far a study is."""
+
+    def __call__(self, recipe: str, seed: int, step: int, steps: int, done: float, seconds_left: float | None) -> None:
+        """done: share of the whole study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabSettings:
+    """What decides the numbers of a study."""
+
+    recipes: tuple[Recipe, ...]
+    """BF16 is always there, first."""
+    seeds: int = 5
+    steps: int = 120
+    """Training steps of the demo's model."""
+    quick: bool = False
+    """Shorter sequences, smaller batches and evaluations."""
+
+    def __post_init__(self) -> None:
+        if not self.recipes:
+            raise ConfigError(f"lab: no recipe; name some of {', '.join(RECIPES)}, or YAML files of recipes")
+        names = [recipe.name for recipe in self.recipes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"lab: two recipes are named {name!r}; give each its own name (field `name`)")
+        for recipe in self.recipes:
+            if recipe.name == REFERENCE and recipe != RECIPES[REFERENCE]:
+                raise ConfigError("lab: a recipe of your own is named 'bf16', which all are compared with; rename it")
+        if not 1 <= self.seeds <= MAX_SEEDS:
+            raise ConfigError(f"--seeds {self.seeds}: needed: 1 to {MAX_SEEDS}; from 2 on differences have an interval")
+        if self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: needed: 1 or more")
+        for recipe in self.all:
+            self.config(recipe, 0)
+
+    @cached_property
+    def all(self) -> tuple[Recipe, ...]:
+        """BF16, then the others."""
+        return (RECIPES[REFERENCE], *(recipe for recipe in self.recipes if recipe.name != REFERENCE))
+
+    def config(self, recipe: Recipe, seed: int) -> TrainConfig:
+        """The settings of one training run."""
+        values = (f"recipe={json.dumps(recipe.to_dict())}", f"seed={seed}", f"steps={self.steps}")
+        last = ("evaluation.every=0", "checkpoint.every=0", "evaluation.batches=16")
+        return load_config(None, [*DEMO_SETTINGS, *last, *(_QUICK if self.quick else ()), *values])
+
+    def key(self, recipe: Recipe, seed: int) -> str:
+        """The hash of all that decides a measurement, the versions too."""
+        facts = [self.config(recipe, seed).digest(), self.quick, version("ottava"), torch.__version__]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def read_recipe(text: str) -> Recipe:
+    """The recipe of a name, or of a YAML file that holds what `Recipe.to_dict` gives; without `name`, the file's.
+
+    Raises:
+        ConfigError: no such file, or the file is no mapping.  ValueError, TypeError: an unknown name, key or value.
+
+    Example:
+        >>> read_recipe("mxfp8").name
+        'mxfp8'
+    """
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml"):
+        return get_recipe(text)
+    values = read_yaml(path)
+    try:
+        return Recipe.from_dict({"name": path.stem, **values})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One recipe with one seed."""
+
+    recipe: str
+    seed: int
+    casts: dict[str, Any]
+    """See `casts.measured`."""
+    losses: Sequence[float]
+    """Training loss of each step, nats per byte."""
+    validation: float
+    """Loss on held-out text after the last step; NaN if the run diverged."""
+    seconds_per_step: float
+    """Median."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether training failed."""
+        return has_diverged(self.validation)
+
+
+class Study:
+    """A study in a folder, which it holds until it ends.
+
+    Raises:
+        ConfigError: another process has the folder, or it holds something else.
+    """
+
+    def __init__(self, settings: LabSettings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        self.lock = FolderLock(folder)
+        with self.lock.released_on_error():
+            strange = [p.name for p in folder.iterdir() if p.name not in ("results", "work", "lab.html", ".lock")]
+            if strange:
+                found = ", ".join(sorted(strange)[:3])
+                raise ConfigError(f"{folder}: holds {found}, which is no study's; give another folder with --run-dir")
+            shutil.rmtree(folder / "work", ignore_errors=True)
+            (folder / "results").mkdir(exist_ok=True)
+
+    def tasks(self) -> list[tuple[Recipe, int]]:
+        """Every recipe and seed, seed by seed, so that a stopped study has whole pairs."""
+        return [(recipe, seed) for seed in range(self.settings.seeds) for recipe in self.settings.all]
+
+    def path(self, recipe: Recipe, seed: int) -> Path:
+        """The file of a measurement."""
+        name = re.sub(r"[^\w.-]+", "-", recipe.name)
+        return self.folder / "results" / f"{name}-seed{seed}-{self.settings.key(recipe, seed)}.json"
+
+    def done(self) -> dict[tuple[str, int], Measurement]:
+        """The finished measurements of these settings, by recipe and seed. A damaged file counts as unfinished."""
+        found = {}
+        for recipe, seed in self.tasks():
+            try:
+                values = json.loads(self.path(recipe, seed).read_text(encoding="utf-8"))
+                found[recipe.name, seed] = Measurement(**_numbers(values))
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+        return found
+
+    def run(self, progress: Progress, stopping: Callable[[], object]) -> bool:
+        """Measures what is missing; returns whether all is there. `stopping()` ends it between steps."""
+        done, tasks, began, steps = self.done(), self.tasks(), time.monotonic(), self.settings.steps
+        missing = [task for task in tasks if (task[0].name, task[1]) not in done]
+        for index, (recipe, seed) in enumerate(missing):
+
+            def tell(step: int, recipe: Recipe = recipe, seed: int = seed, index: int = index) -> None:
+                part = index + step / steps
+                left = (time.monotonic() - began) / part * (len(missing) - part) if part > 0.05 else None
+                share = (len(tasks) - len(missing) + part) / len(tasks)
+                progress(recipe.name, seed, step, steps, share, left)
+
+            tell(0)
+            one = self._measure(recipe, seed, tell, stopping)
+            if one is None:
+                return False
+            with replacing(self.path(recipe, seed)) as unfinished:
+                unfinished.write_text(to_json(asdict(one)), encoding="utf-8")
+        return True
+
+    def _measure(
+        self, recipe: Recipe, seed: int, tell: Callable[[int], None], stopping: Callable[[], object]
+    ) -> Measurement | None:
+        """None: somebody asked to stop."""
+        work = self.folder / "work"
+        trainer = Trainer(self.settings.config(recipe, seed), work)
+        try:
+            while not trainer.done:
+                if stopping():
+                    return None
+                trainer.advance(_TURN)
+                tell(trainer.step)
+            history = trainer.history
+            lost = trainer.diverged or history[-1].val_loss is None
+        finally:
+            trainer.close()
+            shutil.rmtree(work, ignore_errors=True)
+        return Measurement(
+            recipe=recipe.name,
+            seed=seed,
+            casts=measured(recipe, seed),
+            losses=[record.loss for record in history],
+            validation=float("nan") if lost else history[-1].val_loss,  # type: ignore[arg-type]
+            seconds_per_step=statistics.median(r.seconds for r in history[min(3, len(history) - 1) :]),
+        )
+
+
+def _numbers(value: Any) -> Any:
+    """JSON's null as NaN, at any depth."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float("nan") if value is None else value
+
+
+def bits(spec: QuantizationSpec | None, shape: tuple[int, int] = (4096, 4096)) -> float:
+    """Bits of an element with its share of the scales, as hardware stores them; 16 in high precision.
+
+    Example:
+        >>> [bits(RECIPES[name].fprop.lhs) for name in ("bf16", "mxfp8", "nvfp4")]
+        [16.0, 8.25, 4.5]
+    """
+    if spec is None:
+        return 16.0
+    rows, cols = spec.granularity.block_shape(shape)
+    scale = next((size for name, size in _SCALE_BITS if spec.scale_format.startswith(name)), 32)
+    return round(spec.format.bits + scale / (rows * cols), 6)
+
+
+def operand_bits(recipe: Recipe) -> Iterator[float]:
+    """`bits` of the six cells."""
+    for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+        yield from (bits(gemm.lhs), bits(gemm.rhs))
