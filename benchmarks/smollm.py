@@ -10,7 +10,8 @@ windows of the sources of Python's standard library in the same order, and is me
 
 Weights, moments and the head are FP32 under torch's autocast to BF16; the recipe casts all other linear layers. A
 second BF16 run reads the windows of another seed: its row is the noise. One result a recipe is kept in the JSON file,
-so a stopped benchmark goes on. `--publish` writes the table of the finished recipes into docs/lab.md.
+so a stopped benchmark goes on. `--publish` writes the table of the finished recipes into docs/lab.md; without FOLDER
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -188,7 +189,12 @@ def publish(results: Mapping[str, Mapping[str, Any]]) -> None:
 def main() -> None:
     """Fine-tunes what is not done yet, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, nargs="?", help="folder or GGUF file of SmolLM2-135M")
+    parser.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        help="folder or GGUF file of SmolLM2-135M; without it: the table of what is finished",
+    )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="beside BF16")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64, help="of a step, one window")
@@ -207,8 +213,10 @@ def main() -> None:
     names = [n for n in ("bf16", *options.recipes, NOISE) if n not in results]
     if not (options.run_dir / "bf16_after.safetensors").exists() and any(n != "bf16" for n in names):
         names = ["bf16", *(n for n in names if n != "bf16")]
-    if names and options.model is None:
-        parser.error(f"{', '.join(names)}: not measured yet; give the folder of the model")
+    if options.model is None:
+        if "bf16" not in results:
+            parser.error(f"{options.results} holds no BF16 run; give the folder of the model")
+        names = []
     torch.set_num_threads(1)
     if names:
         options.run_dir.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ class LabResult:
             said = f"{recipe} ends {found.mean:+.4f} nats/byte from BF16 with one seed, which supports no claim"
             return Finding(recipe, "unknown", found, said)
         most = max(abs(found.low), abs(found.high))
-        size = f"{found.mean:+.4f} ± {found.half:.4f} nats/byte"
+        size = f"{found.mean:+.4f} ± {found.half:.4f} nats/byte".replace("-", "\N{MINUS SIGN}")
         outcome: Outcome = {1: "worse", -1: "better", 0: "open"}[found.sign]  # type: ignore[assignment]
         said = {
             "worse": f"{recipe} costs {size}",

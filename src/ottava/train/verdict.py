@@ -69,7 +69,7 @@ class Interval:
 
         Example:
             >>> Interval.of([1.0, 2.0, 3.0])                         # 4.303 * 1 / sqrt(3)
-            Interval(mean=2.0, half=2.4843381972418178)
+            Interval(mean=2.0, half=2.48433820832296)
         """
         if not 1 <= len(values) <= MAX_SEEDS:
             raise ValueError(f"an interval of {len(values)} values; needs 1 to {MAX_SEEDS}")
