@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,8 +88,10 @@ def _first_error(text: str | None = None) -> str:
         store = _store(PATIENCE)
         if text is not None:
             store.set(_ERROR, text)
-        store.wait([_ERROR], timedelta(seconds=PATIENCE))
-        return str(store.get(_ERROR).decode())
+        deadline = time.monotonic() + PATIENCE
+        while not (stored := store.check([_ERROR])) and time.monotonic() < deadline:
+            time.sleep(0.05)  # store.wait would print a warning of torch
+        return str(store.get(_ERROR).decode()) if stored else ""
     except (ImportError, KeyError, RuntimeError, ValueError):  # no torch, or the store is gone
         return ""
     finally:

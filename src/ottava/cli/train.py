@@ -68,7 +68,7 @@ def train(
         values = {"schema_version": SCHEMA_VERSION, **resolved.model_dump(mode="json")}
         typer.echo(json.dumps(values) if as_json else resolved.to_yaml(), nl=as_json)
         return 0
-    with stop_on_interrupt() as stopping, joined(resolved.parallel.timeout):
+    with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
         finished = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if trainer.ranks.first and as_json:
