@@ -66,3 +66,19 @@ def test_stochastic_rounding_is_unbiased_and_rounding_to_nearest_is_not() -> Non
     same = compared(exact * 0.75, exact * 0.75, exact)
     assert same == {"error": 0.25, "systematic": 1.0, "shrink": 0.25}
     assert compared(exact, exact, exact) == {"error": 0.0, "systematic": 0.0, "shrink": -0.0}
+
+
+def test_every_registered_recipe_can_be_measured() -> None:
+    """Errors are small on normal data, the parts of every cast sum to all of it, and draws share at most all."""
+    for name, recipe in RECIPES.items():
+        found = measured(recipe, 1)
+        for gemm in GEMMS:
+            error = found["normal"]["gemms"][gemm]
+            assert 0 < error["error"] < 0.3, (name, gemm)
+            assert -1 <= error["systematic"] <= 1 + 1e-9, (name, gemm)
+            if "ms_eden" in name and gemm != "fprop":
+                assert abs(error["systematic"]) < 0.05, "unbiased by construction"
+        for distribution in DISTRIBUTIONS:
+            for operand, cast in found[distribution]["casts"].items():
+                assert sum(cast[part] for part in PARTS) == pytest.approx(100), (name, distribution, operand)
+        assert bool(found["normal"]["casts"]) == recipe.casts, name
