@@ -283,3 +283,45 @@ def test_adapters_of_peft_train_on_top_in_both_orders(tmp_path: Path) -> None:
     assert torch.equal(loaded(ids).logits, before(ids).logits)
     with pytest.raises(NotImplementedError, match="stored as E4M3"):
         loaded.merge_and_unload()
+
+
+def test_a_round_trip_trains_on_from_the_same_bits(tmp_path: Path) -> None:
+    """Export, import as codes or as numbers, one step: codes, outputs, gradients and the stepped codes, bit for bit."""
+    from ottava.serving.export import export
+
+    for recipe, layout in (
+        ("tensorwise", "compressed-tensors-tensor"),
+        ("blockwise_fp32", "fp8-block"),
+        ("blockwise", "fp8-block-ue8m0"),
+        ("mxfp8", "mxfp8"),
+    ):
+        torch.manual_seed(0)
+        ids, x = tmp_path / layout, torch.randn(128, 256).bfloat16()
+        made = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+        ottava.convert(made, recipe, weights="fp8")
+        export(made, ids, layout=layout, config={"model_type": "own"})
+        again = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+        report = ottava.load_fp8(again, ids, recipe=recipe, weights="fp8")
+        assert list(report.stored) == ["0.weight"]
+        ours, theirs = made[0].weight, again[0].weight
+        assert theirs.requires_grad
+        assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
+        assert torch.equal(ours.scale_inv, theirs.scale_inv)
+        outputs = []
+        for model in (made, again):
+            y = model(x)
+            y.float().square().mean().backward()
+            outputs.append((y, model[0].weight.grad))
+            ottava.optim.SGD(model.parameters(), 0.5, master="fp32").step()
+        assert torch.equal(outputs[0][0], outputs[1][0])
+        assert torch.equal(outputs[0][1], outputs[1][1])
+        assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
+        plain = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+        assert not ottava.load_fp8(plain, ids, weights="bf16").stored
+        codes = nn.Sequential(nn.Linear(256, 128, bias=False)).bfloat16()
+        ottava.load_fp8(codes, ids)
+        assert torch.equal(plain[0].weight, codes[0].weight.dequantize())
+        assert plain[0].weight.requires_grad
+        assert torch.equal(plain(x), codes(x))
+    with pytest.raises(ValueError, match="unknown weights 'int4'"):
+        ottava.load_fp8(plain, ids, weights="int4")  # type: ignore[arg-type]

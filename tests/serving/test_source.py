@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 import ottava
 from ottava.formats import E4M3
 from ottava.scaling import BLOCK_128X128, PER_ROW, PER_TENSOR
-from ottava.serving.source import cast_of, input_scale_of, of_folder, of_model, rows_of_cast
+from ottava.serving.export import export
+from ottava.serving.source import Unread, cast_of, input_scale_of, of_folder, of_model, rows_of_cast
 from ottava.untrusted import UntrustedError
 
 
@@ -101,3 +104,35 @@ def test_a_folder_tells_linears_from_the_rest(tmp_path: Path) -> None:
         kind = names[weight.name]
         assert weight.linear == bool(kind), weight.name
         assert (kind in weight.stays) if kind in ("router", "head") else not weight.stays
+
+
+def test_a_folder_is_exported_with_few_tensors_in_memory(tmp_path: Path) -> None:
+    """At each look the tensors that were read before and are still alive are those of a shard and of one group."""
+    names = [f"model.layers.{i}.mlp.{n}_proj.weight" for i in range(8) for n in ("up", "gate", "down")]
+    state = {name: torch.randn(128, 256).bfloat16() for name in names}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    one = 2 * 128 * 256
+    for layout, most in (("fp8-block", 3 * one), ("bf16", 3 * one)):
+        source, alive, peak = of_folder(tmp_path), [], [0]
+
+        def watched(unread: Unread, alive: list = alive, peak: list = peak) -> Unread:  # type: ignore[type-arg]
+            def read() -> torch.Tensor:
+                tensor = unread.read()
+                alive.append(weakref.ref(tensor))
+                peak[0] = max(peak[0], sum(ref() is not None for ref in alive) * one)
+                return tensor
+
+            return Unread(unread.shape, read)
+
+        weights = tuple(replace(weight, values=watched(weight.values)) for weight in source.weights)  # type: ignore[arg-type]
+        export(replace(source, weights=weights), tmp_path / layout, layout=layout, shard_bytes=2 * one)
+        assert len(alive) >= len(state)
+        assert peak[0] <= most, (layout, peak)
+        again = of_folder(tmp_path / layout)
+        assert len(list((tmp_path / layout).glob("model-*.safetensors"))) > 5
+        for weight in again.weights:
+            wanted = state[weight.name]
+            if weight.cast is not None:
+                wanted = ottava.quantize(wanted, weight.cast.spec).dequantize(torch.float32)
+            assert torch.equal(weight.tensor, wanted)

@@ -1,4 +1,4 @@
-"""`ottava import`: turns the record of another tool into a run folder."""
+"""`ottava import`: turns the record of another tool into a run folder, or its checkpoint into one of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 
 def import_run(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Folder or file that another tool wrote.")],
-    target: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to write.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Run folder or checkpoint folder to write.")],
     kind: Annotated[
         str | None, typer.Option("--kind", help="te_log, te_dump or tensorboard; default: all kinds in SOURCE.")
     ] = None,
@@ -23,15 +23,26 @@ def import_run(
     tag: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG=NAME", help="Meaning of a scalar: 'my loss=loss'.")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="config.json for a checkpoint file without one.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> int:
-    """Read the statistics of another tool, so that compare, diagnose and report work on them.
+    """Read the statistics of another tool for compare, diagnose and report; or another tool's checkpoint.
 
     Reads the logs and tensor dumps of TransformerEngine's debug features (nvdlfw_inspect), also in BioNeMo's layout,
     and TensorBoard files of TransformerEngine, torchao, Megatron and others. No code of a file is executed.
 
-    Exit code 0; 2 for an unknown kind, recipe or tag; 4 if nothing could be imported.
+    A checkpoint is a folder with config.json or safetensors, or a file .pt, .pth, .bin, .ckpt or .safetensors. A folder
+    of Hugging Face's in FP8 becomes one in BF16; `ottava train --init`, `export` and `eval` also take it as it is. A
+    file of TransformerEngine or torchao becomes OUT/model.safetensors with codes, scales and NAME._extra_state, for
+    load_state_dict; with --config it becomes a folder of Hugging Face's, which those commands take.
+
+    Exit code 0; 1 if no layout holds the codes of the file; 2 for an unknown kind, recipe or tag; 4 if nothing could be
+    imported.
     """
+    if kind is None and _is_checkpoint(source):
+        return _import_checkpoint(source, target, config, as_json=as_json)
     from ottava.debug.importers import import_run as read
     from ottava.recipe import get_recipe
 
@@ -50,6 +61,32 @@ def import_run(
     }
     typer.echo(json.dumps(facts) if as_json else _text(facts))
     return 0
+
+
+def _is_checkpoint(source: Path) -> bool:
+    if source.is_dir():
+        return (source / "config.json").is_file() or any(source.glob("*.safetensors"))
+    return source.is_file() and source.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def _import_checkpoint(source: Path, target: Path, config: Path | None, *, as_json: bool) -> int:
+    if source.is_dir():
+        from ottava.serving.export import export
+        from ottava.serving.source import of_folder
+
+        report = export(of_folder(source), target, layout="bf16")
+        facts: dict[str, object] = {"layout": "bf16", "bytes": report.nbytes, "changed": []}
+        text = str(report)
+    else:
+        from ottava.compat.checkpoints import import_checkpoint
+
+        facts = import_checkpoint(source, target, config=config)
+        text = f"{target}: {facts['codes']} weights in FP8, {facts['tensors']} other tensors, {facts['bytes']:,} bytes"
+        if changed := facts["changed"]:
+            text += f"; no layout holds the codes of {len(changed)} weights, which were cast again"  # type: ignore[arg-type]
+    values = {"schema_version": SCHEMA_VERSION, "checkpoint": str(target), **facts}
+    typer.echo(json.dumps(values) if as_json else text)
+    return int(bool(facts["changed"]))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -2,9 +2,9 @@
 
 A pickle names functions and calls them, so `pickle.loads` runs any code that the author of a checkpoint chose.
 TransformerEngine keeps its scaling state in such pickles, and refuses to load them itself by default. This reader
-allows few names: functions that rebuild tensors and plain containers, and classes of TransformerEngine, Megatron, numpy
-and argparse. For those classes it makes an inert `StandIn`, which keeps its arguments and does nothing. It refuses any
-other name before importing it.
+allows few names: functions that rebuild tensors and plain containers, and classes of TransformerEngine, torchao,
+Megatron, numpy and argparse. For those classes it makes an inert `StandIn`, which keeps its arguments and does nothing
+(`StandInTensor` for torchao's tensors). It refuses any other name before importing it.
 
 First the reader scans the opcodes without executing them. It refuses a pickle that claims bytes the file does not have,
 or that exceeds a limit. Otherwise a hundred bytes could fill the memory, or keep Python hashing for years.
@@ -30,7 +30,16 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ottava.untrusted import regular_size
 
-_STAND_IN_FOR = ("transformer_engine.", "transformer_engine_torch.", "megatron.", "numpy.", "argparse.Namespace")
+_STAND_IN_FOR = (
+    "transformer_engine.",
+    "transformer_engine_torch.",
+    "megatron.",
+    "numpy.",
+    "argparse.Namespace",
+    "torchao.",
+)
+_TENSORS = re.compile(r"torchao\..*Tensor(Impl)?")
+"""Classes that are tensors which hold others: torch makes them without numbers, and sets their attributes."""
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")
 _MAKER = "_make_in_reduce_ex"
 """TransformerEngine 2.15 rebuilds its tensors by this class method; the pickle gets it by calling getattr."""
@@ -74,7 +83,22 @@ class StandIn:
         self.state = state
 
 
-def _stand_in(name: str) -> type[StandIn]:
+class StandInTensor(Tensor):
+    """The stand-in for a tensor that holds others, as attributes; it has a shape and a dtype, and no numbers."""
+
+    qualified_name = ""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls a classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuses: nothing computes with it."""
+        raise TypeError(f"{cls.qualified_name}: a stand-in computes nothing")
+
+
+def _stand_in(name: str) -> type[Any]:
+    if _TENSORS.fullmatch(name):
+        return type(name.rpartition(".")[2], (StandInTensor,), {"qualified_name": name})
     return type(name.rpartition(".")[2], (StandIn,), {"qualified_name": name})
 
 
@@ -240,7 +264,9 @@ def check_tensors(value: Any, size: int) -> None:
         if id(item) in visited:
             continue
         visited.add(id(item))
-        if isinstance(item, Tensor):
+        if isinstance(item, StandInTensor):
+            waiting += vars(item).values()
+        elif isinstance(item, Tensor):
             shape = tuple(item.shape)
             if item.device.type != "cpu" or item.layout != torch.strided or item.is_quantized:
                 raise DamagedError(f"a tensor of shape {shape} is on {item.device}, {item.layout}; needs plain numbers")

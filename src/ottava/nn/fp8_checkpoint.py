@@ -1,4 +1,4 @@
-"""`load_fp8` puts the codes of a published FP8 checkpoint into a model, unchanged and frozen; adapters train on top.
+"""`load_fp8` puts the codes of a published FP8 checkpoint into a model: frozen, to train on, or decoded.
 
 It reads three families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
 weight_scale_inv; "mxfp8" beside it), "compressed-tensors" (tensor, channel, block or groups of 32, under
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ _SHAPE = MappingProxyType(
     }
 )
 _SHOWN = 3
+
+Loaded = Literal["frozen", "fp8", "bf16"]
+"""What `load_fp8` makes of FP8 weights."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,14 @@ class _Stored(NamedTuple):
 
 
 def load_fp8(
-    model: nn.Module, folder: Path | str, *, recipe: Recipe | str = "bf16", device: torch.device | str | None = None
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    recipe: Recipe | str = "bf16",
+    device: torch.device | str | None = None,
+    weights: Loaded = "frozen",
 ) -> LoadReport:
-    """Loads a published FP8 checkpoint into a model; its FP8 weights stay codes, and are frozen.
+    """Loads a published FP8 checkpoint into a model; its FP8 weights stay codes, frozen or trained, or are decoded.
 
     Args:
         model: of the checkpoint's architecture, with its names; with or without PEFT's wrapper. Its parameters may be
@@ -97,6 +105,8 @@ def load_fp8(
             a layer with the dequantized weight. A recipe whose weight cell has these scales multiplies the
             codes themselves ("blockwise_fp32" for blocks of 128 x 128; "blockwise" if they are powers of two).
         device: for parameters on meta; None: the CPU.
+        weights: "frozen" for adapters; "fp8" trains on with the codes as primary weights (docs/weights.md), where the
+            model's parameters require gradients; "bf16" decodes them, each number rounded once to the model's dtype.
     Returns:
         LoadReport.
     Raises:
@@ -106,6 +116,8 @@ def load_fp8(
         the same name, which stay trainable or frozen. A tied head may be absent.
     """
     need("load_fp8", model, nn.Module)
+    if weights not in get_args(Loaded):
+        raise ValueError(f"load_fp8: {unknown_name('weights', weights, get_args(Loaded))}")
     if not isinstance(folder, str):
         need("load_fp8", folder, PathLike, "a path: the folder of a published checkpoint")
     folder, recipe = Path(folder), get_recipe(recipe)
@@ -119,9 +131,9 @@ def load_fp8(
             _check_whole(model, [one.place for one in stored] + [place for place, _ in plain])
             for one in stored:
                 row, col = recipe.for_layer(one.place.full.rpartition(".")[0]).cells("weight")
-                if row is not None and (reason := refuse_weight(one.spec, row, col)):
+                if weights != "bf16" and row is not None and (reason := refuse_weight(one.spec, row, col)):
                     raise ValueError(f"load_fp8: recipe {recipe.name!r} cannot use {one.key}: {reason}. Take 'bf16'")
-            return _put_in(model, folder, recipe, stored, plain, tensors, device)
+            return _put_in(model, folder, recipe, stored, plain, tensors, device, weights)
     except UntrustedError as error:
         raise UntrustedError(f"load_fp8: {folder}: {error}") from error
     except OSError as error:
@@ -354,6 +366,7 @@ def _put_in(
     plain: list[tuple[_Place, str]],
     tensors: Mapping[str, Any],
     device: torch.device | str | None,
+    weights: Loaded,
 ) -> LoadReport:
     def home(tensor: Tensor) -> torch.device:
         return torch.device(device or "cpu") if tensor.is_meta else tensor.device
@@ -366,8 +379,11 @@ def _put_in(
         assert old is not None
         codes = tensors[key].get_tensor(key).to(home(old))
         weight = QuantizedWeight(codes.contiguous(), scales.to(codes.device), spec, old.dtype)
-        put_weight(place.full, old, weight, requires_grad=False)
-        keep_in_state_dict(place.module, "weight")
+        if weights == "bf16":
+            put_weight(place.full, old, weight.dequantize(), requires_grad=old.requires_grad)
+        else:
+            put_weight(place.full, old, weight, requires_grad=old.requires_grad and weights == "fp8")
+            keep_in_state_dict(place.module, "weight")
         nbytes, bf16_bytes = nbytes + weight.nbytes, bf16_bytes + 2 * weight.numel()
     for place, key in plain:
         old = getattr(place.module, place.own)
@@ -379,5 +395,5 @@ def _put_in(
             put_weight(place.full, old, values, requires_grad=old.requires_grad)
         else:
             place.module._buffers[place.own] = values
-    names = {one.place.full: one.spec for one in stored}
+    names = {one.place.full: one.spec for one in stored} if weights != "bf16" else {}
     return LoadReport(folder, names, tuple(place.full for place, _ in plain), nbytes, bf16_bytes)

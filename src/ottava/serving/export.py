@@ -11,9 +11,11 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -142,32 +144,31 @@ def export(
     static = static or form.static
     stays = _staying(source, form, keep)
     scales = _input_scales(source, stays) if static and form.spec is not None else {}
-    made, written = _cast_all(source, form, stays)
-    made |= {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
+    more = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
     for module, pair in (kv_scales or {}).items():
-        made |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
-    if form.spec is not None and all(one.cast == "bf16" for one in written):
-        reasons = "; ".join(dict.fromkeys(one.why for one in written)) or "it has no linear"
+        more |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
+    linears = [weight.module for weight in source.weights if weight.linear]
+    if form.spec is not None and len(stays) == len(linears):
+        reasons = "; ".join(dict.fromkeys(stays.values())) or "it has no linear"
         raise ExportError(f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take another layout")
-    facts = Facts(
-        ignored=[one.name for one in written if one.cast == "bf16"],
-        static=static,
-        kv_cache=bool(kv_scales),
-    )
+    facts = Facts(ignored=[name for name in linears if name in stays], static=static, kv_cache=bool(kv_scales))
     tree = dict(source.config)
     if form.config is not None:
         tree["quantization_config"] = form.config(facts)
-    nbytes = sum(tensor.nbytes for tensor in made.values())
-    bf16 = sum(2 * weight.tensor.numel() for weight in source.weights)
-    report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
-    _write(folder, source, tree, made, report, shard_bytes)
+    written: list[Written] = []
+    with beside(folder) as scratch:
+        parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
+        nbytes = write_tensors(scratch, parts, shard_bytes)
+        bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
+        report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
+        _write_texts(scratch, source, tree, report)
     return report
 
 
 def _fitting(source: Source) -> str:
-    casts = [weight.cast for weight in source.weights if weight.cast is not None]
-    fitting = (name for name, form in LAYOUTS.items() if form.spec is not None and any(_fits(c, form) for c in casts))
-    return next(fitting, DEFAULT)
+    casts = [weight for weight in source.weights if weight.codes is not None]
+    forms = (form for form in LAYOUTS.values() if form.spec is not None)
+    return next((form.name for form in forms if any(_fits(weight.cast, form) for weight in casts)), DEFAULT)
 
 
 def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, str]:
@@ -185,8 +186,8 @@ def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, s
             stays[weight.module] = "kept in BF16 as asked"
         elif weight.stays:
             stays[weight.module] = weight.stays
-        elif not form.fits(_shape(weight.tensor)):
-            stays[weight.module] = f"{_shape(weight.tensor)} has no whole blocks of {form.spec.granularity}"
+        elif not form.fits(_shape(weight)):
+            stays[weight.module] = f"{_shape(weight)} has no whole blocks of {form.spec.granularity}"
     for group in _groups(linears):
         first = next((w.module for w in group if w.module in stays), None)
         if first is not None:
@@ -205,8 +206,8 @@ def _groups(linears: Sequence[Weight]) -> Iterator[list[Weight]]:
     yield from groups.values()
 
 
-def _shape(tensor: Tensor) -> tuple[int, int]:
-    return tensor.shape[0], tensor.shape[1]
+def _shape(weight: Weight) -> tuple[int, int]:
+    return weight.shape[0], weight.shape[1]
 
 
 def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
@@ -225,24 +226,31 @@ def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
     return scales
 
 
-def _cast_all(source: Source, form: Layout, stays: Mapping[str, str]) -> tuple[dict[str, Tensor], list[Written]]:
-    made: dict[str, Tensor] = {}
-    written: list[Written] = []
-    linears = [weight for weight in source.weights if weight.linear and weight.module not in stays]
-    for weight in source.weights:
+def _cast_all(
+    source: Source, form: Layout, stays: Mapping[str, str], written: list[Written]
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of the checkpoint, a weight with its scales at a time, so that few are in memory; and its report."""
+    groups = {
+        id(group[0]): group for group in _groups([w for w in source.weights if w.linear and w.module not in stays])
+    }
+    later = {id(weight) for group in groups.values() for weight in group[1:]}
+    for weight in _in_order(source.weights):
         if not weight.linear or weight.module in stays:
-            made[weight.name] = _plain(weight.tensor)
             if weight.linear:
                 written.append(Written(weight.module, "bf16", stays[weight.module], None))
-    for group in _groups(linears):
-        for weight, cast in zip(group, _casts(group, form), strict=True):
-            made[weight.name] = _own(cast.data)
-            made[f"{weight.module}.{form.scale_key}"] = form.stored_scale(cast.scale_inv.cpu()).clone()
-            trained = weight.cast
-            same = None if trained is None else _equal(cast, trained)
-            why = _difference(group, trained, form) if same is False and trained is not None else ""
-            written.append(Written(weight.module, str(form.spec), why, same))
-    return made, written
+            yield {weight.name: _plain(weight.tensor)}
+        elif id(weight) not in later:
+            yield from _cast_group(groups[id(weight)], form, written)
+
+
+def _cast_group(group: Sequence[Weight], form: Layout, written: list[Written]) -> Iterator[dict[str, Tensor]]:
+    for weight, cast in zip(group, _casts(group, form), strict=True):
+        trained = weight.cast
+        same = None if trained is None else _equal(cast, trained)
+        why = _difference(group, trained, form) if same is False and trained is not None else ""
+        written.append(Written(weight.module, str(form.spec), why, same))
+        scales = form.stored_scale(cast.scale_inv.cpu()).clone()
+        yield {weight.name: _own(cast.data), f"{weight.module}.{form.scale_key}": scales}
 
 
 def _difference(group: Sequence[Weight], trained: QuantizedTensor, form: Layout) -> str:
@@ -270,10 +278,12 @@ def _casts(group: Sequence[Weight], form: Layout) -> list[QuantizedTensor]:
     return [quantize(x, spec, scale=scale) for x in values]
 
 
-def _fits(cast: QuantizedTensor, form: Layout) -> bool:
+def _fits(cast: QuantizedTensor | None, form: Layout) -> bool:
     """Whether a layout can hold this cast as it is."""
     spec = form.spec
     assert spec is not None
+    if cast is None:
+        return False
     powers = form.scale_dtype == "fp32" or cast.spec.scale_format in ("pow2", "e8m0", "e8m0_floor")
     return cast.spec.format == spec.format and cast.spec.granularity == spec.granularity and powers
 
@@ -305,37 +315,14 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _write(
-    folder: Path, source: Source, config: dict[str, Any], made: dict[str, Tensor], report: ExportReport, most: int
-) -> None:
-    """Writes the whole folder beside its place, and renames it."""
-    from safetensors.torch import save_file
-
+@contextmanager
+def beside(folder: Path) -> Iterator[Path]:
+    """A folder beside its place; renamed if the block ends well, removed if not."""
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        shards = list(_shards(made, most))
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        if len(shards) == 1:
-            names = ["model.safetensors"]
-        for name, shard in zip(names, shards, strict=True):
-            save_file(shard, scratch / name, metadata={"format": "pt"})
-        if len(shards) > 1:
-            places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-            index = {"metadata": {"total_size": report.nbytes}, "weight_map": places}
-            (scratch / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-        copy_files(source, scratch)
-        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if report.layout == "modelopt":
-            about = {
-                "quant_algo": "FP8",
-                "kv_cache_quant_algo": "FP8" if config["quantization_config"]["kv_cache_scheme"] else None,
-            }
-            about["exclude_modules"] = config["quantization_config"]["ignore"]
-            body = {"producer": {"name": "ottava"}, "quantization": about}
-            (scratch / "hf_quant_config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        (scratch / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        yield scratch
         if folder.is_dir():
             folder.rmdir()
         scratch.rename(folder)
@@ -344,17 +331,59 @@ def _write(
         raise
 
 
-def _shards(made: dict[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
-    """Files of at most `most` bytes; a scale stays with its codes."""
+def write_tensors(folder: Path, parts: Iterable[dict[str, Tensor]], most: int) -> int:
+    """Writes files of at most `most` bytes, and their index if there are several; returns the bytes of all tensors.
+
+    A part stays in one file: a scale with its codes.
+    """
+    from safetensors.torch import save_file
+
+    places: dict[str, int] = {}
+    total = count = 0
+    for count, shard in enumerate(_shards(parts, most), start=1):
+        save_file(shard, folder / f"{count}.safetensors", metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, count)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # before the next one is read
+    names = {
+        i: f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors" for i in places.values()
+    }
+    for number, name in names.items():
+        (folder / f"{number}.safetensors").rename(folder / name)
+    if count > 1:
+        weight_map = {key: names[place] for key, place in places.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return total
+
+
+def _shards(parts: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
-    for name in sorted(made, key=_natural):
-        tensor = made[name]
-        if shard and size + tensor.nbytes > most:
+    for part in parts:
+        nbytes = sum(tensor.nbytes for tensor in part.values())
+        if shard and size + nbytes > most:
             yield shard
             shard, size = {}, 0
-        shard[name], size = tensor, size + tensor.nbytes
+        shard |= part
+        size += nbytes
     yield shard
+
+
+def _write_texts(folder: Path, source: Source, config: dict[str, Any], report: ExportReport) -> None:
+    copy_files(source, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if report.layout == "modelopt":
+        own = config["quantization_config"]
+        about = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8" if own["kv_cache_scheme"] else None}
+        about["exclude_modules"] = own["ignore"]
+        body = {"producer": {"name": "ottava"}, "quantization": about}
+        (folder / "hf_quant_config.json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    (folder / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+
+
+def _in_order(weights: Iterable[Weight]) -> list[Weight]:
+    return sorted(weights, key=lambda one: _natural(one.name))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
