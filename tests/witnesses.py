@@ -7,11 +7,31 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from gfloat import Domain, FormatInfo
 from gfloat import formats as gfloat_formats
+
+
+def _fnuz(precision: int, bias: int) -> FormatInfo:
+    """gfloat names no FNUZ format, but knows the rule: without a -0 its code is NaN."""
+    return FormatInfo(
+        "fnuz",
+        8,
+        precision,
+        bias=bias,
+        is_signed=True,
+        domain=Domain.Finite,
+        has_nz=False,
+        num_high_nans=0,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+
 
 ML_DTYPES: Mapping[str, Any] = {
     "E4M3": ml_dtypes.float8_e4m3fn,
     "E5M2": ml_dtypes.float8_e5m2,
+    "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     "E8M0": ml_dtypes.float8_e8m0fnu,
     "E2M1": ml_dtypes.float4_e2m1fn,
     "E2M3": ml_dtypes.float6_e2m3fn,
@@ -23,6 +43,8 @@ ML_DTYPES: Mapping[str, Any] = {
 GFLOAT: Mapping[str, Any] = {
     "E4M3": gfloat_formats.format_info_ocp_e4m3,
     "E5M2": gfloat_formats.format_info_ocp_e5m2,
+    "E4M3FNUZ": _fnuz(4, 8),
+    "E5M2FNUZ": _fnuz(3, 16),
     "E8M0": gfloat_formats.format_info_ocp_e8m0,
     "E2M1": gfloat_formats.format_info_ocp_e2m1,
     "E2M3": gfloat_formats.format_info_ocp_e2m3,

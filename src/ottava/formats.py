@@ -24,7 +24,7 @@ import torch
 
 from ottava.errors import RefusesUnknownFields, unknown_name
 
-Specials = Literal["ieee", "fn", "none"]
+Specials = Literal["ieee", "fn", "fnuz", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class Format(RefusesUnknownFields):
     bias: int
     """Subtracted from the exponent field."""
     specials: Specials
-    """"ieee": the top exponent is infinity and NaN. "fn": one NaN (all ones), no infinity. "none": only numbers."""
+    """"ieee": the top exponent is infinity and NaN. "fn": one NaN (all ones), no infinity. "fnuz": one NaN in
+    the place of -0, which does not exist, no infinity. "none": only numbers."""
     signed: bool = True
     """False for pure scales (E8M0)."""
     has_zero: bool = True
@@ -148,6 +149,11 @@ class Format(RefusesUnknownFields):
         return self.specials != "none"
 
     @functools.cached_property
+    def has_negative_zero(self) -> bool:
+        """Whether the sign bit alone makes a code; "fnuz" spends that one on NaN, and -0 becomes 0."""
+        return self.signed and self.has_zero and self.specials != "fnuz"
+
+    @functools.cached_property
     def range_bits(self) -> float:
         """log2(max / min_subnormal): the number of octaves."""
         return math.log2(self.max) - math.log2(self.min_subnormal)
@@ -158,6 +164,13 @@ class Format(RefusesUnknownFields):
 
 E4M3 = Format(name="E4M3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn", dtype=torch.float8_e4m3fn)
 E5M2 = Format(name="E5M2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee", dtype=torch.float8_e5m2)
+# AMD's MI300: a bias more, so half the largest number of the OCP format and half its smallest
+E4M3FNUZ = Format(
+    name="E4M3FNUZ", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz", dtype=torch.float8_e4m3fnuz
+)
+E5M2FNUZ = Format(
+    name="E5M2FNUZ", exponent_bits=5, mantissa_bits=2, bias=16, specials="fnuz", dtype=torch.float8_e5m2fnuz
+)
 E8M0 = Format(
     name="E8M0",
     exponent_bits=8,
@@ -176,7 +189,7 @@ FP16 = Format(name="FP16", exponent_bits=5, mantissa_bits=10, bias=15, specials=
 FP32 = Format(name="FP32", exponent_bits=8, mantissa_bits=23, bias=127, specials="ieee", dtype=torch.float32)
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
-    {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1, E2M3, E3M2, BF16, FP16, FP32)}
+    {fmt.name: fmt for fmt in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, E2M1, E2M3, E3M2, BF16, FP16, FP32)}
 )
 
 

@@ -252,6 +252,8 @@ def refuse_pair(
         return "one operand is quantized and the other is not; quantize both or neither"
     if lhs.format == E5M2 and rhs.format == E5M2 and accumulator is None:
         return "no tensor core multiplies E5M2 by E5M2; make one of them E4M3"
+    if (lhs.format.specials == "fnuz") != (rhs.format.specials == "fnuz"):
+        return f"{lhs.format} meets {rhs.format}; no card multiplies AMD's FNUZ formats by OCP's"
     if lhs.granularity == BLOCK_128X128 and rhs.granularity == BLOCK_128X128:
         return "no tensor core takes 128x128 blocks on both sides; make one of them 1x128"
     if lhs.format.bits != rhs.format.bits:

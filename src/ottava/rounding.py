@@ -5,7 +5,7 @@ The rule, the same on every device and every torch from 2.11 on:
 - numbers beyond the format's range, infinity included, saturate to its last number, as in satfinite hardware; so code
   must count non-finite values before the cast;
 - NaN stays NaN; a format without NaN (E2M1, E2M3, E3M2) takes its largest number instead, as NVIDIA's `cvt` does;
-- -0 keeps its sign. The payload and sign of a NaN are not specified.
+- -0 keeps its sign, if the format has one. The payload and sign of a NaN are not specified.
 
 torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2 overflow
 is infinity in both, and torch has no cast to 4- and 6-bit formats. So this module always clamps first.
@@ -160,6 +160,8 @@ def _table(fmt: Format, device: torch.device) -> Tensor:
 def _value_of_code(code: int, fmt: Format) -> float:
     magnitude_bits = fmt.exponent_bits + fmt.mantissa_bits
     sign = -1.0 if fmt.signed and code >> magnitude_bits else 1.0
+    if fmt.specials == "fnuz" and code == 1 << magnitude_bits:
+        return math.nan
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     top = exponent == (1 << fmt.exponent_bits) - 1
@@ -193,6 +195,8 @@ def _round_on_grid(
     y = (steps * quantum).clamp(fmt.lowest, fmt.max)
     if not fmt.has_nan:
         y = torch.where(y.isnan(), fmt.max, y)
+    if fmt.specials == "fnuz":
+        y = y + 0.0  # -0 becomes 0
     return y, _exponent(y, fmt)  # computed again: rounding may carry into the next binade
 
 

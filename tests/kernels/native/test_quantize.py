@@ -324,8 +324,8 @@ def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
 
 REFUSED = {
     "stochastic": (QuantizationSpec(E4M3, rounding="stochastic"), "rounds to nearest even; got stochastic"),
-    "bf16": (QuantizationSpec(BF16), "casts to signed formats of at most 8 bits; got BF16"),
-    "e8m0": (QuantizationSpec(E8M0), "casts to signed formats of at most 8 bits; got E8M0"),
+    "bf16": (QuantizationSpec(BF16), "casts to formats of at most 8 bits with a -0; got BF16"),
+    "e8m0": (QuantizationSpec(E8M0), "casts to formats of at most 8 bits with a -0; got E8M0"),
     "margin": (QuantizationSpec(E4M3, margin=100), "takes at most 64 octaves; got margin 100, guard 3"),
 }
 

@@ -166,7 +166,7 @@ def test_what_it_cannot_cast_it_refuses() -> None:
         "native_stochastic: rounds stochastically; got nearest_even"
     )
     bf16 = QuantizationSpec(BF16, rounding="stochastic")
-    assert "signed formats of at most 8 bits; got BF16" in str(native_stochastic.supports_quantize(x, bf16))
+    assert "formats of at most 8 bits with a -0; got BF16" in str(native_stochastic.supports_quantize(x, bf16))
     meta = native_stochastic.supports_quantize(torch.ones(2, 2, device="meta"), STOCHASTIC)
     assert meta == "native_stochastic: runs on a cpu; got meta"
     with FakeTensorMode():

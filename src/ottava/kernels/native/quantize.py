@@ -246,8 +246,8 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
         return f"{NAME}: decodes on a cpu; got {codes.device.type}"
     if reason := refusal(codes):
         return f"{NAME}: decodes plain tensors; {reason}"
-    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
-        return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
+    if fmt.bits > 8 or not fmt.has_negative_zero:
+        return f"{NAME}: decodes formats of at most 8 bits with a -0; got {fmt}"
     if reason := built_decoder().reason:
         return f"{NAME}: {reason}"
     return None
@@ -341,8 +341,8 @@ def settings(spec: QuantizationSpec) -> CastSettings:
         refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
     elif spec.block_scale != "amax":
         refusal = f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
-    elif fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
-        refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
+    elif fmt.bits > 8 or not fmt.has_negative_zero:
+        refusal = f"{NAME}: casts to formats of at most 8 bits with a -0; got {fmt}"
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:

@@ -52,8 +52,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
     if not x.is_cpu:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if fmt.bits > 8 or not fmt.signed or not fmt.has_zero:
-        return f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
+    if fmt.bits > 8 or not fmt.has_negative_zero:
+        return f"{NAME}: casts to formats of at most 8 bits with a -0; got {fmt}"
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if reason := built(x.dtype).reason:
