@@ -84,7 +84,7 @@ def test_torch_agrees(fmt: Format) -> None:
         assert fmt.storage_dtype == torch.uint8
         return
     info = torch.finfo(fmt.dtype)
-    # torch knows no subnormals for E8M0 and calls its eps 1; torch's eps of float8_e5m2fnuz is half of what its codes say
+    # torch knows no subnormals for E8M0 and calls its eps 1; its eps of float8_e5m2fnuz is half of what its codes say
     eps = info.eps * 2 if fmt.name == "E5M2FNUZ" else info.eps
     assert (fmt.bits, fmt.max, fmt.min_normal, fmt.eps) == (info.bits, info.max, info.smallest_normal, eps)
 
