@@ -31,7 +31,7 @@ FLOORS = (
     ("quantized_tensor",),
     ("attention_recipe", "gemm_recipe"),
     ("recipe", "kernels"),
-    ("dispatch",),
+    ("dispatch", "batch_invariance"),
     ("casts",),
     ("parts", "turn"),
     ("ops", "ambient", "weight_storage"),

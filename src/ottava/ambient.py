@@ -25,6 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ottava.accumulator import Accumulator, get_accumulator
+from ottava.batch_invariance import made_invariant
 from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.recipe import Recipe, get_recipe
@@ -102,6 +103,8 @@ class Ambient:
     """The ranks that share amaxes."""
     session: Session | None = None
     """Set if this autocast, or an autocast around it, makes boundaries."""
+    batch_invariant: bool = False
+    """Whether the bits of a row may not depend on the other rows."""
     ear: Ear = field(default_factory=Ear, repr=False, compare=False)
     """Notes that a layer has read these settings."""
 
@@ -111,6 +114,8 @@ class Ambient:
 
     def asked_of(self, layer: str, own: Recipe) -> Recipe:
         """The same, but of a disabled autocast too: a calibration prepares for it."""
+        if self.batch_invariant and not torch.compiler.is_compiling():
+            return made_invariant(replace(self, batch_invariant=False).asked_of(layer, own))
         if self.recipe is None:
             # compiled code takes no recipe that is made while it is traced: its layers run uncompiled then
             plain = self.accumulator is None or torch.compiler.is_compiling()
@@ -192,8 +197,9 @@ class Autocast(AbstractContextManager[None]):
         update: Update,
         group: ProcessGroup | None,
         accumulator: Accumulator | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        self._settings = (recipe, enabled, calibrating, update, group, accumulator)
+        self._settings = (recipe, enabled, calibrating, update, group, accumulator, batch_invariant)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -236,6 +242,7 @@ def autocast(
     update: Update = "step",
     group: ProcessGroup | None = None,
     accumulator: Accumulator | str | None = None,
+    batch_invariant: bool = False,
 ) -> Autocast:
     """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
 
@@ -250,8 +257,12 @@ def autocast(
         group: the ranks that share amaxes; None: ottava finds them, see `ScalingState`.
         accumulator: a profile or its name; every GEMM on codes is then emulated as that tensor core sums it, on any
             device; see `Accumulator`. None: the recipe's own, which by default are the device's.
+        batch_invariant: the bits of a row, in the forward and in the gradient of the input, depend on neither the batch
+            nor its padding nor the cuts of a sequence; recipes with one scale for all rows are refused
+            (docs/serving.md). On a CPU, in ottava's linears, norms, activations and attention.
     Raises:
-        ValueError: unknown recipe, update or accumulator.
+        ValueError: unknown recipe, update or accumulator; batch_invariant with enabled=False or calibrating=True. In a
+            forward: a recipe or a kernel that cannot be batch invariant.
         TypeError: it decorates a generator or coroutine function, whose body runs after the autocast has ended.
     Warns: if it ends without an exception and had no effect: no ottava layer ran in it, or it calibrated and no layer
         that ran has predicted scales. enabled=False and recipes like bf16 do not warn, because unconverted layers run
@@ -273,11 +284,23 @@ def autocast(
     """
     if update not in get_args(Update):
         raise ValueError(f"autocast: {unknown_name('update', update, get_args(Update))}")
+    if batch_invariant and (calibrating or not enabled):
+        raise ValueError(
+            "autocast: batch_invariant=True holds for ottava's GEMMs; needs enabled=True, calibrating=False"
+        )
     profile = None if accumulator is None else get_accumulator(accumulator)
     asked = None if recipe is None else get_recipe(recipe)
     if asked is not None:
         asked, profile = _interned(asked if profile is None else asked.under(profile)), None
-    return Autocast(asked, enabled=enabled, calibrating=calibrating, update=update, group=group, accumulator=profile)
+    return Autocast(
+        asked,
+        enabled=enabled,
+        calibrating=calibrating,
+        update=update,
+        group=group,
+        accumulator=profile,
+        batch_invariant=batch_invariant,
+    )
 
 
 @contextmanager
@@ -288,12 +311,13 @@ def _entering(
     update: Update,
     group: ProcessGroup | None,
     accumulator: Accumulator | None = None,
+    batch_invariant: bool = False,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
     outer = AMBIENT.get()
     session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
     on, around = enabled and not calibrating, session or outer.session
-    entered = Ambient(asked, on, calibrating, accumulator, group or outer.group, around)
+    entered = Ambient(asked, on, calibrating, accumulator, group or outer.group, around, batch_invariant)
     token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:

@@ -21,6 +21,7 @@ from ottava.errors import unknown_name
 from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.native import accumulate as native_accumulate
 from ottava.kernels.native import gemm as native_gemm
+from ottava.kernels.native import invariant_gemm
 from ottava.kernels.native.build import Built
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.quantized_tensor import QuantizedTensor, RunGemm
@@ -52,6 +53,10 @@ class GemmKernel(Protocol):
 CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
 # Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
+
+
+BATCH_INVARIANT = invariant_gemm
+"""The one kernel whose bits of a row do not depend on the other rows; it runs where it is asked for by name."""
 
 
 class AccumulatingKernel(Protocol):
@@ -227,8 +232,16 @@ def _dense_ranking(kernels: tuple[DenseKernel, ...], native: Built) -> cpu_choic
     return cpu_choice.rank("kernels of BF16 operands", ways, native.key, make=cpu_choice.dense_operands)
 
 
-def choose_dense(a: Tensor, b: Tensor) -> tuple[DenseKernel, tuple[str, ...]]:
-    """The kernel for two matrices in high precision, and why the kernels before it do not run."""
+def choose_dense(a: Tensor, b: Tensor, backend: str | None = None) -> tuple[DenseKernel, tuple[str, ...]]:
+    """The kernel for two matrices in high precision, and why the kernels before it do not run.
+
+    Raises:
+        ValueError: the batch invariant kernel was asked for, and does not take the call.
+    """
+    if backend == BATCH_INVARIANT.NAME:
+        if reason := BATCH_INVARIANT.supports_dense(a, b):
+            raise ValueError(f"gemm: backend {backend!r} was asked for, but {reason}")
+        return BATCH_INVARIANT, ()
     refusals: list[str] = []
     for kernel in dense_kernels(a.device, a.dtype):
         if (reason := kernel.supports_dense(a, b)) is None:
@@ -277,7 +290,7 @@ def choose_gemm(
     """
     kernels = gemm_kernels(a.device)
     if backend is not None:
-        named = [kernel for kernel in kernels if backend == kernel.NAME]
+        named = [kernel for kernel in (*kernels, BATCH_INVARIANT) if backend == kernel.NAME]
         if not named:
             raise ValueError(f"gemm: {unknown_name('backend', backend, [kernel.NAME for kernel in kernels])}")
         if reason := named[0].supports_gemm(a, b, out_dtype, bias):

@@ -31,6 +31,8 @@ class GemmRecipe(RefusesUnknownFields):
     """"bf16": decode the operands and multiply in BF16, to tell damage by quantization from damage by accumulation."""
     accumulator: Accumulator | None = None
     """The profile that quantized operands are summed under, on any device, or its name; None: the device's own sums."""
+    batch_invariant: bool = False
+    """Multiply by the one kernel whose bits of a row do not depend on the other rows; see `batch_invariance`."""
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
@@ -65,6 +67,8 @@ class GemmRecipe(RefusesUnknownFields):
             values["compute"] = self.compute
         if self.accumulator is not None:
             values["accumulator"] = self.accumulator.to_dict()
+        if self.batch_invariant:
+            values["batch_invariant"] = True
         return values
 
     @classmethod

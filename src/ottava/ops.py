@@ -19,6 +19,7 @@ from torch import Tensor
 from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator
 from ottava.casts import dequantize, keep_plan, spec_from_key
 from ottava.dispatch import (
+    BATCH_INVARIANT,
     choose_accumulating,
     choose_dense,
     choose_gemm,
@@ -195,12 +196,14 @@ def multiply(
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
-        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(profile))
+        way = cells.fast_accum, cells.compute, cells.batch_invariant
+        key = (specs, layout, plain, out_dtype, added, way, id(profile))
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
-        plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, None, profile)
+        backend = BATCH_INVARIANT.NAME if cells.batch_invariant else None
+        plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, backend, profile)
         if plan.lasting and plain:
             keep_plan(plans, key, plan)
     records[name] = plan.record
@@ -234,7 +237,8 @@ def plan_gemm(
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
         if accumulator is not None:
             if accumulator.emulated:
-                return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
+                profiled = None if backend == BATCH_INVARIANT.NAME else backend  # they sum each element alone
+                return _plan_accumulated(a, b, out_dtype, bias, accumulator, profiled)
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
@@ -248,7 +252,7 @@ def plan_gemm(
         )
     specs = (a.spec, b.spec) if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) else ()
     x, w = _in_high_precision(a, b)
-    dense, refusals = choose_dense(x, w)
+    dense, refusals = choose_dense(x, w, backend)
     multiply = dense.plan_dense(x, w, bias)
 
     def run(a: Any, b: Any, bias: Tensor | None) -> Tensor:

@@ -130,7 +130,7 @@ class Recipe(RefusesUnknownFields):
     predicted: bool = field(init=False, repr=False, compare=False)
     """Whether one of the six cells is predicted, so that doors keep state. A field, because every forward reads it."""
     casts: bool = field(init=False, repr=False, compare=False)
-    """Whether one of the three GEMMs is quantized. A field, because every forward reads it."""
+    """Whether a GEMM is quantized, or batch invariant: torch's linear may not run. A field: every forward reads it."""
     transforms: bool = field(init=False, repr=False, compare=False)
     """Whether one of the six cells has a transform; such layers leave compiled code."""
 
@@ -140,7 +140,7 @@ class Recipe(RefusesUnknownFields):
             raise ValueError("Recipe: a name is needed; receipts and reports show it")
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
-        object.__setattr__(self, "casts", any(spec is not None for spec in specs))
+        object.__setattr__(self, "casts", any(spec is not None for spec in specs) or self.fprop.batch_invariant)
         object.__setattr__(self, "transforms", any(spec is not None and spec.transform is not None for spec in specs))
         for tensor in TENSORS:
             row, col = self.cells(tensor)
@@ -155,7 +155,8 @@ class Recipe(RefusesUnknownFields):
     @property
     def quantized(self) -> bool:
         """Whether any GEMM of any layer is quantized."""
-        return self.casts or any(override.apply(replace(self, overrides=())).quantized for override in self.overrides)
+        own = any(getattr(self, gemm).quantized for gemm in GEMMS)
+        return own or any(override.apply(replace(self, overrides=())).quantized for override in self.overrides)
 
     def override(
         self,

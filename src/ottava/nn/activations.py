@@ -8,7 +8,7 @@ rounds once. Backward needs only the input, kept in its dtype or as FP8 codes (`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ottava.batch_invariance import in_tiles
 from ottava.casts import quantize
 from ottava.errors import unknown_name
 from ottava.formats import E4M3
@@ -175,6 +176,12 @@ class ActivationFormula:
     activation: Activation
     save: Literal["bf16", "fp8"] = "bf16"
     """Keep the input in its dtype ("bf16") or as codes in `KEPT` ("fp8")."""
+
+    def batch_invariant(self) -> ActivationFormula:
+        """The same with bits of a row that depend on no other row."""
+        act = self.activation
+        tiled = replace(act, forward=partial(in_tiles, act.forward), backward=partial(in_tiles, act.backward))
+        return ActivationFormula(tiled, self.save)
 
     def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x (..., F or 2 F), factors (F,) or nothing -> y (..., F)."""

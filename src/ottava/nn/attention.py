@@ -25,6 +25,7 @@ from ottava.attention_recipe import AttentionRecipe
 from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.nn.fp8_attention import fp8_attention
+from ottava.nn.invariant import BACKEND, invariant_attention
 from ottava.nn.masks import MaskRule, build_mask, mask_rule
 from ottava.nn.pieces import local
 from ottava.quantizer import AttentionQuantizers
@@ -213,16 +214,20 @@ class DotProductAttention(nn.Module):
             k, v, rule = self.keys.gather(k, v, rule, queries, alone=given is query_lengths is key_lengths is None)
             keys = k.shape[2]
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
-        fp8 = ambient().recipe_for(self.name, self.resolved).attention
+        recipe = ambient().recipe_for(self.name, self.resolved)
+        fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None
-        causal = causal and fp8 is None  # else the mask is built
+        causal = causal and fp8 is None and not invariant  # else the mask is built
         mask = None
         if not causal:
             lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
             mask = build_mask(rule, queries, keys, **lengths, given=given, device=q.device)
         if mask is not None and mask.dtype not in (torch.bool, q.dtype):
             mask = mask.to(q.dtype)
-        y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
+        if invariant:
+            y = self._run_invariant(q, k, v, mask, scale, fp8)
+        else:
+            y = self._run(q, k, v, mask, causal, scale) if fp8 is None else self._run_fp8(q, k, v, mask, scale, fp8)
         if query_lengths is not None:
             y = y.masked_fill(torch.arange(queries, device=q.device)[:, None] >= query_lengths[:, None, None, None], 0)
         return y
@@ -258,6 +263,16 @@ class DotProductAttention(nn.Module):
         sink = local(self.sink)
         sink = q.new_full((q.shape[1],), sink) if isinstance(sink, float | int) else sink
         return fp8_attention(q, k, v, mask, sink, scale, self.quantizers, fp8)
+
+    def _run_invariant(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fp8: AttentionRecipe | None
+    ) -> Tensor:
+        refused = {"dropout": self.dropout and self.training, "a sink": self.sink is not None, "FP8": fp8 is not None}
+        if what := [name for name, asked in refused.items() if asked]:
+            raise ValueError(f"DotProductAttention: batch invariant attention knows no {' and no '.join(what)}")
+        self.last_shape = (*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:])
+        self.last_backend, self.last_note = BACKEND, "bits of a query depend on its keys alone"
+        return invariant_attention(q, k, v, mask, scale)
 
     def _choice(
         self,

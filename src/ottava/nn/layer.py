@@ -21,6 +21,7 @@ from ottava.functional import Call, Exchange, Producer, build_ahead, linear, obs
 from ottava.groups import ddp_around
 from ottava.kernels.custom_operator import constant_in_graph
 from ottava.kernels.gate import is_plain
+from ottava.nn.invariant import invariant_producer
 from ottava.nn.pieces import Piece, joined_form
 from ottava.nn.weight_state import decode_codes
 from ottava.quantized_layer import QuantizedLayer
@@ -98,6 +99,7 @@ class Layer(QuantizedLayer):
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
             apart = lent or settings.session is not None or settings.accumulator is not None or call.recipe.transforms
+            apart = apart or settings.batch_invariant or call.recipe.fprop.batch_invariant
             if apart or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing
 
@@ -144,12 +146,12 @@ class Layer(QuantizedLayer):
         if call is not None and torch._C._current_graph_task_id() != -1:
             call.training |= training  # checkpoint(use_reentrant=True) runs its first forward without grad mode
         else:
-            unchanged = settings.recipe is None and settings.enabled and settings.accumulator is None
+            own = settings.recipe is None and settings.enabled and settings.accumulator is None
+            unchanged = own and not settings.batch_invariant
             recipe = self.resolved if unchanged else settings.recipe_for(self.name, self.resolved)
             shape = tuple(input.shape)
-            call = Call(
-                self.quantizers, recipe, self.plans, shape, self.produce, self.exchange, training=training, before=call
-            )
+            made = self.produce if not recipe.fprop.batch_invariant else invariant_producer(self.produce)
+            call = Call(self.quantizers, recipe, self.plans, shape, made, self.exchange, training=training, before=call)
             vars(self)["last_call"] = call  # not by nn.Module.__setattr__, which looks for parameters first
         if training and (call.recipe.predicted or not input.is_cpu):
             call.after_backward = self._announce(call.recipe, input, settings)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ottava.ambient import ambient
 from ottava.functional import produced
 from ottava.nn.activations import Activation, ActivationFormula, get_activation
 from ottava.nn.layer import Layer
@@ -144,4 +145,6 @@ class NormMLP(nn.Module):
 
     def activated(self, input: Tensor) -> Tensor:
         """(..., H) -> (..., F): the rows in front of fc2."""
-        return produced(self.activation, self.fc1(input), *self.fc2._produced_with())
+        invariant = ambient().recipe_for(self.fc2.name, self.fc2.resolved).fprop.batch_invariant
+        activation = self.activation.batch_invariant() if invariant else self.activation
+        return produced(activation, self.fc1(input), *self.fc2._produced_with())

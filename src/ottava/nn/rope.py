@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ottava.ambient import ambient
+from ottava.batch_invariance import in_tiles
 from ottava.errors import RefusesUnknownFields, unknown_name
 
 
@@ -185,7 +187,10 @@ class RotaryEmbedding(nn.Module):
         (B, S, H, D), (S, 1) for (S, B, H, D), (T,) for (T, H, D). Angles are computed in fp32, as Hugging Face does."""
         frequencies = self.scaling.frequencies(self.dim, self.base, positions.device)
         angles = positions[..., None, None].float() * frequencies
-        cos, sin = (f(angles) * self.scaling.amplitude for f in (torch.cos, torch.sin))
+        alone = ambient().batch_invariant  # else torch computes the last positions by other code than those before
+        cos, sin = (
+            (in_tiles(f, angles) if alone else f(angles)) * self.scaling.amplitude for f in (torch.cos, torch.sin)
+        )
         axis = -1 if self.interleaved else -2
         cos, sin = torch.stack((cos, cos), axis).flatten(-2), torch.stack((-sin, sin), axis).flatten(-2)
         return RotaryTable(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)

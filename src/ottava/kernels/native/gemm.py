@@ -159,8 +159,8 @@ def supports_dense(a: Tensor, b: Tensor) -> str | None:
 def plan_dense(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """A function (a, b, bias) -> y of their dtype, for all matrices with the shapes and strides of these."""
     one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    run = plan_gemm(_Dense(a, one), _Dense(b, one), a.dtype, bias)
-    return lambda a, b, bias: run(_Dense(a, one), _Dense(b, one), bias)
+    run = plan_gemm(Dense(a, one), Dense(b, one), a.dtype, bias)
+    return lambda a, b, bias: run(Dense(a, one), Dense(b, one), bias)
 
 
 def padding(a: QuantizedTensor, b: QuantizedTensor) -> str:
@@ -188,7 +188,7 @@ def run(
     return y, MODES[modes[0]]
 
 
-class _Dense(NamedTuple):
+class Dense(NamedTuple):
     """An operand in high precision for `plan_gemm`: its numbers times a scale of 1."""
 
     data: Tensor
@@ -197,15 +197,19 @@ class _Dense(NamedTuple):
 
 
 def plan_gemm(
-    a: QuantizedTensor | _Dense,
-    b: QuantizedTensor | _Dense,
+    a: QuantizedTensor | Dense,
+    b: QuantizedTensor | Dense,
     out_dtype: torch.dtype,
     bias: Tensor | None,
     fast_accum: bool = False,
     *,
     level: int | None = None,
+    fold: bool = True,
 ) -> Callable[..., Tensor]:
-    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y."""
+    """`gemm` for all operands of the specs, shapes and strides of these: (a, b, bias, modes=None) -> y.
+
+    fold: fold scales that are powers of two into exponents, where the numbers allow it.
+    """
     chosen = fastest().built if level is None else built(level)
     library = chosen.library
     if library is None:
@@ -217,13 +221,13 @@ def plan_gemm(
     strides_b = (k, 1) if copied_b else b.data.stride()
     first, second = cells  # their tables must live as long as this plan
     block, block_b = ((cell.rows or rows, cell.cols or k) for cell, rows in zip(cells, (m, n), strict=True))
-    step, exact = _step(cells[0].cols, cells[1].cols, k), cells[0].exact and cells[1].exact
+    step, exact = _step(cells[0].cols, cells[1].cols, k), fold and cells[0].exact and cells[1].exact
     as_it_is = bias is not None and bias.dtype in _TYPES
     code, code_of_bias = _TYPES.index(out_dtype), _TYPES.index(bias.dtype) if bias is not None and as_it_is else 0
     threads, pack, multiply, cpu = torch.get_num_threads, _CALL.pack, library.ottava_gemm, a.data.device
 
     def run(
-        a: QuantizedTensor | _Dense, b: QuantizedTensor | _Dense, bias: Tensor | None, modes: list[int] | None = None
+        a: QuantizedTensor | Dense, b: QuantizedTensor | Dense, bias: Tensor | None, modes: list[int] | None = None
     ) -> Tensor:
         # these names keep the call's memory alive until it ends
         codes = a.data.contiguous() if copied else a.data
