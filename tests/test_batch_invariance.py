@@ -13,9 +13,12 @@ def test_recipes(recipe: Recipe) -> None:
     """A recipe is refused exactly if rows share a scale or random bits, and the message names the cell."""
     lhs = [getattr(recipe, gemm).lhs for gemm in ("fprop", "dgrad")]
     shares = any(
-        spec is not None
-        and (spec.granularity.rows != 1 or spec.scale_format == "e4m3" or spec.rounding == "stochastic")
+        spec.granularity.rows != 1
+        or spec.scale_format == "e4m3"
+        or spec.rounding == "stochastic"
+        or spec.transform is not None
         for spec in lhs
+        if spec is not None
     )
     if shares:
         with pytest.raises(

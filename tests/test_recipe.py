@@ -341,6 +341,7 @@ def test_slips_in_history_fields_are_refused(
         ("fast_accum", True),
         ("compute", "bf16"),
         ("accumulator", ACCUMULATORS["hopper"]),
+        ("batch_invariant", True),
     ],
 )
 def test_every_field_of_a_gemm_counts_in_a_comparison(field: str, value: Any) -> None:
@@ -349,7 +350,8 @@ def test_every_field_of_a_gemm_counts_in_a_comparison(field: str, value: Any) ->
     other = replace(gemm, **{field: value})
     assert (gemm == other, hash(gemm) == hash(other)) == (False, False)
     assert GemmRecipe.from_dict(other.to_dict()) == other
-    assert {f.name for f in fields(GemmRecipe)} == {"lhs", "rhs", "fast_accum", "compute", "accumulator"}
+    names = {"lhs", "rhs", "fast_accum", "compute", "accumulator", "batch_invariant"}
+    assert {f.name for f in fields(GemmRecipe)} == names
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Recipe) if f.init])

@@ -56,6 +56,8 @@ def _shared(spec: QuantizationSpec) -> str:
         return "rows share its scale"
     if spec.scale_format == "e4m3":
         return "its scales of blocks share one of the tensor"
+    if spec.transform is not None:
+        return f"rows share the numbers of its transform ({spec.transform})"
     return "random bits depend on the place of a row" if spec.rounding == "stochastic" else ""
 
 

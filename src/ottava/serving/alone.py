@@ -26,7 +26,7 @@ SAMPLE = (
     "in silence. This text is short, and the same for every certificate: it shows which layer hurts, not how much."
 )
 """A text for models that read bytes."""
-_MOST = 64
+_MOST = 32
 """Linears that are measured; each costs a forward."""
 
 
