@@ -214,7 +214,12 @@ class DotProductAttention(nn.Module):
             k, v, rule = self.keys.gather(k, v, rule, queries, alone=given is query_lengths is key_lengths is None)
             keys = k.shape[2]
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
-        recipe = ambient().recipe_for(self.name, self.resolved)
+        settings = ambient()
+        if settings.batch_invariant and torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "DotProductAttention: batch_invariant=True does not hold in compiled code; run it uncompiled"
+            )
+        recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None
         causal = causal and fp8 is None and not invariant  # else the mask is built
