@@ -111,7 +111,8 @@ def choose_accumulating(
     Raises:
         ValueError: an unknown backend, or one that does not take the call; or no kernel takes it.
     """
-    kernels = [kernel for kernel in ACCUMULATING_KERNELS if backend in (None, kernel.NAME)]
+    # each of them sums an element alone, so all are batch invariant
+    kernels = [kernel for kernel in ACCUMULATING_KERNELS if backend in (None, kernel.NAME, BATCH_INVARIANT.NAME)]
     if not kernels:
         names = [kernel.NAME for kernel in ACCUMULATING_KERNELS]
         raise ValueError(f"gemm: {unknown_name(f'backend under accumulator {accumulator.name!r}', backend, names)}")

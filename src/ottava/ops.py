@@ -190,19 +190,18 @@ def multiply(
         raise ValueError(f"gemm: {_refused(a, b, None)}")
     if torch.compiler.is_compiling():
         return _compiled(a, b, out_dtype, bias, cells.fast_accum, cells.compute, profile)
+    backend = BATCH_INVARIANT.NAME if cells.batch_invariant else None
     plan: GemmPlan | None = None
     key: tuple[Any, ...] = ()
     try:
         layout = (data.dtype, data.shape, data.stride(), other.dtype, other.shape, other.stride(), data.device)
         plain = set(map(type, held)) <= _PLAIN and min(map(address, held)) > LOWEST
         added = None if bias is None else bias.dtype
-        way = cells.fast_accum, cells.compute, cells.batch_invariant
-        key = (specs, layout, plain, out_dtype, added, way, id(profile))
+        key = (specs, layout, plain, out_dtype, added, cells.fast_accum, cells.compute, id(profile), backend)
         plan = plans.get(key) if plain else None
     except RuntimeError:  # a tensor has no strides or no memory
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
-        backend = BATCH_INVARIANT.NAME if cells.batch_invariant else None
         plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, backend, profile)
         if plan.lasting and plain:
             keep_plan(plans, key, plan)
@@ -237,8 +236,7 @@ def plan_gemm(
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
         if accumulator is not None:
             if accumulator.emulated:
-                profiled = None if backend == BATCH_INVARIANT.NAME else backend  # they sum each element alone
-                return _plan_accumulated(a, b, out_dtype, bias, accumulator, profiled)
+                return _plan_accumulated(a, b, out_dtype, bias, accumulator, backend)
             backend = backend or (None if a.device.type == "cpu" else reference.NAME)  # tensor cores do not sum in fp32
         chosen = choose_gemm(a, b, out_dtype, bias, fast_accum, backend)
         kernel = chosen.kernel
