@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from ottava.nn.convert import convert
 from ottava.quantized_weight import QuantizedWeight
 from ottava.serving.layouts import LAYOUTS
 from ottava.serving.source import of_folder
+from ottava.settings import ConfigError
 from ottava.train.checkpoint import CheckpointError
+from ottava.train.config import load_config
 from ottava.train.from_llama import is_weights, model_of, read_weights, settings_of
-from serving_samples import CONFIG, LENGTH, exported, learned
+from ottava.train.loop import Trainer
+from serving_samples import CONFIG, LENGTH, TEXT, exported, learned
 
 
 def test_every_layout_comes_back_as_codes_and_as_numbers() -> None:
@@ -76,3 +81,57 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
         read_weights(folder, CONFIG)
     assert is_weights(folder)
     assert not is_weights(tmp_path)
+
+
+def test_a_run_starts_from_every_folder_and_takes_a_step(tmp_path: Path) -> None:
+    """Its weights are those of the folder: numbers bit for bit, and under the recipe of the codes the codes."""
+    sizes = [f"model.{key}={value}" for key, value in CONFIG.model_dump(exclude={"rope_theta", "norm_eps"}).items()]
+    words = [
+        *sizes,
+        f"sequence_length={LENGTH}",
+        "batch_size=2",
+        "steps=1",
+        f"data.path={tmp_path / 'text'}",
+        "device=cpu",
+    ]
+    (tmp_path / "text").write_text(TEXT)
+    words += ["evaluation.batches=1", f"data.path={tmp_path / 'text'}"]
+    fp8 = ["recipe=blockwise", "optimizer.weights=fp8", "optimizer.master=remainder"]
+    for layout, more in (
+        ("bf16", ["recipe=tensorwise"]),
+        ("compressed-tensors-channel", ["recipe=bf16"]),
+        ("compressed-tensors-mxfp8", ["recipe=mxfp8"]),
+        ("fp8-block-ue8m0", fp8),
+    ):
+        folder = exported(layout)
+        wanted = read_weights(folder, CONFIG).tensors
+        config = load_config(None, [*words, f"init={folder}", *more])
+        trainer = Trainer(config, tmp_path / layout)
+        for name, parameter in trainer.model.named_parameters():
+            if isinstance(parameter, QuantizedWeight):
+                codes, _ = model_of(of_folder(folder), folder, None)
+                assert torch.equal(
+                    parameter.dequantize(torch.float32),
+                    codes.get_parameter(name).quantized().dequantize(torch.float32),  # type: ignore[attr-defined]
+                )
+            else:
+                assert torch.equal(parameter.float(), wanted[f"model.{name}"].to(parameter.dtype).float()), name
+        assert any(isinstance(one, QuantizedWeight) for one in trainer.model.parameters()) == (more is fp8)
+        (record,) = trainer.advance()
+        assert record.loss < 2  # a new model begins at 5.5
+    with pytest.raises(ConfigError, match="holds weights alone"):
+        Trainer(load_config(None, [*words, f"init={folder}", "carry=optimizer"]), tmp_path / "on")
+
+
+def test_the_joined_file_of_a_checkpoint_is_read_with_its_codes(tmp_path: Path) -> None:
+    """As `ottava consolidate` writes it: own names, codes with scales, states of doors."""
+    model = learned()
+    convert(model, "delayed", weights="fp8")
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    tensors = read_weights(tmp_path, CONFIG).tensors
+    assert {name.removeprefix("model.") for name in tensors} == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        values = (
+            parameter.quantized().dequantize(torch.float32) if isinstance(parameter, QuantizedWeight) else parameter
+        )
+        assert torch.equal(tensors[f"model.{name}"], values), name

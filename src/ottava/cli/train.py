@@ -32,7 +32,7 @@ def train(
     ] = None,
     init: Annotated[
         Path | None,
-        typer.Option("--init", metavar="RUN", help="Start from the weights of this run or checkpoint."),
+        typer.Option("--init", metavar="PATH", help="Start from these weights: a run, a checkpoint, a folder."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     watch: Annotated[
