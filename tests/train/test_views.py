@@ -51,6 +51,8 @@ def test_bad_words_end_in_a_sentence(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=words):
             open_view(given, recipe)
+    with pytest.raises(ValueError, match="recipe 'rowwise' cannot multiply its codes"):
+        open_view(str(exported("compressed-tensors-tensor")), "rowwise")
     odd = tmp_path / "a@b"
     Path(folder).rename(odd)
     assert open_view(str(odd)).longest == 32  # a path may hold an @

@@ -199,7 +199,7 @@ def import_checkpoint(path: Path, folder: Path, *, config: Path | None = None) -
     """
     state = read_state(path)
     coded = [name for name in state if name + SCALE_SUFFIX in state]
-    facts: dict[str, Any] = {"tensors": len(state) - len(coded), "codes": len(coded), "changed": []}
+    facts: dict[str, Any] = {"tensors": len(state) - 2 * len(coded), "codes": len(coded), "changed": []}
     if config is None:
         if folder.exists() and any(folder.iterdir()):
             raise UntrustedError(f"{folder} exists and is not empty; give a new folder")

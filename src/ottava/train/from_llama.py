@@ -139,7 +139,13 @@ def model_of(source: Source, folder: Path, recipe: str | Recipe | None) -> tuple
         put_weight(module, old, weight, requires_grad=False)
         keep_in_state_dict(model.get_submodule(module), "weight")
     if chosen.quantized:
-        convert(model, chosen, filter=only)
+        try:
+            convert(model, chosen, filter=only)
+        except ValueError as error:
+            raise ValueError(
+                f"{folder}: recipe {chosen.name!r} cannot multiply its codes ({error}). To compare it under another "
+                "recipe, write its weights in BF16 first: ottava import"
+            ) from error
     return model, longest
 
 
