@@ -216,9 +216,9 @@ class DotProductAttention(nn.Module):
         scale = self.softmax_scale if self.softmax_scale is not None else dim**-0.5
         settings = ambient()
         if settings.batch_invariant and torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "DotProductAttention: batch_invariant=True does not hold in compiled code; run it uncompiled"
-            )
+            from ottava.nn.compile import apart  # it imports Dynamo, which is loaded: it is tracing
+
+            return apart(self._attend, q, k, v, rule, given, query_lengths, key_lengths)  # type: ignore[no-any-return]
         recipe = settings.recipe_for(self.name, self.resolved)
         fp8, invariant = recipe.attention, recipe.fprop.batch_invariant
         causal = rule.is_causal(queries, keys) and given is None and key_lengths is None and self.sink is None

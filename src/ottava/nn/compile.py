@@ -12,3 +12,14 @@ from torch import Tensor
 def uncompiled(layer: Any, *inputs: Any) -> Tensor:
     """The layer's eager `run`; a break in the graph around it."""
     return layer.run(*inputs)  # type: ignore[no-any-return]  # a Layer, which imports this
+
+
+@torch.compiler.disable
+def apart(function: Any, *arguments: Any) -> Any:
+    """The call of a function outside of compiled code.
+
+    Example:
+        >>> apart(max, 1, 2)
+        2
+    """
+    return function(*arguments)
