@@ -262,8 +262,8 @@ class TrainConfig(Section):
     """Decides the initial weights and the order of the data."""
     init: Path | None = None
     """A run folder, a checkpoint, or a folder of weights: of `ottava export` or `consolidate`, or a Llama of Hugging
-    Face's with 256 tokens. The run starts from its weights, and calibrates predicted scales on them. null: the run draws
-    its weights at random."""
+    Face's with 256 tokens. The run starts from its weights, and calibrates predicted scales on them. null: the run
+    draws its weights at random."""
     carry: Literal["weights", "optimizer"] = "weights"
     """What the run takes from `init`. "weights": the weights alone; the run begins with step 1. "optimizer": also the
     optimizer's states and the step count; the run continues with the next step."""
