@@ -258,3 +258,183 @@ for _kind, _recipe, _options in (
     ("torch", "delayed", {"label": "sample masked whole", "inject": _masked_whole}),
 ):
     clean("C", _kind, _recipe, **_options)
+
+
+# --- half D: written after the mending that half C led to, before any of it was run ----------------------------------
+@case("D", "llama", "channel growth token row outlier", "blocks.1.mlp", steps=24)
+def gate_and_value_align(lab: Lab) -> None:
+    def align() -> None:
+        mlp = lab.layer("blocks.1.mlp")
+        with torch.no_grad():
+            mlp.gate.weight[9].copy_(mlp.fc1.weight[9].mul_(1.5))
+
+    lab.before_step.append(align)
+
+
+@case("D", "torch", "channel", "layers.0")
+def embedding_with_one_huge_dimension(lab: Lab) -> None:
+    lab.layer("embed").weight.data[:, 3] += 4e4
+
+
+@case("D", "clip", "clip jump", "text", recipe="delayed", every=1)
+def gradient_jumps_once(lab: Lab) -> None:
+    lab.change_gradient("text.0", lambda g: g * (3000.0 if lab.step == 12 else 1.0))
+
+
+@case("D", "dlrm", "margin_low", "", recipe="delayed")
+def negative_margin_for_weights(lab: Lab) -> None:
+    recipe = get_recipe("delayed")
+    cells = {
+        name: replace(spec, margin=-4)
+        for name, spec in (("fprop.rhs", recipe.fprop.rhs), ("dgrad.rhs", recipe.dgrad.rhs))
+        if spec is not None
+    }
+    lab.recipe = recipe.override("*", cells=cells)
+
+
+@case("D", "dlrm", "token row outlier", "top.2")
+def one_customer_in_sixty(lab: Lab) -> None:
+    def change(x: Tensor) -> Tensor:
+        scale = torch.ones(len(x), 1, dtype=x.dtype)
+        scale[7] = 6e4
+        return x * scale
+
+    lab.change_input("top.2", change)
+
+
+@case("D", "torch", "clip jump", "", recipe="delayed", every=1)
+def other_weights_are_loaded(lab: Lab) -> None:
+    def load() -> None:
+        with torch.no_grad():
+            for name, p in lab.model.named_parameters():
+                if p.dim() == 2 and "layers" in name:
+                    p.mul_(12)
+
+    later(lab, 10, load)
+
+
+@case("D", "ssm", "blank same_batch", "", fp8=False)
+def nothing_but_padding(lab: Lab) -> None:
+    lab.change_batch = lambda b: [b[0] * (0 if lab.step >= 6 else 1), b[1]]
+
+
+@case("D", "dit", "absurd_data", "", fp8=False)
+def targets_not_normalized(lab: Lab) -> None:
+    lab.change_batch = lambda b: [*b[:-1], 2e4 + 5e3 * b[-1]]
+
+
+@case("D", "dlrm", "nonfinite_data", "", fp8=False, recipe="rowwise")
+def logarithm_of_zero_in_a_feature(lab: Lab) -> None:
+    def change(batch: list[Tensor]) -> list[Tensor]:
+        dense = batch[0].clone()
+        if lab.step == 7:
+            dense[3, 5] = -math.inf
+        return [dense, *batch[1:]]
+
+    lab.change_batch = change
+
+
+@case("D", "torch", "lr", "", fp8=False, steps=20)
+def resumed_without_scheduler(lab: Lab) -> None:
+    def resume() -> None:
+        lab.optimizer.state.clear()
+        for group in lab.optimizer.param_groups:
+            group["lr"] = 0.6
+
+    later(lab, 10, resume)
+
+
+@case("D", "clip", "lr", "", fp8=False, steps=20)
+def momentum_too_high(lab: Lab) -> None:
+    lab.make_optimizer = lambda parameters, lr: torch.optim.SGD(parameters, lr=8.0, momentum=0.99)
+
+
+@case("D", "lora", "no_optimizer", "blocks.1", fp8=False)
+def adapters_forgotten(lab: Lab) -> None:
+    lab.parameters = lambda model: [*model.blocks[0].parameters()]
+
+
+@case("D", "llama", "eval_mode", "", fp8=False, dropout=0.2)
+def stays_in_eval_after_validation(lab: Lab) -> None:
+    later(lab, 9, lambda: lab.model.eval() and None)
+
+
+@case("D", "moe", "dead_experts", "blocks.0.mlp", fp8=False)
+def router_of_zeros(lab: Lab) -> None:
+    lab.layer("blocks.0.mlp.router").weight.data.zero_()
+    lab.layer("blocks.0.mlp.router").weight.requires_grad_(False)
+
+
+@case("D", "dlrm", "dead_units", "bottom", fp8=False)
+def bias_of_minus_fifty(lab: Lab) -> None:
+    lab.layer("bottom.0").bias.data.fill_(-50.0)
+
+
+@case("D", "clip", "constant_loss vanish", "", fp8=False)
+def temperature_too_high(lab: Lab) -> None:
+    lab.model.scale.data.fill_(-40.0)
+    lab.model.scale.requires_grad_(False)
+
+
+@case("D", "torch", "double_softmax", "", fp8=False, steps=24)
+def softmax_twice(lab: Lab) -> None:
+    usual = lab.loss_of
+    lab.loss_of = lambda y, labels: usual(y.float().softmax(-1), labels)
+
+
+@case("D", "torch", "unconverted", "layers.2", fp8=False)
+def pattern_misses_a_block(lab: Lab) -> None:
+    lab.convert = lambda model, recipe: ottava.convert(
+        model, recipe, filter=lambda name, layer: "layers.2.l" not in name
+    )
+
+
+@case("D", "dit", "nonfinite_compute", "blocks.2", fp8=False, recipe="mxfp8")
+def zero_times_infinity(lab: Lab) -> None:
+    def change(x: Tensor) -> Tensor:
+        keep = torch.ones(x.shape[1], 1, dtype=x.dtype)
+        keep[4] = 0.0
+        return x * keep / keep.clamp_min(0.0 if lab.step >= 5 else 1.0) * keep
+
+    lab.change_input("blocks.2.mlp.fc1", change)
+
+
+def _epochs(lab: Lab) -> None:
+    kept: list[Any] = []
+
+    def change(batch: list[Tensor]) -> list[Tensor]:
+        if len(kept) < 6:
+            kept.append(batch)
+        return kept[(lab.step - 1) % 6]
+
+    lab.change_batch = change
+
+
+def _validates(lab: Lab) -> None:
+    def validate() -> None:
+        lab.model.eval()
+        with torch.no_grad():
+            lab.model(torch.randint(0, 64, (4, 16), generator=lab.generator()))
+        lab.model.train()
+
+    lab.after_step.append(validate)
+
+
+def _features(lab: Lab) -> None:
+    lab.change_batch = lambda b: [3 + 4 * b[0], *b[1:]]
+
+
+def _momentum(lab: Lab) -> None:
+    lab.make_optimizer = lambda parameters, lr: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+for _kind, _recipe, _options in (
+    ("llama", "rowwise", {"dropout": 0.2, "inject": _validates}),
+    ("moe", "blockwise", {}),
+    ("dit", "guarded", {"label": "every step", "every": 1}),
+    ("clip", "tensorwise", {"inject": _momentum}),
+    ("dlrm", "delayed", {"inject": _features}),
+    ("gpt", "delayed", {"label": "epochs of six batches", "inject": _epochs, "steps": 18}),
+    ("raw", "bf16", {}),
+):
+    clean("D", _kind, _recipe, **_options)
