@@ -25,7 +25,7 @@ NOT_INJECTED: Mapping[str, str] = {
     "C6": "odd dimensions are slow: an answer about speed is needed",
     "C7": "downstream scores: an answer is needed",
     "N12b": "which GEMM a bisection named: an answer is needed",
-    "N15": "accumulation inside a tensor core: emulated GEMMs have none, and an answer is needed",
+    "N15": "accumulation inside a tensor core: bisect --accumulator hopper measures it, diagnose takes its answer",
     "T4": "downstream scores: an answer is needed",
     **dict.fromkeys(
         (

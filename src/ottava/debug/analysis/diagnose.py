@@ -23,7 +23,7 @@ from ottava.debug.analysis.headline import headline
 from ottava.debug.analysis.ladder import ladder
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, RunRows, StepRows
 from ottava.debug.analysis.rules import Rule, Rulebook, TriageNode, load_rules
-from ottava.debug.analysis.story import told
+from ottava.debug.analysis.story import of_twin, told
 from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, WouldRows
 from ottava.debug.run.reader import Run
 from ottava.debug.statistics import STATISTICS
@@ -347,7 +347,7 @@ def _finding(hit: _Fired, book: Rulebook, context: Context) -> Finding:
     casts = [cast for cast in casts if all(cast)]
     return Finding(
         rule.id,
-        rule.title,
+        of_twin(rule.title, context),
         rule.stage,
         "note"
         if rule.stage == "training"
@@ -358,9 +358,9 @@ def _finding(hit: _Fired, book: Rulebook, context: Context) -> Finding:
         tensors,
         [min(steps), max(steps)] if steps else [],
         evidence,
-        told(rule.cause, context, hit.rows, hit.index),
+        told(of_twin(rule.cause, context), context, hit.rows, hit.index),
         round(min(max(confidence, 0.05), 0.95), 2),
-        rule.refute_by,
+        of_twin(rule.refute_by, context),
         ladder(
             [book.remedies[name] for name in rule.remedies],
             context,
@@ -442,6 +442,8 @@ def _plain(value: Any) -> float | str:
 def _unit(metric: str) -> str:
     if metric in STATISTICS:
         return STATISTICS[metric].unit
+    if metric in ("run.spikes", "run.baseline_spikes", "run.recovery", "run.baseline_recovery"):
+        return "per 1,000 steps" if metric.endswith("spikes") else "steps"
     ends = {"_db": "dB", "_pct": "%", "_octaves": "octaves"}
     return next((unit for end, unit in ends.items() if metric.removesuffix(")").endswith(end)), "")
 
@@ -481,9 +483,9 @@ def _walk(tree: Mapping[str, TriageNode], context: Context) -> list[dict[str, An
         path.append(
             {
                 "id": node.id,
-                "question": node.question,
+                "question": of_twin(node.question, context),
                 "answer": word,
-                "say": "" if unknown else branch.say,
+                "say": "" if unknown else of_twin(branch.say, context),
                 "needs": sorted(missing) if unknown else [],
                 "ask": node.answer if unknown else None,
             }

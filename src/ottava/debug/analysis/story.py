@@ -13,6 +13,23 @@ from ottava.debug.layer_names import layer_index
 from ottava.debug.run.schema import SYMBOLS, SlotKey
 
 _GREW = 2.0
+_GOOD_RUN = (
+    ("its BF16 twin", "the good run"),
+    ("the BF16 twin", "the good run"),
+    ("The BF16 twin", "The good run"),
+    ("a BF16 twin", "a good run"),
+    ("The gap to BF16", "The gap to the good run"),
+    ("that BF16 does not have", "that the good run does not have"),
+    ("than in BF16", "than in the good run"),
+)
+"""Words for a BF16 twin, and for a good run that casts, too."""
+
+
+def of_twin(text: str, context: Context) -> str:
+    """A text of the rule book that calls the baseline what it is: it speaks of a BF16 twin, which may be an FP8 run."""
+    for words, others in _GOOD_RUN if context.twin_casts else ():
+        text = text.replace(words, others)
+    return text
 
 
 def told(cause: str, context: Context, rows: AnyRows, index: Any) -> str:

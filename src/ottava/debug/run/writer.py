@@ -153,7 +153,9 @@ class RunWriter:
         self.manifest |= facts | ({"lost": dict(+self.lost)} if +self.lost else {})
         if self.rank == 0:
             with self.attempt(), replacing(self.path / MANIFEST) as scratch:
-                scratch.write_bytes(json.dumps(_jsonable(self.manifest), indent=1).encode())
+                # a part a line: Python's own encoder, which indents, takes ten times as long
+                parts = (f"{json.dumps(name)}: {json.dumps(_jsonable(part))}" for name, part in self.manifest.items())
+                scratch.write_bytes(("{\n" + ",\n".join(parts) + "\n}\n").encode())
 
     def step(self, step: int, **numbers: float | None) -> None:
         """Writes a line of steps.jsonl: loss, grad_norm, lr, tokens, seconds. None means unknown."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ottava.debug.watch.operands import plain, unobserved
-from ottava.quantized_layer import quantized_layers
+from ottava.quantized_layer import QuantizedLayer
 
 _PRIME = 16_777_213  # fp32, in which numbers come from a GPU, holds every whole number below it
 _HASHED = 65_536  # elements of a tensor that are hashed
@@ -129,7 +129,7 @@ class TrainingTap:
 
     def _note_mode(self, module: nn.Module, trains: bool) -> None:
         """Reports each combination of modes once: whether gradients are on, `training`, and the recipe that ran."""
-        layer = next((x for x in quantized_layers(module) if x.resolved.casts), None)
+        layer = next((x for x in module.modules() if isinstance(x, QuantizedLayer) and x.resolved.casts), None)
         call = None if layer is None else layer.last_call
         recipe = "" if layer is None else "high precision" if call is None else str(call.recipe.name)
         mode = (trains, module.training, recipe)
@@ -152,12 +152,7 @@ class TrainingTap:
             if x.is_floating_point():
                 flat32 = flat.to(torch.float32)
                 whole = (flat32.view(torch.int32).to(torch.int64) % _PRIME * place % _PRIME).sum() % _PRIME
-                finite = x.isfinite()
-                clean = torch.where(finite, x, 0).to(torch.float32)
-                amax = clean.abs().amax()
-                # 0 and -inf alone are a mask that is added to scores
-                wrong = ~finite & ((amax > 0) | (x != -math.inf))
-                rest = [wrong.sum(), amax, clean.square().sum(), finite.sum()]
+                rest = _sizes(x, flat32)
             else:
                 whole = (flat.to(torch.int64) * place % _PRIME).sum() % _PRIME
                 rest = [torch.zeros((), device=x.device)] * 4
@@ -199,7 +194,7 @@ class TrainingTap:
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        usable = [(p, g) for p in parameters if plain(p)[0] is not None and (g := plain(p.grad)[0]) is not None]
+        usable = [(p, g) for p in parameters if (g := plain(p.grad)[0]) is not None and plain(p)[0] is not None]
         with torch.no_grad():
             if usable:
                 norms = torch._foreach_norm([g for _, g in usable])
@@ -307,6 +302,21 @@ class TrainingTap:
                 if all(isinstance(w, Tensor) for w in weights) and weights[0] is not weights[1]:
                     ties.append({"names": ["input embeddings", "output embeddings"], "shared": False, "apart": True})
         return ties
+
+
+def _sizes(x: Tensor, sample: Tensor) -> list[Tensor]:
+    """What `_BATCH` needs of x and a sample of it: one reading of x, which finds its ends and any NaN.
+
+    The count of infinities and NaNs is that of the sample, and 1 if only the rest has some.
+    """
+    ends = torch.stack(x.aminmax()).to(torch.float32)
+    finite = sample.isfinite()
+    clean = torch.where(finite, sample, 0)
+    largest = torch.where(ends.isfinite(), ends.abs(), 0).amax()
+    # 0 and -inf alone are a mask that is added to scores
+    mask = (ends[0] == -math.inf) & (ends[1] == 0) & (clean == 0).all()
+    broken = torch.maximum((~finite).sum(), (~ends.isfinite()).any()) * ~mask
+    return [broken, torch.maximum(largest, clean.abs().amax()), clean.square().sum(), finite.sum()]
 
 
 def _lr(group: Mapping[str, Any]) -> float:
