@@ -286,8 +286,8 @@ def lr_jumps(lab: Lab) -> None:
     later(lab, 9, jump)
 
 
-@case("A", "vit", "twin lr", "", fp8=False, with_twin=True, steps=20)
-@case("B", "moe", "twin lr", "", fp8=False, with_twin=True, steps=20, recipe="delayed")
+@case("A", "vit", "twin lr start", "", fp8=False, with_twin=True, steps=20)
+@case("B", "moe", "twin lr start", "", fp8=False, with_twin=True, steps=20, recipe="delayed")
 def init_too_large(lab: Lab) -> None:
     for parameter in lab.model.parameters():
         parameter.data.mul_(8)

@@ -129,8 +129,8 @@ class LossCurve:
                 if math.isfinite(last):
                     return float(step)
                 continue
-            usual = float(np.median(changes)) if changes else 0.0
-            if math.isfinite(low) and loss > low + max(_ONSET * abs(low), 5 * usual):
+            above = loss - low
+            if above > _ONSET * abs(low) and above > 5 * (float(np.median(changes)) if changes else 0.0):
                 return float(step)
             changes += [abs(loss - last)] if math.isfinite(last) else []
             low, last = min(low, loss), loss
