@@ -108,12 +108,13 @@ def test_steps_tell_of_few_batches_idle_steps_and_a_start_above_a_guess(tmp_path
         writer.describe(parameters=[{"name": "fc.weight", "shape": [4, 4], "trains": True}], classes=8)
         for step in range(1, 11):
             lr = 0.1 if step <= 5 else 0.0
-            writer.step(step, loss=30 - step, lr=lr, input_hash=step % 2, label_hash=1, input_amax=90, input_rms=40)
-        facts: dict[str, Any] = {"ratio": [0.01], "still": [0.0], "gradient": [1.0], "weight": [1.0]}
+            sizes = {"input_amax": 90, "input_rms": 40, "label_rms": 500}
+            writer.step(step, loss=30 - step, lr=lr, input_hash=step % 2, label_hash=1, **sizes)
+        facts: dict[str, Any] = {"ratio": [0.5], "still": [0.0], "gradient": [1.0], "weight": [1.0]}
         writer.training(1, "updates", parameters=["fc.weight"], **facts)
     progress = Progress(context_of(Run.open(tmp_path)))
     assert (progress.batches, progress.idle_pct) == (2.0, 50.0)
     assert math.isclose(progress.start_ratio, 29 / math.log(8))
     found = diagnose(Run.open(tmp_path))
     assert found.verdict == "none"
-    assert {"L6", "L19", "L21", "L31"} <= {note.id for note in found.notes}
+    assert {"L6", "L19", "L21", "L31", "L32", "L33"} <= {note.id for note in found.notes}

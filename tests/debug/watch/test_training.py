@@ -87,11 +87,12 @@ def read(folder: Path, fault: str = "") -> Run:
     ottava.convert(model, "tensorwise", filter=lambda name, layer: name != "side")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ottava.watch(model, folder, every=2):
-        for _ in range(8):
-            ids = torch.randint(0, 16, (4, 8))
+        for step in range(8):
+            ids = torch.randint(0, 16, (4, 8)) * (fault != "padding" or step < 4)
             labels = {"leak": ids, "constant": torch.ones_like(ids)}.get(fault, (3 * ids) % 16)
             mask = torch.zeros(4, 8).masked_fill(torch.arange(8) > 5, float("-inf"))
             logits = model(ids, mask, cut=fault == "cut")
+            logits = logits.softmax(-1) if fault == "softmax" else logits
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -99,8 +100,9 @@ def read(folder: Path, fault: str = "") -> Run:
 
 
 def test_labels_ties_and_cut_branches_are_told_from_what_only_looks_like_them(tmp_path: Path) -> None:
-    for fault, rule in {"leak": "L24", "constant": "L25", "cut": "L27", "copied head": "L14"}.items():
+    for fault, rule in {"leak": "L24", "constant": "L25", "cut": "L27", "copied head": "L14", "softmax": "L34"}.items():
         assert [note.id for note in diagnose(read(tmp_path / fault, fault)).notes][:2] in ([rule, "L22"], [rule]), fault
+    assert diagnose(read(tmp_path / "padding", "padding")).findings[0].id == "D6"
     clean = read(tmp_path / "clean")
     # equal blocks are no tie, a mask of 0 and -inf is no broken batch, and FP32 casts are noted
     assert [note.id for note in diagnose(clean).notes] == ["L22"]

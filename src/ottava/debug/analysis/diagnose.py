@@ -31,6 +31,7 @@ from ottava.debug.statistics import STATISTICS
 _STAGES = ("bug", "data", "config", "numeric", "training")
 _SEVERITY = (("critical", 1.0), ("warning", 0.4), ("note", 0.2))
 _SUPPORTED, _UNSUPPORTED, _REFUTED = 0.1, -0.03, -0.4
+_REFUTED_BELOW = 0.3
 _MOST_EVIDENCE = 8
 _OF_PLACE = frozenset({"kind", "check", "format", "granularity", "scale_format", "scaling", "dims", "held", "moved"})
 _OF_TIME = frozenset(
@@ -455,9 +456,9 @@ def _began(hit: _Fired) -> tuple[float, float, float]:
 
 
 def _rank(finding: Finding) -> tuple[int, float, float]:
-    """Bugs first; of numerics the worst, and of these that which began first; of notes the surest."""
+    """Bugs first; of numerics the worst, of these that which began first, refuted ones last; of notes the surest."""
     weight = dict(_SEVERITY)[finding.severity]
-    sure = 0.0 if finding.stage == "numeric" else -finding.confidence
+    sure = float(finding.confidence < _REFUTED_BELOW) if finding.stage == "numeric" else -finding.confidence
     return _STAGES.index(finding.stage), -weight, sure
 
 

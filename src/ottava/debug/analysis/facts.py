@@ -157,7 +157,9 @@ _COLUMNS = MappingProxyType(
         "input_amax": "largest magnitude in the batch",
         "input_rms": "root mean square of the batch",
         "input_nonfinite": "infinities and NaNs in the batch",
+        "input_constant": "whether all whole numbers of the batch are the same",
         "label_nonfinite": "infinities and NaNs in the labels",
+        "label_rms": "root mean square of the labels",
         "labels_ignored_pct": "share of labels that the loss ignores",
         "labels_equal_pct": "share of labels that are as the first one",
         "labels_copied": "tensors of labels that are equal to an input",
@@ -291,6 +293,12 @@ def _coverage(context: Context) -> float:
     return 100.0 * float(coverage["seen"]) / float(coverage["linear"])
 
 
+def _softmax_twice(context: Context) -> str:
+    if "softmax_twice" not in context.run.manifest:
+        raise Missing("facts of the loss in watch.json (a watch of this version records them)")
+    return "yes" if context.run.manifest["softmax_twice"] is True else "no"
+
+
 def _fp32_casts(context: Context) -> float:
     layers = context.run.manifest.get("layers") or ()
     kinds = [d.get("input") for x in layers if isinstance(d := x.get("dtypes"), Mapping) and "input" in d]
@@ -312,6 +320,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
         "batches": Fact("different batches", lambda c: Progress(c).batches),
+        "softmax_twice": Fact("whether a softmax feeds the cross-entropy", _softmax_twice),
         "idle_pct": Fact("steps that hardly move the weights [%]", lambda c: Progress(c).idle_pct),
         "usual_update": Fact("median update over weight", lambda c: float(np.nanmedian(Progress(c).update_ratio))),
         "casting": Fact("whether any layer casts", lambda c: "yes" if (c.table["source"] != "hook").any() else "no"),

@@ -28,6 +28,7 @@ _PRIME = 16_777_213  # fp32, in which numbers come from a GPU, holds every whole
 _HASHED = 65_536  # elements of a tensor that are hashed
 _SAMPLED = 1024  # elements of a parameter whose update is measured
 _SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
+_SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
 _BATCH = ("hash", "nonfinite", "amax", "square", "count")
 _CHECKED = 4  # parameters whose gradient is looked at before a backward
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
@@ -77,6 +78,7 @@ class TrainingTap:
         self._dtypes: dict[str, set[str]] = {}
         self._equal: list[tuple[str, str]] = []
         self._classes: int | None = None
+        self._softmax: bool | None = None
         self.looking = self.active = False
         """Whether the running step gets a full look; whether any step is watched."""
         if model is not None:
@@ -155,7 +157,8 @@ class TrainingTap:
                 rest = _sizes(x, flat32)
             else:
                 whole = (flat.to(torch.int64) * place % _PRIME).sum() % _PRIME
-                rest = [torch.zeros((), device=x.device)] * 4
+                none = torch.zeros((), device=x.device)
+                rest = [none, (flat != flat[0]).any(), none, none]
             numbers = torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
             if ignore is not None:
                 counts = [(x == ignore).sum(), (x != ignore).sum(), (x == _first(x, ignore)).sum()]
@@ -190,6 +193,8 @@ class TrainingTap:
             for target, ignore, classes in _labels(root):
                 self._note("label", target, ignore)
                 self._classes = classes or self._classes
+            if self._softmax is None:
+                self._softmax = _softmax_twice(root)
 
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -250,7 +255,9 @@ class TrainingTap:
                 number = dict(zip(_BATCH, read, strict=True))
                 columns[f"{name}_hash"] = number["hash"]
                 columns[f"{name}_nonfinite"] = number["nonfinite"]
-                if number["count"]:
+                if not number["count"]:
+                    columns[f"{name}_constant"] = float(number["amax"] == 0)
+                else:
                     columns[f"{name}_amax"] = number["amax"]
                     columns[f"{name}_rms"] = math.sqrt(number["square"] / number["count"])
             elif name == "labels":
@@ -266,7 +273,7 @@ class TrainingTap:
         return columns
 
     def describe(self, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
-        """Facts of the manifest: every parameter, dtypes, equal parameters, and the classes of a mean cross-entropy."""
+        """Facts of the manifest: every parameter, dtypes, equal parameters, and facts of a cross-entropy."""
         parameters, seen = [], dict[int, str]()
         for name, p in self._parameters():
             if id(p) in seen:
@@ -278,7 +285,8 @@ class TrainingTap:
             trains = p.requires_grad and (facts is not None or bool(self._held))
             parameters.append({"name": name, "shape": list(p.shape), "dtype": kind, "trains": trains, "held": facts})
         dtypes = {name: sorted(kinds) for name, kinds in self._dtypes.items()}
-        return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), "classes": self._classes}
+        loss = {"classes": self._classes, "softmax_twice": bool(self._softmax)}
+        return {"parameters": parameters, "dtypes": dtypes, "tied": self._ties(), **loss}
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         for ref in self._roots:
@@ -376,3 +384,18 @@ def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
         except RuntimeError:  # the graph was freed
             return
         waiting += [following for following, _ in node.next_functions]
+
+
+def _softmax_twice(root: Tensor) -> bool | None:
+    """Whether a softmax feeds the cross-entropy behind a root, which has its own; None without a cross-entropy."""
+    waiting = [root.grad_fn]
+    for _ in range(_SEARCH):
+        node: Any = waiting.pop(0) if waiting else None
+        if node is None:
+            continue
+        if node.name().startswith("LogSoftmax"):
+            while (node := node.next_functions[0][0]) is not None and node.name().startswith(_SHAPES):
+                pass
+            return node is not None and node.name().startswith(("Softmax", "LogSoftmax"))
+        waiting += [following for following, _ in node.next_functions]
+    return None
