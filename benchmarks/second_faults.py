@@ -44,7 +44,8 @@ FAMILIES: Mapping[str, str] = {
     "L14": "tied", "L15": "constant_loss", "L16": "eval_mode", "L17": "eval_mode", "L18": "eval_recipe",
     "L19": "same_batch", "L20": "labels", "L21": "start", "L22": "dtype", "D5": "absurd_data", "D6": "blank",
     "L23": "unconverted", "L24": "leak", "L25": "labels", "L26": "weight_decay", "L27": "no_gradient",
-    "L28": "dead_units constant_loss", "L29": "lr", "L30": "frozen_parameters", "L31": "absurd_data", "L32": "lr", "L33": "absurd_data",
+    "L28": "dead_units constant_loss", "L29": "lr", "L30": "frozen_parameters", "L31": "absurd_data",
+    "L32": "lr", "L33": "absurd_data",
     "L34": "double_softmax",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
