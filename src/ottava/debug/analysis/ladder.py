@@ -99,7 +99,8 @@ def changed(actual: Recipe, remedy: Remedy, context: Context, layers: Sequence[s
         elif "gradients" in change:
             cells = {f"{gemm}.lhs": getattr(actual, gemm).lhs for gemm in ("dgrad", "wgrad")}
             wanted = get_format(change["gradients"])
-            cells = {name: replace(spec, format=wanted) for name, spec in cells.items() if spec is not None}
+            eight = {name: spec for name, spec in cells.items() if spec is not None and spec.format.bits == wanted.bits}
+            cells = {name: replace(spec, format=wanted) for name, spec in eight.items()}
             actual = actual.override(pattern, cells=cells) if cells else actual
     return actual
 
