@@ -147,7 +147,7 @@ class LabResult:
         if clear:
             said.append(f"{listed(clear)} nats/byte")
         if quiet:
-            said.append(f"no loss found with {listed(quiet)}")
+            said.append(f"no higher loss found for {listed(quiet)}")
         line = "; ".join(said) or "nothing can be said with one seed"
         return line if lost or clear else line[0].upper() + line[1:]
 
