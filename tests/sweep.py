@@ -47,6 +47,15 @@ PAIRS = {
     if gemm.quantized and not (gemm.lhs.transform or gemm.rhs.transform)  # tests/test_transforms.py has those
 }
 
+CELLS = {
+    name: [cell for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for cell in (gemm.lhs, gemm.rhs) if cell]
+    for name, recipe in RECIPES.items()
+}
+PLAIN = [name for name, cells in CELLS.items() if not any(c.transform or c.block_scale != "amax" for c in cells)]
+"""Recipes whose casts have neither a transform nor a rule for block scales."""
+FIXED = [name for name, cells in CELLS.items() if not any(getattr(c.transform, "signs", "") == "fresh" for c in cells)]
+"""Recipes that draw no new signs for every cast of x and W."""
+
 AXES: Mapping[str, Sequence[Any]] = {
     "fmt": tuple(FORMATS.values()),
     "recipe": tuple(RECIPES.values()),

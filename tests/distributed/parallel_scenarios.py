@@ -29,6 +29,7 @@ from ottava.distributed import ColwiseParallel, PrepareInput, RowwiseParallel, v
 from ottava.nn.sharding import Tokens
 from ottava.quantized_tensor import QuantizedTensor
 from scaling_samples import doors, with_cells
+from sweep import PLAIN
 
 WIDTH, HIDDEN, TOKENS = 128, 512, 256
 EPS = torch.finfo(torch.bfloat16).eps
@@ -101,7 +102,7 @@ def every_recipe_equals_one_process(world: World) -> None:
     """Our styles with and without split tokens, and torch's before the conversion; two steps of SGD."""
     x, dy = tensors(tokens=128 * world.size)
     own = [t.chunk(world.size, 1)[world.rank] for t in (x, dy)]
-    for name in ottava.RECIPES:
+    for name in PLAIN:
         recipe = nearest(name)
         whole = mlp(recipe)
         cases: list[tuple[str, MLP, bool]] = []

@@ -217,7 +217,7 @@ def training_agrees_on_scales(world: World) -> None:
             assert all(torch.equal(one, buffer) for one in everywhere), name
     mode: dict[str, Any] = {"tp_size": world.size, "parallel_mode": "row", "return_bias": True}
     linear = te.Linear(FFN, HIDDEN, **mode)
-    with pytest.raises(RuntimeError, match="no group is known; give tp_group, or call"):
+    with pytest.raises(RuntimeError, match="has no group; give tp_group, or call"):
         linear(torch.ones(2, FFN // world.size))
     linear.set_tensor_parallel_group(dist.group.WORLD)
     y, bias = linear(torch.ones(2, FFN // world.size))

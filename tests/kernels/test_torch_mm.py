@@ -25,7 +25,7 @@ def native(level: int) -> Dense:
     one = torch.ones(1, 1)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        sides = native_gemm._Dense(a, one), native_gemm._Dense(b, one)
+        sides = native_gemm.Dense(a, one), native_gemm.Dense(b, one)
         return native_gemm.plan_gemm(*sides, a.dtype, bias, level=level)(*sides, bias)
 
     return run

@@ -19,12 +19,13 @@ from ottava import casts
 from ottava.bench.models import Block
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.recipe import RECIPES, Recipe
+from ottava.recipe import Recipe, get_recipe
+from sweep import PLAIN
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
 """One recipe of each kind of graph: torch's own, mixed with high precision, blocks, with state."""
 every_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in RECIPES]
+    "recipe", [pytest.param(name, marks=[] if name in KINDS else pytest.mark.slow) for name in PLAIN]
 )
 
 
@@ -111,6 +112,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", map(get_recipe, PLAIN), ids=PLAIN)
 def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: Recipe) -> None:
     """A side effect in forward would break the graph here, and the whole block would silently run eagerly."""
     eager, model = network(recipe), Checkpointed(network(recipe))

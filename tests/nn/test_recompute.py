@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ottava
 from ottava.recipe import Recipe
-from sweep import sweep
+from sweep import FIXED, sweep
 
 # torch says so of every checkpoint inside a reentrant one, whose first forward runs without grad mode
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -69,6 +69,7 @@ def sequential(model: nn.Sequential, x: Tensor) -> Tensor:
     return checkpoint_sequential(model, 2, x, use_reentrant=False)
 
 
+RECIPES = [ottava.get_recipe(name) for name in FIXED]  # a reentrant checkpoint draws no signs in its first forward
 WAYS: dict[str, Forward] = {
     "reentrant": each(True),
     "non_reentrant": each(False),
@@ -110,13 +111,13 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.slow
-@sweep(way=WAYS)
+@sweep(recipe=RECIPES, way=WAYS)
 def test_checkpointing_changes_no_bit(recipe: Recipe, way: str) -> None:
     """y, all gradients, parameters after three steps, and the histories of delayed scaling."""
     assert_same(train(network(recipe), WAYS[way]), train(network(recipe), plain))
 
 
-@sweep
+@sweep(recipe=RECIPES)
 def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe) -> None:
     """autocast was left before backward; the layers' own recipe (mxfp8) is another."""
     expected = train(network("mxfp8"), plain, recipe)
@@ -124,7 +125,7 @@ def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe) -> None:
         assert_same(train(network("mxfp8"), forward, recipe), expected)
 
 
-@sweep
+@sweep(recipe=RECIPES)
 def test_recomputation_under_torch_autocast(recipe: Recipe) -> None:
     """FP32 parameters: torch restores its own autocast for the recomputation, ottava its recipe."""
     expected = train(network("mxfp8").float(), plain, recipe, low=True)

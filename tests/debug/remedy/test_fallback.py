@@ -145,7 +145,9 @@ def test_bf16_is_the_last_resort(looks: Looks) -> None:
 @pytest.mark.parametrize("detail", ["numbers", "exponents"])
 def test_what_was_not_recorded_clears_nothing(looks: Looks, monkeypatch: pytest.MonkeyPatch, detail: Detail) -> None:
     """Without histograms no finer cast is predicted to be well, so none is proposed; the proposal says why."""
-    monkeypatch.setattr("ottava.debug.observer.measure", lambda x, x_q: measure_packed(x, x_q, detail=detail).tally())
+    monkeypatch.setattr(
+        "ottava.debug.observer.measure_packed", lambda x, x_q, **_: measure_packed(x, x_q, detail=detail)
+    )
     model = network()
     fallback = Fallback(model, patience=1)
     assert feed(fallback, looks, model, 1) == [["down -> bf16"]]

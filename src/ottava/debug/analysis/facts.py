@@ -247,6 +247,7 @@ PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
         },
         "held": Fact("whether an optimizer holds it: yes, no or frozen", ParameterRows.held),
         "dims": Fact("its dimensions", ParameterRows.dims),
+        "beside": Fact("its update over its weight, over the median of the step", ParameterRows.beside),
         "moved": Fact("whether it ever got a gradient", ParameterRows.moved),
         "trains_before": Fact(
             "whether a frozen one's namesake in an earlier block trains", ParameterRows.trains_before
@@ -322,7 +323,6 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "batches": Fact("different batches", lambda c: Progress(c).batches),
         "softmax_twice": Fact("whether a softmax feeds the cross-entropy", _softmax_twice),
         "idle_pct": Fact("steps that hardly move the weights [%]", lambda c: Progress(c).idle_pct),
-        "usual_update": Fact("median update over weight", lambda c: float(np.nanmedian(Progress(c).update_ratio))),
         "casting": Fact("whether any layer casts", lambda c: "yes" if (c.table["source"] != "hook").any() else "no"),
         "tied_apart": Fact("parameters that should be one", lambda c: Progress(c).tied_apart),
         "update_ratio": Fact(

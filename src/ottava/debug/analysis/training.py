@@ -81,6 +81,15 @@ class ParameterRows(AnyRows):
         shapes = [(self.about.get(row[1]) or {}).get("shape") for row in self.rows]
         return np.array([math.nan if shape is None else float(len(shape)) for shape in shapes])
 
+    def beside(self) -> Values:
+        """Each update over its weight, divided by the median of the matrices in the same step."""
+        matrices: dict[float, list[float]] = {}
+        for row, dims in zip(self.rows, self.dims(), strict=True):
+            if math.isfinite(row[2]) and row[5] > 0 and not dims < 2:
+                matrices.setdefault(row[0], []).append(row[2])
+        usual = {step: max(float(np.median(ratios)), 1e-12) for step, ratios in matrices.items()}
+        return np.array([row[2] / usual.get(row[0], math.nan) for row in self.rows])
+
     def moved(self) -> Values:
         """ "no" for a parameter without a gradient at every look, where others have one."""
         seen = {row[1] for row in self.rows if math.isfinite(row[0])}
