@@ -210,5 +210,11 @@ def _cast_weight(layer: QuantizedLayer) -> int:
 def _operand(rows: int, cols: int, spec: QuantizationSpec | None, dtype: torch.dtype) -> int:
     if spec is None:
         return rows * cols * dtype.itemsize
+    aside = None
+    if spec.transform is not None:  # it may pad to whole groups, and keeps means, factors or a seed
+        matrix = torch.empty(rows, cols, dtype=dtype, device="meta")
+        aside = spec.transform.prepare(matrix, None)
+        cols = spec.transform.apply(matrix, aside).shape[1]
     blocks = spec.granularity.grid_shape((rows, cols))
-    return rows * cols * spec.format.storage_dtype.itemsize + _FP32 * blocks[0] * blocks[1]
+    codes = rows * cols * spec.format.storage_dtype.itemsize
+    return codes + _FP32 * blocks[0] * blocks[1] + (0 if aside is None else aside.nbytes)
