@@ -11,7 +11,8 @@ from torch import Tensor
 
 import ottava
 from ottava.nn import NormMLP
-from ottava.nn.smoothing import smooth_swiglu
+from ottava.nn.smoothing import fold_smooth_swiglu, smooth_swiglu
+from ottava.serving.source import of_model
 
 H, F = 64, 128
 
@@ -95,3 +96,33 @@ def test_powers_of_two_travel_with_the_model() -> None:
     x = sample()
     with torch.no_grad(), ottava.autocast(enabled=False):
         assert torch.equal(fresh(x), mlp(x))
+
+
+def test_folded_powers_leave_no_bit_and_the_same_rows_to_cast() -> None:
+    """fc1 holds the powers, with biases; an activation that cannot is refused by name, and nothing is changed."""
+    for name in ("swiglu", "geglu", "reglu", "glu", "qgeglu"):
+        for dtype in (torch.float32, torch.bfloat16):
+            mlp = with_an_outlier("bf16", dtype, activation=name, bias=True)
+            x = sample().to(dtype)
+            powers = smooth_swiglu(mlp, x)
+            assert (powers != 1).any()
+            with torch.no_grad():
+                expected, up = mlp(x), mlp.fc1.weight[F:].clone()
+                with pytest.raises(ValueError, match="has factors of smooth_swiglu"):
+                    of_model(mlp, {})
+                assert fold_smooth_swiglu(mlp) == [""]
+                assert mlp.fc2.smooth is None
+                assert torch.equal(mlp(x), expected), (name, dtype)
+            assert torch.equal(mlp.fc1.weight[F:], up * powers[:, None].to(dtype))
+            made = torch.randn(5, 2 * F).to(dtype)  # by fc1
+            rows, _ = mlp.activation.forward(torch.cat((made[:, :F], made[:, F:] * powers.to(dtype)), 1))
+            assert torch.equal(rows, mlp.activation.forward(made, powers)[0]), name
+            assert any(weight.name == "fc1.weight" for weight in of_model(mlp, {}).weights)
+    for name in ("gelu", "clamped_swiglu"):
+        mlp = NormMLP(H, F, activation=name, recipe="bf16")
+        smooth_swiglu(mlp, sample())
+        before = mlp.fc1.weight.clone()
+        with pytest.raises(ValueError, match=f"the result of {name} is no product with an up row"):
+            fold_smooth_swiglu(mlp)
+        assert torch.equal(mlp.fc1.weight, before)
+        assert mlp.fc2.smooth is not None

@@ -20,7 +20,7 @@ from ottava.nn.permutation import Permutation, permute, sort_by_expert, unpermut
 from ottava.nn.receipt import Receipt, assert_fp8, receipt
 from ottava.nn.rope import RotaryEmbedding, RotaryScaling, packed_positions
 from ottava.nn.router import Router, Routing
-from ottava.nn.smoothing import smooth_swiglu
+from ottava.nn.smoothing import fold_smooth_swiglu, smooth_swiglu
 from ottava.nn.transformer import TransformerLayer
 from ottava.nn.tune import tune
 from ottava.nn.weight_state import dequantize_state_dict
@@ -58,6 +58,7 @@ __all__ = [
     "convert",
     "default_filter",
     "dequantize_state_dict",
+    "fold_smooth_swiglu",
     "graphed_step",
     "keep_first_last_bf16",
     "linear_cross_entropy",

@@ -7,7 +7,7 @@ gets a power of two:
     rows_c = act(x)_c s_c  before the cast,   fc2 column c / s_c          s_c = 2^round(log2(mean amax / amax_c))
 
 Powers of two multiply without rounding, so every sum keeps its bits. s stays with the activation. If fc1 held it, one
-scale a tensor would flush the rows of fc1 that it makes small.
+scale a tensor would flush the rows of fc1 that it makes small; `fold_smooth_swiglu` puts it there for engines.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ottava.ambient import autocast
+from ottava.nn.activations import Activation
 from ottava.nn.mlp import NormMLP
+from ottava.quantized_weight import is_quantized_weight
 from ottava.quantizer import Quantizer
 
 
@@ -65,6 +67,55 @@ def smooth_swiglu(mlp: NormMLP, batches: Tensor | Iterable[Tensor]) -> Tensor:
         if isinstance(door, Quantizer):
             door.reset()
     return mlp.fc2.smooth
+
+
+def fold_smooth_swiglu(model: nn.Module) -> list[str]:
+    """Moves the powers of `smooth_swiglu` into the up rows of fc1, for engines that know no factor of channels.
+
+    Args:
+        model: its MLPs with `fc2.smooth` become plain ones, in place: the up rows of `fc1.weight` and `fc1.bias` are
+            multiplied by the powers, and fc2 stays as it is.
+    Returns:
+        Names of the MLPs. In high precision no bit of the result changes, and the rows that fc2 casts are the same. The
+        casts of fc1's weight change, since its rows do.
+    Raises:
+        ValueError: an activation whose result is no product with an up row (one without a gate, or with a clamp);
+            weights that exist only as codes. Nothing is changed then.
+
+    Example:
+        >>> import ottava
+        >>> mlp = ottava.nn.NormMLP(32, 64, activation="swiglu", bias=False)
+        >>> _ = smooth_swiglu(mlp, torch.randn(16, 32))
+        >>> fold_smooth_swiglu(mlp), mlp.fc2.smooth
+        ([''], None)
+    """
+    mlps = {name: m for name, m in model.named_modules() if isinstance(m, NormMLP) and m.fc2.smooth is not None}
+    for name, mlp in mlps.items():
+        reason = ""
+        activation = mlp.activation.activation
+        if not _multiplies_up(activation):
+            reason = f"the result of {activation.name} is no product with an up row, which could hold the power"
+        elif is_quantized_weight(mlp.fc1.weight):
+            reason = "the weight of fc1 exists only as codes; call ottava.convert(model, recipe, weights='bf16') first"
+        if reason:
+            raise ValueError(f"fold_smooth_swiglu: {name or 'the MLP'}: {reason}")
+    for mlp in mlps.values():
+        powers = mlp.fc2.smooth
+        assert powers is not None
+        with torch.no_grad():
+            for rows in (mlp.fc1.weight, mlp.fc1.bias):
+                if rows is not None:
+                    up = rows[powers.numel() :]
+                    up.mul_(powers.to(rows.dtype).view(-1, *[1] * (up.dim() - 1)))
+        mlp.fc2.smooth = None
+    return list(mlps)
+
+
+def _multiplies_up(activation: Activation) -> bool:
+    """Whether twice the up row gives twice the result."""
+    x = torch.randn(256, 2, generator=torch.Generator().manual_seed(0)) * 10  # gate and up
+    twice = activation.forward(x * torch.tensor([1.0, 2.0]))
+    return activation.gated and torch.equal(twice, 2 * activation.forward(x))
 
 
 def _amax(mlp: NormMLP, batches: Iterable[Tensor]) -> Tensor:

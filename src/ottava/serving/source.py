@@ -104,6 +104,12 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
         ValueError: a model without a config.
     """
     need("export", model, nn.Module, "a model, or the folder of a checkpoint or of a run")
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "smooth", None), Tensor):
+            raise ValueError(
+                f"export: {name} has factors of smooth_swiglu, which engines do not know; call "
+                "ottava.nn.fold_smooth_swiglu(model) first"
+            )
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
     converted = any(isinstance(module, QuantizedLayer) and module.resolved.quantized for module in layers.values())
     own: Any = getattr(model, "config", None)
