@@ -144,9 +144,7 @@ def codes_that_travel_are_those_of_the_whole(world: World) -> None:
     """Cast a shard and gather = cast the whole, bit for bit: every cell of every recipe, tokens in either dimension."""
     group = dist.group.WORLD
     assert group is not None
-    specs = {
-        spec for name in ottava.RECIPES for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)
-    }
+    specs = {spec for name in PLAIN for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)}
     for spec in sorted((s for s in specs if s is not None and not s.predicted), key=str):
         for batch, tokens, features in ((1, 128, 96), (3, 128, 160), (2, 256, 33)):
             x = tensors(batch, tokens * world.size, features, seed=batch)[0]
