@@ -37,9 +37,9 @@ def test_a_stopped_study_goes_on_where_it_was(tmp_path: Path) -> None:
     study = Study(small("mxfp8"), tmp_path / "lab")
     assert not study.run(tell, lambda: told[-1][0] == "mxfp8")
     assert set(study.done()) == {("bf16", 0)}
-    assert not (study.folder / "work").exists()
+    assert not (study.folder / "current").exists()
     study.lock.release()
-    (tmp_path / "lab" / "work").mkdir()  # as kill -9 leaves it
+    (tmp_path / "lab" / "current").mkdir()  # as kill -9 leaves it
     told.clear()
     study = Study(small("mxfp8"), tmp_path / "lab")
     assert study.run(tell, lambda: False)

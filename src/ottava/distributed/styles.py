@@ -235,7 +235,7 @@ class ContextParallel(ParallelStyle):
 
 
 class GatheredKeys:
-    """Keys and values of whole sequences, of which each rank holds a part, in the order of the ranks.
+    """Gathers the keys and values of whole sequences. Rank r holds the r-th part of each sequence.
 
     Args:
         mesh: of one dimension.

@@ -1,7 +1,7 @@
 """A study: recipes x seeds, each measured once, in a folder that keeps what is done.
 
     RUN/results/NAME-seedN-HASH.json     one measurement; the hash covers the recipe and all settings
-    RUN/work/                            the training run of the moment
+    RUN/current/                         the training run of the moment
     RUN/lab.html
 
 A measurement is written at its end, as a whole. A killed study therefore loses the seed that it was at, no more.
@@ -147,11 +147,11 @@ class Study:
         self.settings, self.folder = settings, folder
         self.lock = FolderLock(folder)
         with self.lock.released_on_error():
-            strange = [p.name for p in folder.iterdir() if p.name not in ("results", "work", "lab.html", ".lock")]
+            strange = [p.name for p in folder.iterdir() if p.name not in ("results", "current", "lab.html", ".lock")]
             if strange:
                 found = ", ".join(sorted(strange)[:3])
                 raise ConfigError(f"{folder}: holds {found}, which is no study's; give another folder with --run-dir")
-            shutil.rmtree(folder / "work", ignore_errors=True)
+            shutil.rmtree(folder / "current", ignore_errors=True)
             (folder / "results").mkdir(exist_ok=True)
 
     def tasks(self) -> list[tuple[Recipe, int]]:
@@ -198,7 +198,7 @@ class Study:
         self, recipe: Recipe, seed: int, tell: Callable[[int], None], stopping: Callable[[], object]
     ) -> Measurement | None:
         """None: somebody asked to stop."""
-        work = self.folder / "work"
+        work = self.folder / "current"
         trainer = Trainer(self.settings.config(recipe, seed), work)
         try:
             while not trainer.done:
