@@ -28,6 +28,8 @@ from ottava.debug.analysis.training import (
     hidden,
     late_clip,
     made_by,
+    over_depth,
+    start_gain,
     stuck,
 )
 from ottava.debug.run.reader import Run
@@ -137,6 +139,7 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "empty": Fact("whether every element is 0", lambda r: (np.asarray(r.table.tallies.amax) == 0) * 1.0),
         "late_clip": Fact("whether a predicted scale clips this cast", late_clip),
         "n_casts": Fact("casts in the look", lambda r: np.asarray(r.table.tallies.n_casts)),
+        "margin": Fact("octaves that the recipe leaves at the top of the format", CastRows.margins),
         "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
         "flushed_in_blocks_pct": Fact("predicted underflow with blocks of 1x128 [%]", _flushed_in_blocks),
@@ -164,6 +167,11 @@ _COLUMNS = MappingProxyType(
         "labels_equal_pct": "share of labels that are as the first one",
         "labels_copied": "tensors of labels that are equal to an input",
         "extra_steps": "optimizer steps without a backward since the last one",
+        "restarts": "optimizers that began anew: without the state of the step before",
+        "shared_parameters": "optimizers that stepped a parameter which another one had just stepped",
+        "samples_alike_pct": "share of samples that are as the first one",
+        "tokens_alike_pct": "share of the most frequent token",
+        "blank_inputs": "inputs that are 0 everywhere",
         "kept_gradient": "largest gradient before the first backward of the step",
         "max_logit": "largest attention logit",
         "update_rms": "RMS of Adam's update over its learning rate, largest over tensors",
@@ -187,6 +195,10 @@ STEP_FACTS: Mapping[str, Fact] = MappingProxyType(
             lambda r: robust_distance(r.column("loss", _COLUMNS["loss"])),
         ),
         "loss_jump": Fact("standard deviations of noise above the 5 losses before", lambda r: r.context.loss.jumps),
+        "gradients_wrong": Fact(
+            "whether the norm of all gradients is not finite",
+            lambda r: ~np.isfinite(r.column("grad_norm", _COLUMNS["grad_norm"])) * 1.0,
+        ),
         "loss_wrong": Fact("whether the loss is not finite", lambda r: ~np.isfinite(r.columns["loss"]) * 1.0),
         "onset": Fact("steps since the loss went wrong", lambda r: r.columns["step"] - r.context.loss.onset),
         "update_ratio": Fact("median update of a matrix over its weight", lambda r: Progress(r.context).update_ratio),
@@ -202,7 +214,7 @@ EVENT_FACTS: Mapping[str, Fact] = MappingProxyType(
             name: Fact("of the event", partial(EventRows.words, name=name))
             for name in (
                 *("kind", "check", "layer", "tensor", "reason", "direction", "text"),
-                *("gradients", "training", "recipe", "random"),
+                *("gradients", "training", "recipe", "random", "dropout"),
             )
         },
         **{
@@ -222,18 +234,24 @@ def _trained_recipe(rows: EventRows) -> Values:
 PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
         **{
-            name: Fact(why, partial(ParameterRows.number, index=i))
-            for i, (name, why) in enumerate(
-                {
-                    "ratio": "update over weight, root mean squares",
-                    "still": "share of weights with a gradient that the update did not change",
-                    "gradient": "root mean square of the gradient",
-                    "weight": "root mean square of the weight",
-                }.items(),
-                start=2,
-            )
+            name: Fact(why, partial(ParameterRows.number, name=name))
+            for name, why in {
+                "ratio": "update over weight, root mean squares",
+                "still": "share of weights with a gradient that the update did not change",
+                "gradient": "root mean square of the gradient",
+                "weight": "root mean square of the weight",
+                "spread": "standard deviation of the weight over its root mean square",
+                "written": "share of weights that something other than the optimizer changed",
+            }.items()
         },
-        "step": Fact("number of the optimizer step", lambda r: r.number(0)),
+        "step": Fact("number of the optimizer step", ParameterRows.steps),
+        "gradient_wrong": Fact(
+            "whether the gradient has infinities or NaNs",
+            lambda r: (np.isfinite(r.steps()) & ~np.isfinite(r.number("gradient"))) * 1.0,
+        ),
+        "beta1": Fact("first beta of its optimizer", partial(ParameterRows.beta, index=0)),
+        "beta2": Fact("second beta of its optimizer", partial(ParameterRows.beta, index=1)),
+        "beside_namesakes": Fact("its size over that of its namesakes in other blocks", ParameterRows.beside_namesakes),
         **{
             name: Fact(why, partial(ParameterRows.word, name=name))
             for name, why in {
@@ -243,12 +261,15 @@ PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
                 "eps": "eps of its optimizer",
                 "lr": "its learning rate",
                 "weight_decay": "its weight decay",
+                "momentum": "its momentum",
+                "maximize": "whether its optimizer climbs",
             }.items()
         },
         "held": Fact("whether an optimizer holds it: yes, no or frozen", ParameterRows.held),
         "dims": Fact("its dimensions", ParameterRows.dims),
         "beside": Fact("its update over its weight, over the median of the step", ParameterRows.beside),
         "moved": Fact("whether it ever got a gradient", ParameterRows.moved),
+        "frozen_late": Fact("whether it is frozen, behind parameters that train", ParameterRows.frozen_late),
         "trains_before": Fact(
             "whether a frozen one's namesake in an earlier block trains", ParameterRows.trains_before
         ),
@@ -313,6 +334,12 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
         "looks": Fact("steps with a full look", lambda c: float(len(set(c.table["step"])))),
         "coverage_pct": Fact("linear layers that were seen", _coverage),
+        "nonfinite_at": Fact("first step with a cast tensor that is not finite", lambda c: Progress(c).nonfinite_at),
+        "forward_nonfinite_at": Fact(
+            "first step with such an input or weight", lambda c: Progress(c).forward_nonfinite_at
+        ),
+        "start_gain": Fact("rms of weights times the root of their inputs at the first look", lambda c: start_gain(c)),
+        "learned_pct": Fact("fall of the loss from first to last looks [%]", lambda c: Progress(c).learned_pct),
         "onset": Fact("first step with a wrong loss", lambda c: c.loss.onset),
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
@@ -328,6 +355,8 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "update_ratio": Fact(
             "largest update over weight", lambda c: float(np.nanmax(Progress(c).update_ratio, initial=-math.inf))
         ),
+        "gradient_depth": Fact("octaves of dY from first to last block", lambda c: over_depth(c, "grad_output")),
+        "input_depth": Fact("octaves of X from first to last block", lambda c: over_depth(c, "input")),
         "nonfinite": Fact(
             "infinities and NaNs in all tensors",
             lambda c: float(np.nansum(c.run.table(phase=None).metric("nonfinite"))),

@@ -215,15 +215,23 @@ class CastRows(AnyRows):
         """One series per cast."""
         yield from self.index.values()
 
-    def window(self, row: int) -> float:
-        """The length of the amax history behind the scale of a row; inf if unknown."""
-        slot = self.slots[row]
+    def _spec(self, slot: SlotKey) -> Any:
+        """The cast that the recipe asks for; None if unknown."""
         recipe = self.context.recipes.get(slot.recipe)
         if recipe is None or (slot.tensor, slot.direction) not in CELL_OF:
-            return math.inf
+            return None
         gemm, side = CELL_OF[slot.tensor, slot.direction]
-        spec = getattr(getattr(recipe.for_layer(slot.layer), gemm), side)
+        return getattr(getattr(recipe.for_layer(slot.layer), gemm), side)
+
+    def window(self, row: int) -> float:
+        """The length of the amax history behind the scale of a row; inf if unknown."""
+        spec = self._spec(self.slots[row])
         return math.inf if spec is None else float(spec.amax_history_len)
+
+    def margins(self) -> Values:
+        """The margin of each row's cast in octaves; NaN if unknown."""
+        found = {slot: self._spec(slot) for slot in self.index}
+        return np.array([math.nan if (s := found[slot]) is None else float(s.margin) for slot in self.slots])
 
     def positions(self) -> Values:
         """ "first", "inner" or "last" by block number; the LM head is "last"."""

@@ -22,6 +22,8 @@ _ACTIVATIONS = ("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_re
 _EXPERT = re.compile(r"(.*expert[^.]*)\.(\d+)(\..*)?|(.*expert.*)\.(\d+)()")
 _FAR_ABOVE = 3.0  # times ln(classes)
 _IDLE = 2e-6
+MEASURED = ("ratio", "still", "gradient", "weight", "spread", "written")
+"""What a watch measures of each parameter at a look."""
 _MOVED = 0.25  # octaves of the amax that a live scale must follow
 
 
@@ -35,22 +37,48 @@ class ParameterRows(AnyRows):
         self.about = {
             str(p.get("name")): p for p in context.run.manifest.get("parameters") or () if isinstance(p, dict)
         }
-        rows: list[tuple[float, str, float, float, float, float]] = []
+        rows: list[tuple[Any, ...]] = []
         for event in context.run.training:
             if event.get("kind") == "updates":
-                columns = [event.get(name) or [] for name in ("parameters", "ratio", "still", "gradient", "weight")]
-                rows += [(float(event["step"]), str(n), *map(number_of, v)) for n, *v in zip(*columns, strict=False)]  # type: ignore[misc]
+                names = event.get("parameters") or []
+                columns = [event.get(name) or [math.nan] * len(names) for name in MEASURED]
+                rows += [
+                    (float(event["step"]), str(n), *map(number_of, v)) for n, *v in zip(names, *columns, strict=False)
+                ]
         seen = {row[1] for row in rows}
-        rows += [(math.nan, name, *[math.nan] * 4) for name in self.about if name not in seen]  # type: ignore[misc]
+        rows += [(math.nan, name, *[math.nan] * len(MEASURED)) for name in self.about if name not in seen]
         self.rows = rows
 
     @property
     def count(self) -> int:
         return len(self.rows)
 
-    def number(self, index: int) -> Values:
+    def steps(self) -> Values:
+        """The step of each row; NaN for a parameter that never had an update."""
+        return np.array([row[0] for row in self.rows], dtype=np.float64)
+
+    def number(self, name: str) -> Values:
         """A column of the updates."""
-        return np.array([row[index] for row in self.rows], dtype=np.float64)
+        at = 2 + MEASURED.index(name)
+        return np.array([row[at] for row in self.rows], dtype=np.float64)
+
+    def beta(self, index: int) -> Values:
+        """A beta of each parameter's optimizer; NaN if it has none."""
+        betas = [str(word).split() for word in self.word("betas")]
+        return np.array([number_of(pair[index]) if len(pair) == 2 else math.nan for pair in betas])
+
+    def beside_namesakes(self) -> Values:
+        """Each weight's root mean square over the median of those with its name in other blocks, at the same step."""
+        groups: dict[tuple[float, str], list[float]] = {}
+        keys = [(row[0], starred(row[1])) for row in self.rows]
+        weights = self.number("weight")
+        for (step, (name, number)), weight in zip(keys, weights, strict=True):
+            if number is not None:
+                groups.setdefault((step, name), []).append(weight)
+        usual = {key: float(np.median(found)) for key, found in groups.items() if len(found) > 2}
+        at = [usual.get((step, name), math.nan) for step, (name, _) in keys]
+        with np.errstate(all="ignore"):
+            return np.where(np.array(at) > 0, weights / np.array(at), np.nan)
 
     def word(self, name: str) -> Values:
         """A fact of the parameter: of the manifest, or of the optimizer's settings."""
@@ -109,6 +137,19 @@ class ParameterRows(AnyRows):
             frozen = number is not None and not (self.about.get(row[1]) or {}).get("trains")
             words.append("yes" if frozen and first.get(plain, math.inf) < (number or 0) else "no")
         return np.array(words, dtype=object)
+
+    def frozen_late(self) -> Values:
+        """ "yes" for a matrix of no block that is frozen, where most parameters and one before it train."""
+        sizes = {name: math.prod(about.get("shape") or [0]) for name, about in self.about.items()}
+        trains = [name for name, about in self.about.items() if about.get("trains")]
+        most = sum(sizes[name] for name in trains) > 0.5 * sum(sizes.values())
+        late, before = set[str](), False
+        for name, about in self.about.items():
+            matrix = name.endswith("weight") and len(about.get("shape") or ()) == 2 and starred(name)[1] is None
+            before |= name in trains and starred(name)[1] is not None
+            if most and before and matrix and not about.get("trains"):
+                late.add(name)
+        return np.array(["yes" if row[1] in late else "no" for row in self.rows], dtype=object)
 
     def layers(self) -> list[str]:
         """The layer of every row."""
@@ -304,7 +345,7 @@ class Progress:
         rows = ParameterRows(self.context)
         shapes = {name: about.get("shape") or () for name, about in rows.about.items()}
         by_step: dict[float, list[float]] = {}
-        for step, name, ratio, _, _, weight in rows.rows:
+        for step, name, ratio, _, _, weight, *_ in rows.rows:
             if math.isfinite(ratio) and weight > 0 and len(shapes.get(name, (0, 0))) >= 2:
                 by_step.setdefault(step, []).append(ratio)
         if not by_step or not len(self.context.run.steps["step"]):
@@ -361,6 +402,31 @@ class Progress:
         ties = [tie for tie in self.context.run.manifest["tied"] if isinstance(tie, Mapping) and tie.get("apart")]
         return "; ".join(" and ".join(map(str, tie.get("names", ()))) for tie in ties)
 
+    @property
+    def nonfinite_at(self) -> float:
+        """The first step at which a cast tensor is not finite; inf without one."""
+        return self._nonfinite(("input", "weight", "grad_output"))
+
+    @property
+    def forward_nonfinite_at(self) -> float:
+        """The first step at which an input or a weight is not finite; inf without one."""
+        return self._nonfinite(("input", "weight"))
+
+    def _nonfinite(self, tensors: tuple[str, ...]) -> float:
+        table = self.context.run.table(phase=None)
+        bad = (np.asarray(table.metric("nonfinite")) > 0) & np.isin(table["tensor"].astype(str), tensors)
+        return float(min(table["step"][bad], default=math.inf))
+
+    @property
+    def learned_pct(self) -> float:
+        """How far the median of the last third of losses lies below that of the first three [%]."""
+        loss = self.context.loss.loss
+        loss = loss[np.isfinite(loss)]
+        if len(loss) < 6:
+            return math.nan
+        first = float(np.median(loss[:3]))
+        return 100 * (first - float(np.median(loss[-(len(loss) // 3) :]))) / max(abs(first), 1e-12)
+
     @cached_property
     def start_ratio(self) -> float:
         """The first loss over that of a guess, ln(classes)."""
@@ -387,6 +453,39 @@ class Progress:
         if not math.isfinite(onset) or not math.isfinite(first) or first <= onset:
             return "no"
         return "yes" if any(onset <= step < first for step in set(self.context.table["step"])) else "no"
+
+
+def start_gain(context: Context) -> float:
+    """The median of rms times the root of the inputs over all cast matrices at the first look of the first step."""
+    table = context.table.where(tensor="weight", direction="row")
+    shapes = {str(x.get("name")): x.get("shape") or () for x in context.run.manifest.get("layers") or ()}
+    if not len(table) or min(table["step"]) > 2:
+        raise Missing("a look at the first step")
+    gains = []
+    rows = zip(table["layer"], table["step"], np.asarray(table.metric("rms"), dtype=np.float64), strict=True)
+    for layer, step, rms in rows:
+        if step == min(table["step"]) and rms > 0 and len(shapes.get(layer, ())) == 2:
+            gains.append(rms * math.sqrt(shapes[layer][-1]))
+    return float(np.median(gains)) if gains else math.nan
+
+
+def over_depth(context: Context, tensor: str) -> float:
+    """log2 of a tensor's root mean square in the last block over that in the first, median over looks; of the layers
+    with one name that with the largest distance."""
+    table = context.table.where(tensor=tensor, direction="row")
+    rms = np.asarray(table.metric("rms"), dtype=np.float64)
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for layer, step, size in zip(table["layer"], table["step"], rms, strict=True):
+        name, number = starred(layer)
+        if number is not None and size > 0 and math.isfinite(size):
+            found.setdefault((name, int(step)), {})[number] = size
+    octaves: dict[str, list[float]] = {}
+    for (name, _), sizes in found.items():
+        if len(sizes) > 2:
+            octaves.setdefault(name, []).append(math.log2(sizes[max(sizes)] / sizes[min(sizes)]))
+    if not octaves:
+        raise Missing(f"casts of {tensor} in three blocks")
+    return max((float(np.median(v)) for v in octaves.values()), key=abs)
 
 
 def _start(loss: Values, run: Run) -> float:

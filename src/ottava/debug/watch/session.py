@@ -49,7 +49,7 @@ from ottava.debug.watch.modules import ModuleTap
 from ottava.debug.watch.readback import Amaxes, Ended, Read, read_back
 from ottava.debug.watch.schedule import Schedule, Trigger
 from ottava.debug.watch.sinks import make_sinks, publish
-from ottava.debug.watch.training import TrainingTap
+from ottava.debug.watch.training import UPDATES, TrainingTap
 from ottava.errors import need
 from ottava.settings import ConfigError
 
@@ -381,7 +381,7 @@ class Watch:
         """Records the updates of a look; the numbers of the step."""
         if ended.updates is not None:
             flat, names = values[ended.training.index("updates")], ended.updates.names
-            columns = zip(("ratio", "still", "gradient", "weight"), range(0, len(flat), len(names)), strict=True)
+            columns = zip(UPDATES, range(0, len(flat), len(names)), strict=True)
             facts = {name: [float(f"{v:.4g}") for v in flat[i : i + len(names)]] for name, i in columns}
             self.writer.training(ended.step, "updates", parameters=list(names), **facts)
         return self.training.finish(ended.training, values[: len(ended.training)])

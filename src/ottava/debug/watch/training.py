@@ -2,9 +2,10 @@
 
 Most trouble that is blamed on FP8 comes from data, learning rate or the loop. This tap records what tells them apart:
 
-    every step      hash and size of inputs and labels, share of ignored labels, gradient norm, learning rate, optimizer
-                    steps without a backward
-    full looks      for each parameter the update over the weight, the share of weights that did not move, the gradient
+    every step      hash and size of inputs and labels, share of ignored labels, of samples and tokens that are alike,
+                    gradient norm, learning rate, optimizer steps without a backward, optimizers that began anew
+    full looks      for each parameter the update over the weight, the share of weights that did not move, the gradient,
+                    the spread of the weight, and the share of weights that something else wrote after an earlier step
     once            dtypes, optimizer settings, parameters that no optimizer holds, equal parameters, modes of forwards
 
 All numbers stay on their device until the step's other numbers are read.
@@ -31,7 +32,12 @@ _SEARCH = 32  # nodes of the graph behind a loss in which its labels may be
 _SHAPES = ("View", "Reshape", "UnsafeView", "ToCopy", "Slice", "Transpose", "Permute", "Clone", "Alias", "Squeeze")
 _BATCH = ("hash", "nonfinite", "amax", "square", "count")
 _CHECKED = 4  # parameters whose gradient is looked at before a backward
+_SAMPLES, _TOKENS = 64, 4096  # of a batch, to find those that are alike
 _RANDOM = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth")
+
+
+UPDATES = ("ratio", "still", "gradient", "weight", "spread", "written")
+"""The sums of `Updates`."""
 
 
 class Updates(NamedTuple):
@@ -39,8 +45,9 @@ class Updates(NamedTuple):
 
     names: tuple[str, ...]
     sums: Tensor
-    """fp32 (4, parameters): update over weight; share of weights that did not move although they have a gradient;
-    rms of gradient; rms of weight."""
+    """fp32 (6, parameters): update over weight; share of weights that did not move although they have a gradient;
+    rms of gradient; rms of weight; its standard deviation over that; share of weights that something other than an
+    optimizer changed after an earlier look, NaN if unknown."""
 
 
 class TrainingTap:
@@ -72,7 +79,11 @@ class TrainingTap:
         self._extra_steps = 0
         self._lr = math.nan
         self._held: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
+        self._steppers: dict[int, tuple[weakref.ref[Optimizer], float]] = {}
+        self._restarts = self._shared = 0
         self._before: tuple[list[Tensor], Tensor] | None = None
+        self._left: tuple[list[Tensor], Tensor] | None = None
+        self._written: tuple[list[Tensor], Tensor] | None = None
         self._updates: Updates | None = None
         self._modes: set[tuple[Any, ...]] = set()
         self._dtypes: dict[str, set[str]] = {}
@@ -141,7 +152,9 @@ class TrainingTap:
         kinds = {
             type(m).__name__ for m in module.modules() if getattr(m, "p", 1.0) and type(m).__name__.startswith(_RANDOM)
         }
+        drops = [float(m.p) for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         facts = {"gradients": trains, "training": module.training, "recipe": recipe, "random": sorted(kinds)}
+        facts |= {"dropout": max(drops)} if drops else {}
         self._report("mode", **facts)
 
     def _note(self, name: str, x: Tensor, ignore: int | None = None) -> None:
@@ -164,13 +177,14 @@ class TrainingTap:
                 counts = [(x == ignore).sum(), (x != ignore).sum(), (x == _first(x, ignore)).sum()]
                 copied = sum((numbers[0] == other).sum() for other in self._inputs) if x.numel() > 1 else 0
                 self._add("labels", torch.stack([*(c.to(torch.float32) for c in counts), numbers[0] * 0 + copied]))
-            elif name == "input" and not x.is_floating_point():
+            elif name == "input":
+                self._add("alike", _alike(x, flat, first=not self._inputs and not self._micro))
                 self._inputs.append(numbers[0])
         self._add(name, torch.cat([numbers[:1] * (self._micro + 1) % _PRIME, numbers[1:]]))
 
     def _add(self, name: str, new: Tensor) -> None:
         old = self._numbers.get(name)
-        if old is None or name == "labels":
+        if old is None or name in ("labels", "alike"):
             self._numbers[name] = new if old is None else old + new
             return
         joined = old + new
@@ -206,15 +220,23 @@ class TrainingTap:
                 joined = torch.stack([n.to(norms[0].device, torch.float32) for n in norms]).norm().reshape(1)
                 old = self._numbers.get("grad_norm")
                 self._numbers["grad_norm"] = joined if old is None else torch.hypot(old, joined)
-            if self.looking and usable:
+            elif "grad_norm" not in self._numbers:
+                self._numbers["grad_norm"] = torch.zeros(1)
+            left, self._left = self._left, None
+            if usable and (self.looking or left is not None):
                 some = [p for p, _ in usable]
-                self._before = some, _samples(some)
+                samples = _samples(some)
+                if left is not None and [*map(id, left[0])] == [*map(id, some)]:
+                    self._written = some, _mean((left[1] != samples) & samples.isfinite(), some)
+                if self.looking:
+                    self._before = some, samples
         self._lr = max([_lr(group) for group in optimizer.param_groups], default=math.nan)
 
     def after(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """An optimizer has stepped."""
         if self._backwards and self._stepped_at.get(id(optimizer)) == self._backwards:
             self._extra_steps += 1
+        self._note_restart(optimizer)
         self._stepped_at[id(optimizer)] = self._backwards
         if self._before is None:
             return
@@ -222,7 +244,11 @@ class TrainingTap:
         names = {id(p): name for name, p in reversed([*self._parameters()])}
         with torch.no_grad():
             named = tuple(names.get(id(p)) or name_of(p) for p in parameters)
-            self._updates = Updates(named, _moved(parameters, before))
+            after = _samples(parameters)
+            written, self._written = self._written, None
+            known = written is not None and [*map(id, written[0])] == [*map(id, parameters)]
+            self._updates = Updates(named, _moved(parameters, before, after, written[1] if written and known else None))
+            self._left = parameters, after
         for group in optimizer.param_groups:
             settings = {
                 k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, tuple, str, bool))
@@ -234,16 +260,31 @@ class TrainingTap:
                 grad = "" if p.grad is None else str(p.grad.dtype)
                 self._held[id(p)] = weakref.ref(p), {**about, "gradient": grad, "state": kinds}
 
+    def _note_restart(self, optimizer: Optimizer) -> None:
+        """Counts optimizers that forgot their state, or were made again, and those that step a parameter once more."""
+        p = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+        if p is None:
+            return
+        count = optimizer.state.get(p, {}).get("step", math.nan)
+        count = math.nan if isinstance(count, Tensor) and count.device.type != "cpu" else float(count)
+        before, steps = self._steppers.get(id(p), (lambda: optimizer, math.nan))
+        other = before()
+        if other is not optimizer and other is not None and self._stepped_at.get(id(other)) == self._backwards:
+            self._shared += 1
+        elif other is None or count <= steps:
+            self._restarts += 1
+        self._steppers[id(p)] = weakref.ref(optimizer), count
+
     # --- results ----------------------------------------------------------------------------------------------------
 
     def drain(self) -> tuple[dict[str, Tensor], Updates | None]:
         """The numbers of the step that ended, on their devices, and its updates; see `finish`."""
         numbers, self._numbers, self._inputs = self._numbers, {}, []
-        numbers["host"] = torch.tensor([self._lr, float(self._extra_steps), float(self._micro)])
+        numbers["host"] = torch.tensor([self._lr, *map(float, (self._extra_steps, self._restarts, self._shared))])
         updates, self._updates = self._updates, None
         if updates is not None:
             numbers["updates"] = updates.sums.reshape(-1)
-        self._extra_steps = self._micro = 0
+        self._extra_steps = self._micro = self._restarts = self._shared = 0
         return numbers, updates
 
     @staticmethod
@@ -267,7 +308,10 @@ class TrainingTap:
                 columns["labels_copied"] = copied
             elif name == "host":
                 columns |= {"lr": float(f"{read[0]:.6g}")} if math.isfinite(read[0]) else {}
-                columns |= {"extra_steps": read[1]} if read[1] else {}
+                counts = zip(("extra_steps", "restarts", "shared_parameters"), read[1:], strict=True)
+                columns |= {column: count for column, count in counts if count}
+            elif name == "alike":
+                columns |= dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
             elif name in ("grad_norm", "kept_gradient"):
                 columns[name] = read[0]
         return columns
@@ -327,6 +371,22 @@ def _sizes(x: Tensor, sample: Tensor) -> list[Tensor]:
     return [broken, torch.maximum(largest, clean.abs().amax()), clean.square().sum(), finite.sum()]
 
 
+def _alike(x: Tensor, flat: Tensor, *, first: bool) -> Tensor:
+    """[share of samples that are as the first one; share of the most frequent token; 1 if all is 0] in percent.
+
+    The shares are 0 for later inputs, and where they mean nothing.
+    """
+    zero = torch.zeros((), device=x.device)
+    samples = tokens = zero
+    if first and x.dim() > 1 and len(x) > 1 and x.dtype != torch.bool:
+        rows = x[:_SAMPLES].reshape(min(len(x), _SAMPLES), -1)[:, :_TOKENS]
+        samples = 100 * (rows[1:] == rows[:1]).all(1).to(torch.float32).mean()
+        if not x.is_floating_point():
+            some = flat[:: -(-flat.numel() // _TOKENS)]
+            tokens = 100 * (some == some.mode().values).to(torch.float32).mean()
+    return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
+
+
 def _lr(group: Mapping[str, Any]) -> float:
     lr = group.get("lr", math.nan)
     return math.nan if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
@@ -347,22 +407,28 @@ def _samples(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _moved(parameters: Sequence[Tensor], before: Tensor) -> Tensor:
+def _mean(values: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The mean over each parameter's part of what `_samples` gave."""
+    sizes = [len(range(0, n, -(-n // _SAMPLED))) for n in (plain(p)[0].numel() for p in parameters)]  # type: ignore[union-attr]
+    count = torch.tensor(sizes, device=values.device)
+    of = torch.repeat_interleave(torch.arange(len(sizes), device=values.device), count)
+    return torch.zeros(len(sizes), device=values.device).index_add_(0, of, values.to(torch.float32)) / count
+
+
+def _moved(parameters: Sequence[Tensor], before: Tensor, after: Tensor, written: Tensor | None) -> Tensor:
     """The sums of `Updates`."""
-    after = _samples(parameters)
     gradients = _samples([p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
-    sizes = [len(range(0, p.numel(), -(-p.numel() // _SAMPLED))) for p in (plain(p)[0] for p in parameters)]  # type: ignore[union-attr]
-    count = torch.tensor(sizes, device=before.device)
-    of = torch.repeat_interleave(torch.arange(len(sizes), device=before.device), count)
-
-    def total(values: Tensor) -> Tensor:
-        return torch.zeros(len(sizes), device=before.device).index_add_(0, of, values.to(torch.float32))
-
     moves = gradients != 0
-    weight, gradient = total(before.square()), total(gradients.square())
-    ratio = (total((after - before).square()) / weight.clamp_min(1e-30)).sqrt()
-    still = total((after == before) & moves) / total(moves).clamp_min(1)
-    return torch.stack([ratio, still, (gradient / count).sqrt(), (weight / count).sqrt()])
+
+    def mean(values: Tensor) -> Tensor:
+        return _mean(values, parameters)
+
+    weight = mean(before.square())
+    ratio = (mean((after - before).square()) / weight.clamp_min(1e-30)).sqrt()
+    still = mean((after == before) & moves) / mean(moves).clamp_min(1e-30)
+    spread = ((weight - mean(before).square()).clamp_min(0) / weight.clamp_min(1e-30)).sqrt()
+    unknown = torch.full_like(ratio, math.nan) if written is None else written
+    return torch.stack([ratio, still, mean(gradients.square()).sqrt(), weight.sqrt(), spread, unknown])
 
 
 def _labels(root: Tensor) -> Iterator[tuple[Tensor, int | None, int | None]]:
