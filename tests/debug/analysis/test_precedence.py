@@ -1,0 +1,56 @@
+"""A cause that came first explains what came later at its reach, and leads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.fired import Fired
+from ottava.debug.analysis.precedence import began, explained
+from ottava.debug.analysis.rows import CastRows, StepRows
+from ottava.debug.analysis.rules import Rule
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.writer import RunWriter
+from ottava.debug.tally import Tally
+
+
+def rule(name: str, **fields: object) -> Rule:
+    given: dict[str, object] = {"title": name, "stage": "numeric", "cause": "c", "refute_by": "r", "when": "step > 0"}
+    return Rule(id=name, **{**given, **fields})  # type: ignore[arg-type]
+
+
+def test_what_came_later_is_explained_within_reach(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.step(step, loss=1.0)
+            for layer in ("a", "b"):
+                key = SlotKey(layer, "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+                writer.tally(step, key, Tally())
+    context = context_of(Run.open(tmp_path))
+    casts, steps = CastRows(context), StepRows(context)
+    at = {
+        (slot.layer, int(step)): i for i, (slot, step) in enumerate(zip(casts.slots, casts.table["step"], strict=True))
+    }
+
+    def left(cause: Fired, *effects: Fired) -> dict[str, int]:
+        return {hit.rule.id: len(hit.index) for hit in explained([*effects, cause])}
+
+    def effect(name: str = "E", *places: tuple[str, int]) -> Fired:
+        return Fired(rule(name), casts, np.array([at[place] for place in places]))
+
+    everything = (("a", 1), ("a", 3), ("b", 3))
+    for reach, kept in (("layer", 2), ("slot", 2), ("run", 1), ("everywhere", 0)):
+        cause = Fired(rule("C", explains=["E"], reach=reach, over="casts"), casts, np.array([at["a", 2]]))
+        assert left(cause, effect("E", *everything)).get("E", 0) == kept, reach
+        assert cause.also == ["E E"]
+    # a cause over steps reaches every cast from its first step on
+    lr = Fired(rule("C", explains=["E"], reach="run", over="steps", stage="training"), steps, np.array([1]))
+    assert left(lr, effect("E", *everything)) == {"C": 1, "E": 1}
+    # the one that began first explains the other, not the other way round
+    late = Fired(rule("L", explains=["E"], reach="run"), casts, np.array([at["b", 3]]))
+    early = Fired(rule("E", explains=["L"], reach="run"), casts, np.array([at["a", 1]]))
+    assert began(early) < began(late)
+    assert left(late, early) == {"E": 1}
