@@ -80,7 +80,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Name in transformer_engine.pytorch -> what to use."""
 
-_PARALLEL = "ottava has no context parallelism"
+_PARALLEL = "use modules of ottava.nn with ottava.distributed.ContextParallel"
 _SHARES = "Linear, LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer can be split"
 _SEEDS = "seed each rank yourself, with torch.manual_seed"
 _UB = "ottava does not overlap communication by user buffers"
@@ -179,9 +179,9 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "NVTE_FP8_DPA_BWD": _FP8_ATTENTION,
         "NVTE_FUSED_ATTN": _ATTENTION,
         "NVTE_FUSED_ATTN_BACKEND": _ATTENTION,
-        "NVTE_NVFP4_4OVER6": "every block is scaled to 6",
-        "NVTE_NVFP4_4OVER6_E4M3_USE_256": "every block is scaled to 6",
-        "NVTE_NVFP4_4OVER6_ERR_MODE": "every block is scaled to 6",
+        "NVTE_NVFP4_4OVER6": "use the recipe four_over_six",
+        "NVTE_NVFP4_4OVER6_E4M3_USE_256": "use the recipe four_over_six",
+        "NVTE_NVFP4_4OVER6_ERR_MODE": "use the recipe four_over_six",
         "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": _FIELD.format("disable_2d_quantization=True"),
         "NVTE_NVFP4_DISABLE_RHT": _FIELD.format("disable_rht=True"),
         "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": _FIELD.format("disable_stochastic_rounding=True"),
