@@ -50,7 +50,12 @@ FAMILIES: Mapping[str, str] = {
     "L23": "unconverted", "L24": "leak", "L25": "labels", "L26": "weight_decay", "L27": "no_gradient",
     "L28": "dead_units constant_loss", "L29": "lr", "L30": "frozen_parameters", "L31": "absurd_data",
     "L32": "lr", "L33": "absurd_data",
-    "L34": "double_softmax",
+    "L34": "double_softmax", "N20": "token row outlier", "M5": "format noisy", "D7": "absurd_data nonfinite_data",
+    "L35": "loss_scale leak", "L36": "sign", "L37": "optimizer_state", "L38": "double_step", "L39": "no_gradient vanish",
+    "L40": "overwritten", "L41": "start symmetric", "L42": "dead_units", "L43": "vanish", "L44": "growth",
+    "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
+    "L50": "same_batch", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
+    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 

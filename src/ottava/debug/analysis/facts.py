@@ -108,7 +108,7 @@ _SERIES = MappingProxyType(
 CAST_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
     {
         **_SERIES,
-        "peers": Fact("median of the inner layers, same tensor and step", lambda call: call[0].peers(call[1])),
+        "peers": Fact("median of the inner layers, same tensor and step, and same name if there is one", lambda call: call[0].peers(call[1])),
         "baseline": Fact("the same tensor in the twin", lambda call: call[0].baseline(call[1])),
         "ends": Fact("how many ends of the model have such a layer", lambda call: call[0].ends(call[1])),
     }
@@ -348,6 +348,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
         "batches": Fact("different batches", lambda c: Progress(c).batches),
+        "repeated_pct": Fact("steps with the batch of the step before [%]", lambda c: Progress(c).repeated_pct),
         "softmax_twice": Fact("whether a softmax feeds the cross-entropy", _softmax_twice),
         "idle_pct": Fact("steps that hardly move the weights [%]", lambda c: Progress(c).idle_pct),
         "casting": Fact("whether any layer casts", lambda c: "yes" if (c.table["source"] != "hook").any() else "no"),

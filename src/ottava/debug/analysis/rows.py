@@ -17,7 +17,7 @@ import numpy as np
 
 from ottava.debug.analysis.conditions import Missing, Node, Values, evaluate, numbers
 from ottava.debug.analysis.loss import LossCurve
-from ottava.debug.layer_names import end_blocks, layer_index, only_simulated
+from ottava.debug.layer_names import end_blocks, layer_index, only_simulated, starred
 from ottava.debug.run.ranks import rank_spread
 from ottava.debug.run.reader import Run, Table
 from ottava.debug.run.schema import SlotKey
@@ -252,15 +252,19 @@ class CastRows(AnyRows):
         return np.array([by_name.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
 
     def peers(self, node: Node) -> Values:
-        """The median over the inner layers for the same tensor and step; NaN if there are fewer than two."""
+        """The median over the inner layers of the same name, or else over all inner layers, for the same tensor and
+        step; NaN if there are fewer than two of all."""
         values, inner = numbers(self.argument(node)), self.value("position") == "inner"
-        groups: dict[tuple[Any, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[float]] = {}
         keys = list(zip(self.table["step"], *(self.table[n] for n in ("tensor", "direction", "recipe")), strict=True))
-        for i, key in enumerate(keys):
-            if inner[i] and math.isfinite(values[i]):
-                groups.setdefault(key, []).append(i)
-        medians = {key: float(np.median(values[rows])) for key, rows in groups.items() if len(rows) > 1}
-        return np.array([medians.get(key, math.nan) for key in keys], dtype=np.float64)
+        names = {layer: starred(layer)[0] for layer in set(self.table["layer"])}
+        named = [(*key, names[layer]) for key, layer in zip(keys, self.table["layer"], strict=True)]
+        for i in np.flatnonzero(inner & np.isfinite(values)):
+            groups.setdefault(keys[i], []).append(values[i])
+            groups.setdefault(named[i], []).append(values[i])
+        medians = {key: float(np.median(found)) for key, found in groups.items()}
+        many = {key for key in keys if len(groups.get(key, ())) > 1}
+        return np.array([medians.get(b, medians[a]) if a in many else math.nan for a, b in zip(keys, named, strict=True)])
 
     def ends(self, node: Node) -> Values:
         """Of the first and the last block, how many have a layer for which the condition holds at the step of each row:

@@ -376,13 +376,23 @@ class Progress:
         loss = loss[np.isfinite(loss)]
         return float(np.ptp(loss) / max(abs(float(np.median(loss))), 1e-12)) if len(loss) >= 5 else math.nan
 
-    @property
-    def batches(self) -> float:
-        """Different pairs of inputs and labels."""
+    @cached_property
+    def _batches(self) -> list[tuple[float, ...]]:
         columns = [self._column("input_hash")]
         if "label_hash" in self.context.run.steps:
             columns.append(self._column("label_hash"))
-        return float(len(set(zip(*(np.nan_to_num(column, nan=-1.0) for column in columns), strict=True))))
+        return list(zip(*(np.nan_to_num(column, nan=-1.0) for column in columns), strict=True))
+
+    @property
+    def batches(self) -> float:
+        """Different pairs of inputs and labels."""
+        return float(len(set(self._batches)))
+
+    @property
+    def repeated_pct(self) -> float:
+        """Steps whose batch is that of the step before; NaN for fewer than 8 steps [%]."""
+        pairs = list(zip(self._batches, self._batches[1:], strict=False))
+        return 100 * float(np.mean([a == b for a, b in pairs])) if len(pairs) >= 7 else math.nan
 
     @property
     def idle_pct(self) -> float:
