@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, str] = {
     "L40": "overwritten", "L41": "start symmetric", "L42": "dead_units", "L43": "vanish", "L44": "growth",
     "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
     "L50": "same_batch", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
-    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning",
+    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning", "L58": "labels", "L59": "lr",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 KINDS = MappingProxyType(
     {
         "lm_head": "lm_head output_layer embed_out head output predictions.decoder",
-        "router": "router mlp.gate gate.wg",
+        "router": "router mlp.gate gate.wg router.classifier router.layer",
         "qkv": "q_proj k_proj v_proj qkv_proj q k v qkv query key value query_key_value c_attn in_proj Wqkv wq wk wv "
         "to_q to_k to_v linear_qkv linear_q linear_kv layernorm_qkv q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj",
         "proj": "o_proj out_proj linear_proj attn.proj attn.c_proj attention.proj "

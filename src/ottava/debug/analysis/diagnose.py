@@ -164,9 +164,11 @@ def _finding(hit: Fired, book: Rulebook, context: Context) -> Finding:
     layers = [layer for layer in dict.fromkeys(layer for layer, _ in places) if layer]
     if isinstance(hit.rows, AmaxRows) and (last := hit.rows.before(hit.index[0])) is not None:
         layers = list(dict.fromkeys([*layers, hit.rows.slots[last].layer]))  # it happens between the two
+    evidence = evidence_of(hit)
+    if not steps:  # nothing says where it began: the worst first
+        layers = [layer for layer in dict.fromkeys([*(e.layer for e in evidence), *layers]) if layer]
     tensors = [tensor for tensor in dict.fromkeys(tensor for _, tensor in places) if tensor]
     recipe = hit.rows.slots[hit.index[0]].recipe if isinstance(hit.rows, CastRows) else _main_recipe(context)
-    evidence = evidence_of(hit)
     casts = list(dict.fromkeys([*((e.layer, e.tensor) for e in evidence if e.layer), *places]))
     casts = [cast for cast in casts if all(cast)]
     return Finding(

@@ -57,7 +57,12 @@ def evidence_of(hit: Fired) -> list[Evidence]:
         place: min((steps[at] or 0, hit.index[at]) for at, p in enumerate(places) if p == place) for place in worst
     }
     bad = max(badness.values(), default=0.0) / 2
-    for place, at in sorted(worst.items(), key=lambda w: (badness[w[0]] < bad, *began[w[0]], -badness[w[0]])):
+
+    def order(entry: tuple[tuple[str, str], int]) -> tuple[float, ...]:
+        place = entry[0]
+        return (badness[place] < bad, *began[place], -badness[place]) if hit.steps() else (-badness[place],)
+
+    for place, at in sorted(worst.items(), key=order):
         row, named = hit.index[at], set()
         for comparison, (holds, left, right) in answers.items():
             if holds is not None and holds[row] == 1:

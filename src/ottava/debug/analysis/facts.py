@@ -165,6 +165,7 @@ _COLUMNS = MappingProxyType(
         "label_rms": "root mean square of the labels",
         "labels_ignored_pct": "share of labels that the loss ignores",
         "labels_equal_pct": "share of labels that are as the first one",
+        "labels_alike_pct": "share of the most frequent label",
         "labels_copied": "tensors of labels that are equal to an input",
         "extra_steps": "optimizer steps without a backward since the last one",
         "restarts": "optimizers that began anew: without the state of the step before",
@@ -315,6 +316,13 @@ def _coverage(context: Context) -> float:
     return 100.0 * float(coverage["seen"]) / float(coverage["linear"])
 
 
+def _classes(context: Context) -> float:
+    classes = context.run.manifest.get("classes")
+    if not isinstance(classes, int):
+        raise Missing("the classes of the loss in watch.json")
+    return float(classes)
+
+
 def _softmax_twice(context: Context) -> str:
     if "softmax_twice" not in context.run.manifest:
         raise Missing("facts of the loss in watch.json (a watch of this version records them)")
@@ -348,6 +356,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),
         "batches": Fact("different batches", lambda c: Progress(c).batches),
+        "classes": Fact("classes of the loss", lambda c: _classes(c)),
         "repeated_pct": Fact("steps with the batch of the step before [%]", lambda c: Progress(c).repeated_pct),
         "softmax_twice": Fact("whether a softmax feeds the cross-entropy", _softmax_twice),
         "idle_pct": Fact("steps that hardly move the weights [%]", lambda c: Progress(c).idle_pct),

@@ -175,11 +175,13 @@ class TrainingTap:
             numbers = torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
             if ignore is not None:
                 counts = [(x == ignore).sum(), (x != ignore).sum(), (x == _first(x, ignore)).sum()]
-                copied = sum((numbers[0] == other).sum() for other in self._inputs) if x.numel() > 1 else 0
-                self._add("labels", torch.stack([*(c.to(torch.float32) for c in counts), numbers[0] * 0 + copied]))
+                same = [i.reshape(x.shape) for i in self._inputs if i.numel() == x.numel() > 1 and i.device == x.device]
+                copied = sum((((i == x) | (x == ignore)).all() & (x != ignore).any()).to(torch.float32) for i in same)
+                rest = torch.stack([numbers[0] * 0 + copied, _common(flat, ignore)])
+                self._add("labels", torch.cat([torch.stack(counts).to(torch.float32), rest]))
             elif name == "input":
-                self._add("alike", _alike(x, flat, first=not self._inputs and not self._micro))
-                self._inputs.append(numbers[0])
+                self._add("alike", _alike(x, flat, first="alike" not in self._numbers))
+                self._inputs += [] if x.is_floating_point() else [x]
         self._add(name, torch.cat([numbers[:1] * (self._micro + 1) % _PRIME, numbers[1:]]))
 
     def _add(self, name: str, new: Tensor) -> None:
@@ -203,7 +205,7 @@ class TrainingTap:
             ]
             self._numbers["kept_gradient"] = torch.stack(found).amax().reshape(1) if found else torch.zeros(1)
         self._backwards += 1
-        if self._batches and "label" not in self._numbers:
+        if self._batches and "labels" not in self._numbers:
             for target, ignore, classes in _labels(root):
                 self._note("label", target, ignore)
                 self._classes = classes or self._classes
@@ -302,10 +304,10 @@ class TrainingTap:
                     columns[f"{name}_amax"] = number["amax"]
                     columns[f"{name}_rms"] = math.sqrt(number["square"] / number["count"])
             elif name == "labels":
-                ignored, used, equal, copied = read
+                ignored, used, equal, copied, alike = read
                 columns["labels_ignored_pct"] = 100 * ignored / max(ignored + used, 1.0)
                 columns |= {"labels_equal_pct": 100 * equal / used} if used > 1 else {}
-                columns["labels_copied"] = copied
+                columns |= {"labels_copied": copied, "labels_alike_pct": alike}
             elif name == "host":
                 columns |= {"lr": float(f"{read[0]:.6g}")} if math.isfinite(read[0]) else {}
                 counts = zip(("extra_steps", "restarts", "shared_parameters"), read[1:], strict=True)
@@ -385,6 +387,16 @@ def _alike(x: Tensor, flat: Tensor, *, first: bool) -> Tensor:
             some = flat[:: -(-flat.numel() // _TOKENS)]
             tokens = 100 * (some == some.mode().values).to(torch.float32).mean()
     return torch.stack([samples, tokens, (x == 0).all().to(torch.float32)])
+
+
+def _common(labels: Tensor, ignore: int) -> Tensor:
+    """Share of the most frequent label among those that are not ignored, in percent."""
+    some = labels[:: -(-labels.numel() // _TOKENS)]
+    used = some != ignore
+    # ignored labels become numbers of their own, so that they are never the most frequent
+    own = torch.where(used, some, -1000 - torch.arange(some.numel(), device=some.device))
+    common = (own == own.mode().values) & used
+    return (100 * common.sum() / used.sum().clamp_min(1)).to(torch.float32)
 
 
 def _lr(group: Mapping[str, Any]) -> float:
