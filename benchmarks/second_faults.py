@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fourth_injections  # noqa: F401  # adds its cases
+import sixth_injections  # noqa: F401  # adds its cases
 import third_injections  # noqa: F401  # adds its cases
 import torch
 from second_injections import CASES, Case
@@ -123,7 +124,7 @@ def cured(case: Case, found: Diagnosis, cache: Path) -> str:
 def main() -> int:
     """Prints a line for each case, totals, and the rules that were said in place of others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", default="A", choices=("A", "B", "C", "D", "E"))
+    parser.add_argument("--half", default="A", choices=("A", "B", "C", "D", "E", "G"))
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--cache", type=Path, default=Path("runs/second-lab"))
     parser.add_argument("--cure", action="store_true", help="train again with the first remedy")
