@@ -1,4 +1,4 @@
-"""Models for the second lab's half F: small, randomly initialized models of Hugging Face's transformers, and LoRA of peft.
+"""Models for the second lab's half F: small, randomly initialized ones of Hugging Face's transformers; LoRA of peft.
 
 A batch is what a data collator makes: token ids, an attention mask, labels as long as the ids, -100 where the loss must
 not look. The loss is the one that transformers itself uses for the model. Imports transformers when a model is made, so
@@ -29,36 +29,86 @@ def missing() -> str:
     return f"Half F needs {' and '.join(absent)}: pip install {' '.join(absent)}. It ran nothing." if absent else ""
 
 
-_DECODER = dict(
-    vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=160, num_hidden_layers=2, num_attention_heads=HEADS,
-    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
-    initializer_range=0.08,
-)  # fmt: skip
-_EXPERTS = dict(moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, head_dim=16)
-_BERT = dict(
-    vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=192, num_hidden_layers=2, num_attention_heads=HEADS,
-    max_position_embeddings=64, pad_token_id=PAD, num_labels=TOPICS, initializer_range=0.08,
-)  # fmt: skip
-_GPT2 = dict(
-    vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=64, bos_token_id=BOS, eos_token_id=EOS,
-    initializer_range=0.08,
-)  # fmt: skip
-_T5 = dict(
-    vocab_size=WORDS, d_model=WIDTH, d_ff=160, d_kv=16, num_layers=2, num_decoder_layers=2, num_heads=HEADS,
-    decoder_start_token_id=PAD, pad_token_id=PAD, eos_token_id=EOS,
-)  # fmt: skip
-_SWITCH = dict(num_experts=4, expert_capacity=64, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
-_WHISPER = dict(
-    vocab_size=WORDS, d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=HEADS,
-    decoder_attention_heads=HEADS, encoder_ffn_dim=160, decoder_ffn_dim=160, num_mel_bins=MELS, max_source_positions=24,
-    max_target_positions=64, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, decoder_start_token_id=BOS,
-    init_std=0.08, suppress_tokens=None, begin_suppress_tokens=None,
-)  # fmt: skip
-_VIT = dict(
-    hidden_size=WIDTH, intermediate_size=192, num_hidden_layers=2, num_attention_heads=HEADS, image_size=16,
-    patch_size=4, num_channels=3, num_labels=TOPICS, initializer_range=0.08,
-)  # fmt: skip
-_MAMBA = dict(vocab_size=WORDS, hidden_size=WIDTH, state_size=8, num_hidden_layers=2, pad_token_id=PAD)
+_DECODER = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.08,
+}
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+_BERT = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "num_labels": TOPICS,
+    "initializer_range": 0.08,
+}
+_GPT2 = {
+    "vocab_size": WORDS,
+    "n_embd": WIDTH,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "n_positions": 64,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.08,
+}
+_T5 = {
+    "vocab_size": WORDS,
+    "d_model": WIDTH,
+    "d_ff": 160,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": HEADS,
+    "decoder_start_token_id": PAD,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+}
+_SWITCH = {"num_experts": 4, "expert_capacity": 64, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+_WHISPER = {
+    "vocab_size": WORDS,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 160,
+    "decoder_ffn_dim": 160,
+    "num_mel_bins": MELS,
+    "max_source_positions": 24,
+    "max_target_positions": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": BOS,
+    "init_std": 0.08,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+_VIT = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+    "num_labels": TOPICS,
+    "initializer_range": 0.08,
+}
+_MAMBA = {"vocab_size": WORDS, "hidden_size": WIDTH, "state_size": 8, "num_hidden_layers": 2, "pad_token_id": PAD}
 
 
 def made(model: str, config: str, **settings: Any) -> Any:
@@ -69,17 +119,17 @@ def made(model: str, config: str, **settings: Any) -> Any:
     return net.train()
 
 
-def lora(alpha: int = 16) -> Any:
+def lora() -> Any:
     """A frozen Llama with adapters of rank 8; its head is trained in full."""
     peft: Any = import_module("peft")
     settings = peft.LoraConfig(
-        r=8, lora_alpha=alpha, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
+        r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj"],
         modules_to_save=["lm_head"], task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(made("LlamaForCausalLM", "LlamaConfig", **_DECODER), settings)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------------------------------
 def text(generator: torch.Generator, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Ids of documents of different lengths, and their attention mask. A word decides the next one in 9 of 10 cases."""
     follower = torch.randperm(WORDS - FIRST, generator=torch.Generator().manual_seed(5))
@@ -142,7 +192,7 @@ def pictures(generator: torch.Generator) -> list[Tensor]:
     return [templates[labels] + 0.7 * torch.randn(2 * ROWS, 3, 16, 16, generator=generator), labels]
 
 
-# --- losses ------------------------------------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------------------------------
 def shifted(y: Any, labels: Tensor) -> Tensor:
     """The loss of causal language models: token i predicts label i + 1."""
     logits: Tensor = y.logits
@@ -186,5 +236,4 @@ MODELS |= {
     "hf_whisper": (partial(made, "WhisperForConditionalGeneration", "WhisperConfig", **_WHISPER), speech, aligned),
     "hf_vit": (partial(made, "ViTForImageClassification", "ViTConfig", **_VIT), pictures, aligned),
     "hf_lora": (lora, documents, shifted),
-    "hf_lora_loud": (partial(lora, 16_000), documents, shifted),
 }  # fmt: skip
