@@ -222,7 +222,7 @@ def no_warm_up_behind_post_norms(lab: Lab) -> None:
     """The learning rate is the fault."""
 
 
-@case("F", "hf_lora", "no_gradient frozen_parameters", "lora", fp8=False, lr=5e-3, steps=20)
+@case("F", "hf_lora", "no_gradient frozen_parameters", "", fp8=False, lr=5e-3, steps=20)
 def checkpointing_without_gradients_of_inputs(lab: Lab) -> None:
     # the frozen embedding asks for no gradient, so reentrant checkpointing cuts the graph
     lab.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
