@@ -103,7 +103,7 @@ def margin_of_the_wrong_sign(lab: Lab) -> None:
     """The recipe is the fault."""
 
 
-@case("F", "hf_t5", "clip jump", "", recipe=get_recipe("delayed", amax_history_len=1), every=1, steps=15)
+@case("F", "hf_t5", "clip jump", "", recipe=get_recipe("delayed", amax_history_len=1), every=1, steps=16)
 def every_third_batch_is_summed(lab: Lab) -> None:
     lab.change_loss = lambda loss: loss * (288.0 if lab.step % 3 == 0 else 1.0)
 
