@@ -45,7 +45,7 @@ def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPat
     together, begun = threading.Barrier(at_once), []
 
     def build(name: str, settings: native_build.BuildSettings, variant: str) -> native_build.Built:
-        together.wait(timeout=60)
+        together.wait(timeout=300)
         begun.append((name, variant))
         return native_build.Built(None, "")
 

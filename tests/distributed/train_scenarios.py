@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import ottava
 from ottava.debug.run.reader import Run
 from ottava.fleet import Mesh, predict
 from ottava.settings import ConfigError
-from ottava.train import TrainConfig, Trainer, load_config
+from ottava.train import TrainConfig, Trainer, faults, load_config
 from ottava.train.model import ByteTransformer
 from ottava.train.newest import newest_checkpoint
 from ottava.train.ranks import RankError, local
@@ -35,11 +36,11 @@ TINY = (
     "data.max_bytes=100000",
     "batch_size=8",
     "sequence_length=32",
-    "steps=6",
-    "checkpoint.every=3",
-    "evaluation={every: 3, batches: 2}",
+    "steps=4",
+    "checkpoint.every=4",
+    "evaluation={every: 2, batches: 1}",
     "optimizer.grad_clip=1e9",  # a norm that is summed over shards may differ in its last bit
-    "parallel.timeout=60",
+    "parallel.timeout=300",  # for a busy machine
 )
 LOW = "optimizer={weights: bf16, master: remainder, moments: bf16}"
 EXPERTS = ("model.experts=4", "recipe=blockwise")
@@ -114,7 +115,7 @@ def same_bits_as_one_process(world: World) -> None:
     cases = []
     for schedule in ("gpipe", "1f1b", "interleaved"):
         if schedule != "interleaved" or world.size == 2:
-            pipeline = f"parallel={{pp: {world.size}, schedule: {schedule}, timeout: 60}}"
+            pipeline = f"parallel={{pp: {world.size}, schedule: {schedule}, timeout: 300}}"
             cases.append(("delayed", schedule, pipeline, f"microbatches={world.size}", "recipe=delayed"))
     bits_of_one_process(world, *cases, ("low", "low", f"parallel.shard={world.size}", LOW))
 
@@ -178,11 +179,11 @@ def experts_stay_near_one_process(world: World) -> None:
         assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
     folder = "ep-parts"
-    run_of(world, folder, *EXPERTS, *names[0], steps=3)
+    run_of(world, folder, *EXPERTS, *names[0], "checkpoint.every=2", steps=2)
     one = newest_checkpoint(witness(world, "experts") / "checkpoints")[0]
     assert one is not None
-    run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", resume=True)
-    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000006"))
+    run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", "checkpoint.every=2", resume=True)
+    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000004"))
     assert all(got.tensors[name].shape == t.shape for name, t in one.tensors.items() if name.startswith("model."))
     assert abs(curve(Path(world.folder, folder))[-1][1] - expected[-1][1]) < 0.1
 
@@ -192,16 +193,14 @@ LAYOUTS = ("dp", "shard", "tp", "pp", "cp")
 
 def checkpoints_of_any_shape(world: World) -> None:
     """A run of one process, and one of each layout, is read by each layout: the same tensors, bit for bit."""
-    sources = [witness(world, "tensorwise") / "checkpoints" / "step-000006.safetensors"]
+    sources = [witness(world, "tensorwise") / "checkpoints" / "step-000004.safetensors"]
     sources += [
-        Path(world.folder, name, "checkpoints", "step-000006") for name in ("shard", f"tp-tp:{world.size}", "1f1b")
+        Path(world.folder, name, "checkpoints", "step-000004") for name in ("shard", f"tp-tp:{world.size}", "1f1b")
     ]
     sources = [source for source in sources if source.exists()]
     assert len(sources) >= 2
     for source in sources:
         config = load_config(source.parents[1] / "config.yaml")
-        whole = newest_checkpoint(source.parent)[0]
-        assert whole is not None
         for layout in LAYOUTS:
             if layout == "pp" and config.microbatches % world.size:
                 continue
@@ -213,26 +212,30 @@ def checkpoints_of_any_shape(world: World) -> None:
                 copy = shutil.copytree if source.is_dir() else shutil.copy
                 copy(source, folder / "checkpoints" / source.name)  # type: ignore[operator]
             dist.barrier()
-            parallel = {"dp": 1, layout: world.size, "timeout": 60.0}
+            parallel = {"dp": 1, layout: world.size, "timeout": 300.0}
             changed = config.model_copy(update={"parallel": config.parallel.model_validate(parallel)})
             trainer = Trainer(changed, folder, resume=True)
-            assert trainer.step == 6
-            again = read_whole(trainer.save())
+            assert trainer.step == 4
+            saved = trainer.save()
             trainer.close()
-            for name, tensor in whole.tensors.items():
-                if not name.startswith("random."):
-                    assert torch.equal(again.tensors[name], tensor), (source, layout, name)
+            if world.rank == 0:
+                whole, again = newest_checkpoint(source.parent)[0], read_whole(saved)
+                assert whole is not None
+                for name, tensor in whole.tensors.items():
+                    if not name.startswith("random."):
+                        assert torch.equal(again.tensors[name], tensor), (source, layout, name)
             dist.barrier()
 
 
 def a_run_in_parts(world: World) -> None:
     """Resumed with the same processes, and with others, a run has the curve of an uninterrupted one."""
-    run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", "checkpoint.asynchronous=true", steps=4)
-    trainer = run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", resume=True)
+    own = (f"parallel.dp={world.size}", "recipe=delayed", "checkpoint.every=2")
+    run_of(world, "parts", *own, "checkpoint.asynchronous=true", steps=3)  # the third step is done again
+    trainer = run_of(world, "parts", *own, resume=True)
     assert trainer.done
     assert curve(Path(world.folder, "parts")) == curve(Path(world.folder, "dp"))
-    run_of(world, "others", f"parallel.dp={world.size}", steps=3)
-    run_of(world, "others", f"parallel.shard={world.size}", resume=True)
+    run_of(world, "others", f"parallel.dp={world.size}", "checkpoint.every=2", steps=2)
+    run_of(world, "others", f"parallel.shard={world.size}", "checkpoint.every=2", resume=True)
     if world.size == 2:
         assert curve(Path(world.folder, "others")) == curve(witness(world, "tensorwise"))
 
@@ -253,14 +256,14 @@ def all_ranks_are_on_record(world: World) -> None:
     assert len(layers) == 17, layers  # each of 4 blocks has 4, whatever stage holds them; and the head
     receipt = json.loads((folder / "receipt.json").read_text())
     assert len(receipt["ranks"]) == world.size
-    assert len((folder / "amax.jsonl").read_text().splitlines()) == 1 + 6
+    assert len((folder / "amax.jsonl").read_text().splitlines()) == 1 + 4
     header = json.loads((folder / "amax.jsonl").read_text().splitlines()[0])
     assert len(header["tensors"]) == 3 * 16
 
 
 def one_file_of_a_folder(world: World) -> None:
     if world.rank == 0:
-        source = Path(world.folder, "low", "checkpoints", "step-000006")
+        source = Path(world.folder, "low", "checkpoints", "step-000004")
         target = Path(world.folder, "whole")
         consolidate(source, target, keep=False)
         from safetensors.torch import load_file
@@ -304,7 +307,7 @@ def a_rank_that_drifted_is_named(world: World) -> None:
 def the_plan_counts_what_is_sent_and_held(world: World) -> None:
     """Bytes of a step and of a rank, against `ottava.fleet`, to 2 %. Collectives of a few bytes are not in the plan."""
     sizes = "model={d_model: 128, layers: 4, heads: 4, kv_heads: 4, ffn: 384}"
-    own = (sizes, "batch_size=8", "sequence_length=128", "evaluation.batches=1", "checkpoint.every=0")
+    own = (sizes, "batch_size=8", "sequence_length=64", "evaluation={every: 0, batches: 1}", "checkpoint.every=0")
     meshes = [{name: world.size} for name in ("dp", "shard", "tp", "pp")]
     meshes += [{"shard": 2, "tp": 2}, {"dp": 2, "shard": 2}] if world.size == 4 else []
     for mesh in meshes:
@@ -319,19 +322,8 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
         states = [t for state in trainer._optimizer.state.values() for t in state.values() if t.dim()]
         held += sum(local(t).nbytes for t in states)
         trainer.close()
-        with torch.device("meta"):
-            whole = ByteTransformer(config.model, config.sequence_length)
-            ottava.convert(whole, "tensorwise")
-        optimizer = torch.optim.AdamW(whole.parameters())
-        tokens = 8 * 128 // trainer.ranks.readers
-        found = predict(
-            whole,
-            ottava.memory(whole, optimizer, tokens=tokens),
-            Mesh(**mesh, microbatches=parts),
-            tokens=tokens,
-            stream=4,
-            logits=2 * 256,
-        )
+        tokens = 8 * 64 // trainer.ranks.readers
+        found = world.once(partial(prediction, config, Mesh(**mesh, microbatches=parts), tokens))
         kinds = {
             name: sum(getattr(wire, name) for wire in found.wires.values()) for name in ("gathered", "summed", "sent")
         }
@@ -341,6 +333,15 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
             assert abs(most - planned) <= 0.02 * planned + 4096, (mesh, kind, sent.bytes, found.wires)
         most = max(trainer.ranks.tell(held))
         assert abs(found.state - most) <= 0.02 * most, (mesh, found.state, most)
+
+
+def prediction(config: TrainConfig, mesh: Mesh, tokens: int) -> Any:
+    """What `ottava.fleet` says of that run."""
+    with torch.device("meta"):
+        whole = ByteTransformer(config.model, config.sequence_length)
+        ottava.convert(whole, "tensorwise")
+    memory = ottava.memory(whole, torch.optim.AdamW(whole.parameters()), tokens=tokens)
+    return predict(whole, memory, mesh, tokens=tokens, stream=4, logits=2 * 256)
 
 
 class Counted(TorchDispatchMode):
@@ -395,15 +396,26 @@ def not_a_number_on_one_rank(world: World) -> None:
 def meet_again(world: World, name: str) -> None:
     """In a new group: in the old one the processes are out of step."""
     dist.destroy_process_group()
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=300)
     meeting = f"file://{world.folder}/{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size, timeout=limit)
 
 
+def wait_less() -> None:
+    """From here on collectives end after 8 s; no start and no first step, which may be slow on a busy machine.
+
+    Notes of the other processes are waited for, however slow these are.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8), group)
+    faults.PATIENCE = 200.0
+
+
 def a_rank_that_skips_a_layer_is_named(world: World) -> None:
     """Its collectives meet those of other layers, until sizes differ or one waits for nothing."""
-    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "skipped"))
+    trainer = Trainer(tiny(f"parallel.tp={world.size}"), Path(world.folder, "skipped"))
     trainer.advance(1)
+    wait_less()
     if world.rank == 1:
         trainer.model.layers[1].mlp.forward = torch.zeros_like
     told = said(trainer.advance)
@@ -416,8 +428,9 @@ def a_rank_that_skips_a_layer_is_named(world: World) -> None:
 
 def a_rank_that_fails_is_named(world: World) -> None:
     """It raises its own error; the others say which rank failed, where, and with what."""
-    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "failed"))
+    trainer = Trainer(tiny(f"parallel.tp={world.size}"), Path(world.folder, "failed"))
     trainer.advance(1)
+    wait_less()
     if world.rank == 1:
 
         def fail(module: nn.Module, given: Any) -> None:
@@ -441,20 +454,17 @@ QUICK: tuple[Callable[[World], None], ...] = (
     a_rank_that_drifted_is_named,
     not_a_number_on_one_rank,
 )
-SCENARIOS: tuple[Callable[[World], None], ...] = (
+MOST: tuple[Callable[[World], None], ...] = (
     replicas_and_shards,
     same_bits_as_one_process,
     tensor_parallelism_stays_near_one_process,
     sequences_stay_near_one_process,
     experts_stay_near_one_process,
     checkpoints_of_any_shape,
-    a_run_in_parts,
     all_ranks_are_on_record,
     one_file_of_a_folder,
-    refusals,
     the_plan_counts_what_is_sent_and_held,
-    a_rank_that_drifted_is_named,
-    not_a_number_on_one_rank,
-    a_rank_that_skips_a_layer_is_named,
-    a_rank_that_fails_is_named,
 )
+TWO = (*MOST, a_rank_that_skips_a_layer_is_named)
+"""What two processes do beside QUICK. Each of the last scenarios waits for 8 s, so two and four share them."""
+FOUR = (*MOST, *QUICK[1:], a_rank_that_fails_is_named)
