@@ -86,8 +86,7 @@ def _tensor_scale(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """(which blocks have a scale, 1 / t (1, 1)): t brings the tensor's amax to `top`."""
     usable = (amax > 0) & amax.isfinite()
     largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    encode = torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
-    return usable, torch.where(largest > 0, encode, 1.0)
+    return usable, torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
 
 
 def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:
