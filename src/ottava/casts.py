@@ -20,12 +20,15 @@ from ottava.dispatch import no_autocast
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import rotate as native_rotate
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.scaling import read_scales
+from ottava.transforms import Transform
 
 
 class QuantizeKernel(Protocol):
@@ -44,7 +47,7 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, native_block_scales, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -185,7 +188,7 @@ def plan_casts(
     known = spec or spec_t
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        return _transformed(spec, spec_t)
+        return _transformed(x, spec, spec_t)
     alike = spec is None or spec_t is None or spec == spec_t
     if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
@@ -243,9 +246,14 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
 
-def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
+def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
     """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
     planned: dict[bool, CastPlan] = {}
+    applied = {
+        turned: _applied(x.t() if turned else x, side.transform)
+        for turned, side in enumerate((spec, spec_t))
+        if side is not None and side.transform is not None
+    }
 
     def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
         if spec is None:
@@ -255,7 +263,7 @@ def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None)
             met = other.aside if isinstance(other, QuantizedTensor) else None
             with no_autocast(x.device):
                 aside = spec.transform.prepare(x, met if spec.transform.paired else None)
-                y = spec.transform.apply(x, aside)
+                y = applied[turned].run(x, aside)
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -269,8 +277,27 @@ def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None)
         assert first is not None
         return Both(row, col, first.amax)
 
-    names = [str(s.transform) for s in (spec, spec_t) if s is not None and s.transform is not None]
-    return CastPlan(run, f"{' and '.join(dict.fromkeys(names))} before a cast", (), (spec, spec_t), True)
+    names = dict.fromkeys(way.name for way in applied.values())
+    refusals = dict.fromkeys(way.refusal for way in applied.values() if way.refusal)
+    return CastPlan(run, f"{' and '.join(names)} before a cast", tuple(refusals), (spec, spec_t), True)
+
+
+class _Applied(NamedTuple):
+    """How a transform is applied to a matrix."""
+
+    run: Callable[[Tensor, Tensor | None], Tensor]
+    """(x, aside) -> what is cast."""
+    name: str
+    """The transform, and its kernel if it has one."""
+    refusal: str = ""
+    """Why it has none."""
+
+
+def _applied(x: Tensor, transform: Transform) -> _Applied:
+    refusal = native_rotate.supports_transform(x, transform)
+    if refusal is None:
+        return _Applied(native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})")
+    return _Applied(transform.apply, str(transform), refusal)
 
 
 def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:
