@@ -28,7 +28,6 @@ from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.scaling import read_scales
-from ottava.transforms import Transform
 
 
 class QuantizeKernel(Protocol):
@@ -249,11 +248,17 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
 def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
     """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
     planned: dict[bool, CastPlan] = {}
-    applied = {
-        turned: _applied(x.t() if turned else x, side.transform)
-        for turned, side in enumerate((spec, spec_t))
-        if side is not None and side.transform is not None
-    }
+    applied: dict[bool, Callable[[Tensor, Tensor | None], Tensor]] = {}
+    names, refusals = dict[str, None](), dict[str, None]()
+    for lies, side in ((x, spec), (x.t(), spec_t)):
+        if side is None or side.transform is None:
+            continue
+        if (refusal := native_rotate.supports_transform(lies, side.transform)) is None:
+            apply, name = native_rotate.plan_transform(lies, side.transform), f"{side.transform} ({native_rotate.NAME})"
+        else:
+            apply, name = side.transform.apply, str(side.transform)
+            refusals[refusal] = None
+        applied[lies is not x], names[name] = apply, None
 
     def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
         if spec is None:
@@ -263,7 +268,7 @@ def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationS
             met = other.aside if isinstance(other, QuantizedTensor) else None
             with no_autocast(x.device):
                 aside = spec.transform.prepare(x, met if spec.transform.paired else None)
-                y = applied[turned].run(x, aside)
+                y = applied[turned](x, aside)
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -277,27 +282,7 @@ def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationS
         assert first is not None
         return Both(row, col, first.amax)
 
-    names = dict.fromkeys(way.name for way in applied.values())
-    refusals = dict.fromkeys(way.refusal for way in applied.values() if way.refusal)
     return CastPlan(run, f"{' and '.join(names)} before a cast", tuple(refusals), (spec, spec_t), True)
-
-
-class _Applied(NamedTuple):
-    """How a transform is applied to a matrix."""
-
-    run: Callable[[Tensor, Tensor | None], Tensor]
-    """(x, aside) -> what is cast."""
-    name: str
-    """The transform, and its kernel if it has one."""
-    refusal: str = ""
-    """Why it has none."""
-
-
-def _applied(x: Tensor, transform: Transform) -> _Applied:
-    refusal = native_rotate.supports_transform(x, transform)
-    if refusal is None:
-        return _Applied(native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})")
-    return _Applied(transform.apply, str(transform), refusal)
 
 
 def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:

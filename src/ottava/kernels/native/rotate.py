@@ -1,4 +1,4 @@
-"""Hadamard transforms on a CPU in C++ (src/rotate.cpp): the bits of `transforms.Hadamard`, from rows or from columns."""
+"""Hadamard transforms on a CPU in C++ (src/rotate.cpp): the bits of `transforms.Hadamard`, of rows or of columns."""
 
 from __future__ import annotations
 
