@@ -165,10 +165,13 @@ def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
-    """The measured kernels change places among themselves."""
+    """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
-    return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
+    placed = [next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_decoded]
+    if native_decoded in kernels:
+        placed.insert(placed.index(reference), native_decoded)
+    return tuple(placed)
 
 
 def cpu_ranking() -> cpu_choice.Ranking:
