@@ -61,6 +61,11 @@ class Context:
         return self._looks.take(np.flatnonzero(real)) if real.any() else self._looks
 
     @cached_property
+    def layers(self) -> list[str]:
+        """The layers of these casts, in the order of execution."""
+        return list(dict.fromkeys(self.table["layer"]))
+
+    @cached_property
     def simulated(self) -> Table:
         """Full looks at simulated casts beside real ones."""
         real = self._looks["source"] != "hook"
