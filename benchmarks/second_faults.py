@@ -137,11 +137,17 @@ def cured(case: Case, found: Diagnosis, cache: Path) -> str:
     worst = _worst_cast(after, first)
     if worst:
         return f"casts: {worst}; {said}"
-    return f"{'cured' if gaps[1] <= max(_LOSS, gaps[0] / 5) else 'loss'}: {said}"
+    return f"{'cured' if gaps[1] <= max(_LOSS, gaps[0] / 5, _change(twin)) else 'loss'}: {said}"
 
 
 _LOSS = 0.03
 """Largest gap to the BF16 twin of a cured run: these runs have 16 steps, and clean ones lie up to 2 % apart."""
+
+
+def _change(run: Run) -> float:
+    """How much the loss of a run usually changes from step to step, as a share of it."""
+    loss = np.asarray(run.steps["loss"])
+    return float(np.median(np.abs(np.diff(loss)))) / abs(float(np.mean(loss)))
 
 
 def _gap(run: Run, twin: Run) -> float:

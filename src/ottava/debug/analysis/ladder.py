@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,11 @@ from ottava.debug.analysis.what_if import FLOORS, HIGH_PRECISION, Prediction, pr
 from ottava.debug.recording import recorded
 from ottava.debug.run.reader import Table
 from ottava.debug.run.schema import symbol
-from ottava.formats import FORMATS, get_format
+from ottava.formats import FORMATS, Format, get_format
 from ottava.gemm_recipe import GemmRecipe
 from ottava.recipe import CELL_OF, GEMMS, RECIPES, TENSORS, Recipe, get_recipe
 
-_CASTS, _LOOKS = 6, 2
+_CASTS, _LOOKS = 12, 2
 """Casts of a finding that are predicted, and looks at each beside its worst ones."""
 _UNKNOWN = 0.5
 """Place of a remedy without a prediction among those with one: after what cures, before what does not."""
@@ -83,7 +83,7 @@ def ladder(
         tried = []
         for choice in choices(remedy, replay.finest):
             new = changed(actual, choice, context, place["layers"], place["tensor"])
-            if new is None or new in seen or not any(_differ(actual, new, layer) for layer in layers):
+            if new is None or new in seen or not _differ(actual, new, layers):
                 continue
             tried.append((Rung(choice, *replay.cure(new), _bf16_gemms(actual, new, layers)), new))
         if tried:
@@ -172,9 +172,13 @@ def _bf16_gemms(actual: Recipe, new: Recipe, layers: set[str]) -> int:
     return max(count(new) - count(actual), 0)
 
 
-def _differ(one: Recipe, other: Recipe, layer: str) -> bool:
-    a, b = one.for_layer(layer), other.for_layer(layer)
-    return any(getattr(a, gemm) != getattr(b, gemm) for gemm in GEMMS)
+def _differ(one: Recipe, other: Recipe, layers: Iterable[str]) -> bool:
+    """Whether a layer runs another GEMM; no, if the other recipe does not fit one of them (E5M2 where dY stays BF16)."""
+    try:
+        pairs = [(one.for_layer(layer), other.for_layer(layer)) for layer in layers]
+    except ValueError:
+        return False
+    return any(getattr(a, gemm) != getattr(b, gemm) for a, b in pairs for gemm in GEMMS)
 
 
 class _Replay:
@@ -187,7 +191,9 @@ class _Replay:
         self._context = context
         self._table = thinned(rows, _LOOKS) if len(rows) and rows.has_histograms().any() else None
         self._own = self.under(actual)
-        self._recorded_bad = self._table is not None and _any_bad(self._table)
+        self._bad = {_place(p) for p in self._own if not p.clears}
+        self._recorded_bad = set() if self._table is None else _bad_places(self._table)
+        self._unexplained = len(self._recorded_bad - self._bad) > len(self._recorded_bad) / 2
 
     def under(self, recipe: Recipe) -> list[Prediction]:
         """The predictions that have numbers."""
@@ -203,11 +209,10 @@ class _Replay:
         known = self.under(recipe)
         if not known:
             return None, ""
-        if self._own and all(p.clears for p in self._own):
-            if self._recorded_bad and recipe.predicted:
-                return 0.0, "the recorded scales are not those of the recorded amaxes, so no history cures them"
-            if not self._recorded_bad:
-                return self._gain(known)
+        if self._unexplained and any(recipe.for_layer(p.layer).predicted for p in known):
+            return 0.0, "the recorded scales are not those of the recorded amaxes, so no history cures them"
+        if self._own and not self._recorded_bad | self._bad:
+            return self._gain(known)
         cleared = sum(p.clears for p in known)
         if cleared == len(known):
             worst = min(known, key=_badness)
@@ -219,8 +224,8 @@ class _Replay:
 
     def _gain(self, known: list[Prediction]) -> tuple[float, str]:
         """Of casts that clear the floors already: the share that gets better, and the smallest gain."""
-        before = {(p.layer, p.tensor, p.direction): p for p in self._own}
-        gains = [(_badness(p) - _badness(before[p.layer, p.tensor, p.direction]), p) for p in known]
+        before = {_place(p): p for p in self._own}
+        gains = [(_badness(p) - _badness(before[_place(p)]), p) for p in known if _place(p) in before]
         least, worst = min(gains, key=lambda gain: gain[0])
         said = "these casts clear the floors already"
         if math.isfinite(least):
@@ -230,10 +235,8 @@ class _Replay:
     def finest(self) -> dict[str, str | None]:
         """GEMM -> the first of FINER under which all casts of the finding in it clear, or None for BF16; only GEMMs
         with a cast that does not clear, and {} if that is none, or all would be BF16."""
-        bad = [p for p in self._own if not p.clears]
-        if not bad and self._recorded_bad:
-            bad = self._own
-        gemms = {CELL_OF[p.tensor, p.direction][0] for p in bad}
+        bad = self._bad | self._recorded_bad
+        gemms = {CELL_OF[tensor, direction][0] for _, tensor, direction in bad}
         predictions = {name: self.under(RECIPES[name]) for name in FINER} if gemms else {}
 
         def clears(name: str, gemm: str) -> bool:
@@ -244,16 +247,24 @@ class _Replay:
         return found if any(found.values()) else {}
 
 
-def _any_bad(table: Table) -> bool:
-    """Whether a recorded cast is below a floor, or clips."""
-    formats = [FORMATS.get(name) for name in table["format"]]
-    for floor in FLOORS[:2]:
-        values = table.metric(floor.metric)
-        if any(fmt is not None and floor.fails(v, fmt) for v, fmt in zip(values, formats, strict=True)):
-            return True
-    rows = table.metric("row_sqnr_p50_db")
-    clipped = bool((table.metric("overflow_pct") > limits.PERCENT["overflow_pct"][1]).any())
-    return clipped or any(fmt is not None and v < limits.warn_db(fmt) for v, fmt in zip(rows, formats, strict=True))
+def _bad_places(table: Table) -> set[tuple[str, str, str]]:
+    """(layer, tensor, direction) of recorded casts that are below a floor, or clip."""
+    formats = table["format"]
+
+    def limit(of: Callable[[Format], float]) -> Any:
+        known = {name: of(FORMATS[name]) for name in set(formats) if name in FORMATS}
+        return np.array([known.get(name, math.nan) for name in formats])
+
+    with np.errstate(invalid="ignore"):
+        bad = (table.metric("underflow_pct") > limit(FLOORS[0].limit)) | (table.metric("sqnr_db") < limit(limits.warn_db))
+        bad |= table.metric("row_sqnr_p50_db") < limit(limits.warn_db)
+        bad |= table.metric("overflow_pct") > limits.PERCENT["overflow_pct"][1]
+    rows = zip(bad, table["layer"], table["tensor"], table["direction"], strict=True)
+    return {(layer, tensor, direction) for wrong, layer, tensor, direction in rows if wrong}
+
+
+def _place(prediction: Prediction) -> tuple[str, str, str]:
+    return prediction.layer, prediction.tensor, prediction.direction
 
 
 def _name(prediction: Prediction) -> str:

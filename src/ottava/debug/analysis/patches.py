@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Template
 from typing import Any
 
@@ -92,7 +92,9 @@ def render(
         "predicted": predicted,
         "margin": str(getattr(spec, "margin", 0) + int(margin) if margin.startswith("+") else int(margin)),
         "amax_history_len": str(change.get("amax_history_len", "")),
-        "base": f'"{predicted}"' if RECIPES.get(recipe, own) == own or not own.predicted else original,
+        "base": written(own if own.predicted else RECIPES[predicted], change)
+        .removeprefix("ottava.get_recipe(")
+        .removesuffix(")"),
         "original": original,
         "finest": _finest(change),
         "scales": _scales(change),
@@ -146,12 +148,15 @@ def _scales(change: Mapping[str, Any]) -> str:
     )
 
 
-def written(recipe: Recipe) -> str:
+def written(recipe: Recipe, without: Collection[str] = ()) -> str:
     """The recipe as an expression; "recipe" if only its own code can write it.
+
+    Args:
+        without: settings of histories to leave out, because another call gives them.
 
     Example:
         >>> written(get_recipe("delayed", margin=2)), written(get_recipe("bf16").override("*", "mxfp8"))
-        ("ottava.get_recipe('delayed', margin=2)", 'recipe')
+        ('ottava.get_recipe("delayed", margin=2)', 'recipe')
     """
     registered = RECIPES.get(recipe.name)
     if registered == recipe:
@@ -161,10 +166,11 @@ def written(recipe: Recipe) -> str:
     spec = next(s for t in TENSORS for s in recipe.cells(t) if s is not None and s.predicted)
     usual = next(s for t in TENSORS for s in registered.cells(t) if s is not None and s.predicted)
     history = {n: getattr(spec, n) for n in HISTORY_FIELDS if getattr(spec, n) != getattr(usual, n)}
-    settings = "".join(f", {name}={value!r}" for name, value in history.items())
     plain = all(isinstance(value, (int, str)) for value in history.values())
-    same = plain and get_recipe(recipe.name, **history) == recipe
-    return f"ottava.get_recipe({recipe.name!r}{settings})" if same else "recipe"
+    if not plain or get_recipe(recipe.name, **history) != recipe:
+        return "recipe"
+    settings = "".join(f", {name}={value!r}" for name, value in history.items() if name not in without)
+    return f'ottava.get_recipe("{recipe.name}"{settings})'
 
 
 def _fill(template: str, values: dict[str, str], globs: Sequence[str]) -> str:
