@@ -116,9 +116,9 @@ def judged(case: Case, found: Diagnosis) -> Verdict:
 def cured(case: Case, found: Diagnosis, cache: Path) -> str:
     """Trains again with the first remedy, and compares numbers with the BF16 twin of the same fault.
 
-    "cured": the rule is silent about these layers, their casts of the finding's tensors clear the floors (a cast that is
-    gone does), and the loss is the twin's. "remains": the rule fires again. "casts" or "loss": only these do not.
-    "advice": the remedy changes no recipe. "fails": the patch does not run.
+    "cured": the rule is silent about these layers, their casts of the finding's tensors clear the floors (a cast that
+    is gone does), and the loss is the twin's. "remains": the rule fires again. "casts" or "loss": only these are not
+    cured. "advice": the remedy changes no recipe. "fails": the patch does not run.
     """
     first = found.findings[0]
     patch = next((r["patch"].get("ottava", "") for r in first.remedies[:1]), "")

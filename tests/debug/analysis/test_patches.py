@@ -332,7 +332,9 @@ def test_constraints_are_told_where_they_apply(run: Run, tmp_path: Path) -> None
     """Megatron: only delayed scaling with offload, no BF16 boundary with delayed; TE: no backward_override."""
     context = context_of(run, config=BOOK.config)
     notes = {
-        name: render(next(choices(BOOK.remedies[name])), context, id="x", layers=[], tensor="", recipe="delayed")["notes"]
+        name: render(next(choices(BOOK.remedies[name])), context, id="x", layers=[], tensor="", recipe="delayed")[
+            "notes"
+        ]
         for name in ("current_scaling", "boundary_bf16", "wgrad_bf16", "margin")
     }
     assert "offload" in notes["current_scaling"][0]

@@ -3,8 +3,8 @@
 A remedy that changes a recipe says so as data (`change` in rules.yaml). The recipe of the run is changed alike, and
 `what_if` predicts the finding's casts under it from the record. So `diagnose` and `ottava what-if` cannot contradict
 each other. A list in `change` gives values to try: the first that cures most is taken. A remedy that changes nothing is
-left out; so is one that cures nothing, if another one does. Of equal cures that comes first which puts the fewest GEMMs
-into BF16.
+left out; so is one that cures nothing, if another one does. A remedy that keeps FP8 comes before one that puts GEMMs into
+BF16, unless that one cures a fifth of the casts more; of equal ones the fewest GEMMs in BF16 come first.
 
 Two checks keep a prediction honest. If the run's own recipe, replayed, does not give the recorded trouble, its history
 was not that of the recorded amaxes, and no setting of a history is believed. If the casts clear the floors already, a
@@ -33,10 +33,13 @@ from ottava.formats import FORMATS, Format, get_format
 from ottava.gemm_recipe import GemmRecipe
 from ottava.recipe import CELL_OF, GEMMS, RECIPES, TENSORS, Recipe, get_recipe
 
-_CASTS, _LOOKS = 12, 2
-"""Casts of a finding that are predicted, and looks at each beside its worst ones."""
+_CASTS, _LOOKS, _HISTORY_LOOKS = 12, 2, 32
+"""Casts of a finding that are predicted; looks at each beside its worst ones; more of them where a scale is predicted,
+because its worst looks may be others than those of the run's own scale."""
 _UNKNOWN = 0.5
 """Place of a remedy without a prediction among those with one: after what cures, before what does not."""
+_BF16 = 0.2
+"""What BF16 has to cure more."""
 _BETTER_DB = 3.0
 FINER = ("rowwise", "blockwise", "mxfp8")
 """Recipes with finer scales, in the order of their cost."""
@@ -58,7 +61,8 @@ class Rung:
     @property
     def order(self) -> tuple[float, int, int]:
         """Sorts rungs, the best first."""
-        return -round(_UNKNOWN if self.cure is None else self.cure, 2), self.high_precision, self.remedy.rung
+        worth = (_UNKNOWN if self.cure is None else self.cure) - _BF16 * bool(self.high_precision)
+        return -round(worth, 2), self.high_precision, self.remedy.rung
 
 
 def ladder(
@@ -189,7 +193,8 @@ class _Replay:
         pairs = zip(context.table["layer"], context.table["tensor"], strict=True)
         rows = context.table.take(np.flatnonzero([pair in wanted for pair in pairs]))
         self._context = context
-        self._table = thinned(rows, _LOOKS) if len(rows) and rows.has_histograms().any() else None
+        seen = len(rows) > 0 and bool(rows.has_histograms().any())
+        self._table, self._history = (thinned(rows, n) if seen else None for n in (_LOOKS, _HISTORY_LOOKS))
         self._own = self.under(actual)
         self._bad = {_place(p) for p in self._own if not p.clears}
         self._recorded_bad = set() if self._table is None else _bad_places(self._table)
@@ -197,11 +202,12 @@ class _Replay:
 
     def under(self, recipe: Recipe) -> list[Prediction]:
         """The predictions that have numbers."""
-        if self._table is None:
+        if self._table is None or self._history is None:
             return []
+        table = self._history if recipe.predicted else self._table
         amaxes, amax_log = self._context.run.table(phase=None), recorded(self._context.run.path)
         with np.errstate(all="ignore"):
-            found = predict(self._table, [recipe], recording=amax_log, amaxes=amaxes)
+            found = predict(table, [recipe], recording=amax_log, amaxes=amaxes)
         return [p for p in found if p.spec == HIGH_PRECISION or p.steps]
 
     def cure(self, recipe: Recipe) -> tuple[float | None, str]:
@@ -256,7 +262,9 @@ def _bad_places(table: Table) -> set[tuple[str, str, str]]:
         return np.array([known.get(name, math.nan) for name in formats])
 
     with np.errstate(invalid="ignore"):
-        bad = (table.metric("underflow_pct") > limit(FLOORS[0].limit)) | (table.metric("sqnr_db") < limit(limits.warn_db))
+        bad = (table.metric("underflow_pct") > limit(FLOORS[0].limit)) | (
+            table.metric("sqnr_db") < limit(limits.warn_db)
+        )
         bad |= table.metric("row_sqnr_p50_db") < limit(limits.warn_db)
         bad |= table.metric("overflow_pct") > limits.PERCENT["overflow_pct"][1]
     rows = zip(bad, table["layer"], table["tensor"], table["direction"], strict=True)
