@@ -56,7 +56,7 @@ def test_a_history_that_was_not_that_of_the_recorded_amaxes_is_not_believed(tmp_
 
 
 def test_fp8_comes_before_bf16_where_it_cures_as_well(tmp_path: Path) -> None:
-    """Tokens of very different size: scales per row cure fprop; x.T has every token in each row, so wgrad needs BF16."""
+    """Tokens of very different size: scales per row cure fprop; x.T has every token in a row, so wgrad needs BF16."""
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
     x[::32] *= 1e5
     finding = diagnose(recorded_under(tmp_path, "current", 0.0, x)).findings[0]

@@ -331,12 +331,9 @@ def test_patterns_match_their_layers_and_no_other() -> None:
 def test_constraints_are_told_where_they_apply(run: Run, tmp_path: Path) -> None:
     """Megatron: only delayed scaling with offload, no BF16 boundary with delayed; TE: no backward_override."""
     context = context_of(run, config=BOOK.config)
-    notes = {
-        name: render(next(choices(BOOK.remedies[name])), context, id="x", layers=[], tensor="", recipe="delayed")[
-            "notes"
-        ]
-        for name in ("current_scaling", "boundary_bf16", "wgrad_bf16", "margin")
-    }
+    names = ("current_scaling", "boundary_bf16", "wgrad_bf16", "margin")
+    place: dict[str, Any] = {"id": "x", "layers": [], "tensor": "", "recipe": "delayed"}
+    notes = {name: render(next(choices(BOOK.remedies[name])), context, **place)["notes"] for name in names}
     assert "offload" in notes["current_scaling"][0]
     assert "--first-last-layers-bf16" in notes["boundary_bf16"][0]
     assert "backward_override" in notes["wgrad_bf16"][0]

@@ -3,8 +3,8 @@
 A remedy that changes a recipe says so as data (`change` in rules.yaml). The recipe of the run is changed alike, and
 `what_if` predicts the finding's casts under it from the record. So `diagnose` and `ottava what-if` cannot contradict
 each other. A list in `change` gives values to try: the first that cures most is taken. A remedy that changes nothing is
-left out; so is one that cures nothing, if another one does. A remedy that keeps FP8 comes before one that puts GEMMs into
-BF16, unless that one cures a fifth of the casts more; of equal ones the fewest GEMMs in BF16 come first.
+left out; so is one that cures nothing, if another one does. A remedy that keeps FP8 comes before one that puts GEMMs
+into BF16, unless that one cures a fifth of the casts more; of equal ones the fewest GEMMs in BF16 come first.
 
 Two checks keep a prediction honest. If the run's own recipe, replayed, does not give the recorded trouble, its history
 was not that of the recorded amaxes, and no setting of a history is believed. If the casts clear the floors already, a
@@ -149,7 +149,8 @@ def changed(actual: Recipe, remedy: Remedy, context: Context, layers: Sequence[s
         if "layers" in change:
             actual = actual.override(pattern, change["layers"])
         elif isinstance(change.get("gemms"), Mapping):
-            actual = actual.override(pattern, **{g: _gemm(name, g) for g, name in change["gemms"].items()})
+            gemms: dict[str, Any] = {gemm: _gemm(name, gemm) for gemm, name in change["gemms"].items()}
+            actual = actual.override(pattern, **gemms)
         elif "gemms" in change:
             operand = [CELL_OF[tensor, d][0] for d in ("row", "col")] if tensor in TENSORS else list(GEMMS)
             names = operand if change["gemms"] == "operand" else change["gemms"]
@@ -177,7 +178,7 @@ def _bf16_gemms(actual: Recipe, new: Recipe, layers: set[str]) -> int:
 
 
 def _differ(one: Recipe, other: Recipe, layers: Iterable[str]) -> bool:
-    """Whether a layer runs another GEMM; no, if the other recipe does not fit one of them (E5M2 where dY stays BF16)."""
+    """Whether a layer runs another GEMM. No, if the other recipe does not fit one of them: E5M2 where dY stays BF16."""
     try:
         pairs = [(one.for_layer(layer), other.for_layer(layer)) for layer in layers]
     except ValueError:

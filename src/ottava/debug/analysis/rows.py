@@ -246,13 +246,13 @@ class CastRows(AnyRows):
 
         kinds = self.table["kind"][[rows[0] for rows in self.index.values()]]
         places = [place(key.layer, kind) for key, kind in zip(keys, kinds, strict=True)]
-        return np.array(places, dtype=object)[casts]
+        return np.asarray(np.array(places, dtype=object)[casts])
 
     def by_format(self, of: Callable[[Format], float]) -> Values:
         """A number for the format of every row."""
         by_name = {name: of(fmt) for name, fmt in FORMATS.items()}
         casts, keys = self.table.casts
-        return np.array([by_name.get(key.format, math.nan) for key in keys], dtype=np.float64)[casts]
+        return np.asarray(np.array([by_name.get(key.format, math.nan) for key in keys], dtype=np.float64)[casts])
 
     def peers(self, node: Node) -> Values:
         """The median over the inner layers for the same tensor and step; NaN if there are fewer than two."""
@@ -266,7 +266,7 @@ class CastRows(AnyRows):
         several = np.flatnonzero(count > 1)
         low, high = start[several] + (count[several] - 1) // 2, start[several] + count[several] // 2
         medians[several] = (values[known[low]] + values[known[high]]) / 2
-        return medians[group]
+        return np.asarray(medians[group])
 
     @cached_property
     def _peer_groups(self) -> tuple[Any, Any]:

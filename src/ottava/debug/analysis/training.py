@@ -229,7 +229,7 @@ def made_by(rows: CastRows) -> Values:
     """The operation that made each input: its activation, or the graph's name of it; "" if unknown."""
     before = {str(x.get("name")): str(x.get("before") or "") for x in rows.context.run.manifest.get("layers") or ()}
     casts, keys = rows.table.casts
-    return np.array([before.get(key.layer, "") for key in keys], dtype=object)[casts]
+    return np.asarray(np.array([before.get(key.layer, "") for key in keys], dtype=object)[casts])
 
 
 def activated(rows: CastRows) -> Values:
