@@ -407,4 +407,4 @@ def test_what_a_step_needs_is_built_ahead(
         assert begun == []
         for _ in range(2):
             functional.build_ahead(dtype)
-    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", "")]
+    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", ""), ("pointwise", "")]

@@ -21,7 +21,7 @@ from ottava.kernels.native import quantize as native_quantize
 Library = tuple[str, str]
 """Name of a C++ file, and the macro of its variant, or ""."""
 
-FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""))
+FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""), ("pointwise", ""))
 """The libraries of the first training step of a BF16 model."""
 
 
