@@ -39,7 +39,7 @@ def test_it_is_compiled_each_time() -> None:
     assert builds.compiled_by().count(", ") >= 1
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [1, 4])
 def test_so_many_are_built_at_a_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each build waits until the set number runs at once; all are built."""
     together, begun = threading.Barrier(at_once), []

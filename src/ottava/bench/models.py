@@ -101,9 +101,9 @@ class PlainByteTransformer(ByteTransformer):
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__(config, sequence_length)
-        weight = self.lm_head.weight
-        self.lm_head = nn.Linear(config.d_model, VOCABULARY, bias=False)
-        self.lm_head.weight = weight
+        head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        head.weight = self.lm_head.weight
+        self.lm_head = head  # type: ignore[assignment]
 
 
 class SmolLM2(nn.Module):

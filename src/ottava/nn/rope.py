@@ -223,13 +223,15 @@ def rotate(x: Tensor, table: RotaryTable, dtype: torch.dtype | None = None) -> T
         return _turned(x, *settings)
     # Autograd rounds each product to the dtype of x, so one rounding would change gradients in 16 bits.
     one_rounding = x.dtype == torch.float32 or dtype == table.cos.dtype == torch.float32
-    return _Turned.apply(x, *settings) if one_rounding else _lines(x, *settings)  # type: ignore[no-any-return]
+    y: Tensor = _Turned.apply(x, *settings) if one_rounding else _lines(x, *settings)
+    return y
 
 
 def _other(x: Tensor, interleaved: bool) -> Tensor:
     """Each pair's other entry."""
     pairs = (-1, 2) if interleaved else (2, -1)
-    return x.unflatten(-1, pairs).flip(-1 if interleaved else -2).flatten(-2)
+    other: Tensor = x.unflatten(-1, pairs).flip(-1 if interleaved else -2).flatten(-2)
+    return other
 
 
 def _lines(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, back: bool) -> Tensor:

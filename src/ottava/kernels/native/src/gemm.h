@@ -295,19 +295,23 @@ inline void copy_numbers(const Numbers numbers, int64_t from, int64_t n, float* 
 // Tiles of rows that lie column by column: some columns of many tiles become fp32 side by side, then go to their tiles.
 template <class Numbers>
 void pack_tiles(const Operand& o, const Numbers numbers, int64_t r0, int64_t tiles, int64_t units, float* out) {
-  constexpr int64_t DEEP = 16;  // columns, whose numbers stay in L1
+  constexpr int64_t DEEP = 16, AT_ONCE = ROWS / MR;  // columns, and tiles, whose numbers stay in L1
   float fp32[DEEP * ROWS] = {};
-  const int64_t rows = smaller(tiles * MR, o.side.rows - r0), column = o.side.col_stride;
-  for (int64_t u = 0; u < units; u += DEEP) {
-    const int64_t deep = smaller(DEEP, units - u);
-    for (int64_t v = 0; v < deep; v++) {
-      const int64_t from = r0 + (u + v) * column;
-      for (int64_t r = 0; r < rows; r += numbers.LINE) numbers.prefetch(from + DEEP * column + r);  // no hardware does
-      copy_numbers(numbers, from, rows, fp32 + v * ROWS);
+  const int64_t column = o.side.col_stride;
+  for (int64_t t0 = 0; t0 < tiles; t0 += AT_ONCE, r0 += ROWS) {
+    const int64_t rows = smaller<int64_t>(ROWS, o.side.rows - r0), count = smaller(AT_ONCE, tiles - t0);
+    if (rows < ROWS) fill(fp32, DEEP * ROWS, 0.0f);
+    for (int64_t u = 0; u < units; u += DEEP) {
+      const int64_t deep = smaller(DEEP, units - u);
+      for (int64_t v = 0; v < deep; v++) {
+        const int64_t from = r0 + (u + v) * column;
+        for (int64_t r = 0; r < rows; r += numbers.LINE) numbers.prefetch(from + DEEP * column + r);  // no hardware does
+        copy_numbers(numbers, from, rows, fp32 + v * ROWS);
+      }
+      for (int64_t t = 0; t < count; t++)
+        for (int64_t v = 0; v < deep; v++)
+          std::memcpy(out + ((t0 + t) * units + u + v) * MR, fp32 + v * ROWS + t * MR, MR * sizeof(float));
     }
-    for (int64_t t = 0; t < tiles; t++)
-      for (int64_t v = 0; v < deep; v++)
-        std::memcpy(out + (t * units + u + v) * MR, fp32 + v * ROWS + t * MR, MR * sizeof(float));
   }
 }
 

@@ -57,14 +57,14 @@ inline float get(const uint16_t* at) { return of_bf16(*at); }
 inline void put(float* at, float x) { *at = x; }
 inline void put(uint16_t* at, float x) { *at = to_bf16(x); }
 
-// The pairs of a head lie `apart` entries from each other, and one pair lies `next` entries behind the one before.
-template <class In, class Out>
+// APART: entries between both of a pair; 0: half of those that turn. Then pairs lie side by side, which makes vectors.
+template <int APART, class In, class Out>
 void turn_head(const Rotation& call, const In* x, const float* cos, const float* sin, Out* __restrict y) {
-  const int64_t pairs = call.dim / 2, apart = call.interleaved ? 1 : pairs, next = call.interleaved ? 2 : 1;
+  const int64_t pairs = call.dim / 2, apart = APART ? APART : pairs;
   const float *sin_first = sin + (call.back ? apart : 0), *sin_second = sin + (call.back ? 0 : apart);
 #pragma omp simd
   for (int64_t i = 0; i < pairs; i++) {
-    const int64_t at = i * next;
+    const int64_t at = APART ? 2 * i : i;
     const float first = get(x + at), second = get(x + at + apart);
     put(y + at, first * cos[at] + second * sin_first[at]);
     put(y + at + apart, second * cos[at + apart] + first * sin_second[at]);
@@ -77,9 +77,10 @@ void turn(const Rotation& call) {
 #pragma omp parallel for num_threads((int)call.threads) schedule(static)
   for (int64_t t = 0; t < call.tokens; t++) {
     const int64_t angle = t % call.angles * call.dim;
+    const auto head = call.interleaved ? turn_head<1, In, Out> : turn_head<0, In, Out>;
     for (int64_t h = 0; h < call.heads; h++)
-      turn_head(call, (const In*)call.x + t * call.token_stride + h * call.head_stride, call.cos + angle, call.sin + angle,
-                (Out*)call.y + (t * call.heads + h) * call.size);
+      head(call, (const In*)call.x + t * call.token_stride + h * call.head_stride, call.cos + angle, call.sin + angle,
+           (Out*)call.y + (t * call.heads + h) * call.size);
   }
 }
 
