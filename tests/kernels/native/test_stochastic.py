@@ -113,6 +113,16 @@ def test_instruction_sets_change_no_bit(
 
 
 @needs_library
+@sweep(rule=["unclipped", "four_over_six"])
+def test_rules_for_block_scales_give_the_references_bits(rule: str, dtype: torch.dtype) -> None:
+    """Which torch applies; zeros, infinities and NaN are among the numbers."""
+    x = tiles(37, 131, dtype)
+    x[0, 5], x[30, 30], x[6], x[8:24, :16] = math.inf, math.nan, 0.0, 0.0
+    for matrix in (x, x.t()):
+        assert_same(matrix, replace(STOCHASTIC, block_scale=rule), seed=4)
+
+
+@needs_library
 @sweep(fmt=SMALL)
 def test_the_mean_is_the_number(fmt: Format) -> None:
     """Within 5 standard errors, from a 16th of the smallest number of the format to its largest."""
