@@ -29,8 +29,8 @@ NOT_INJECTED: Mapping[str, str] = {
     "T4": "downstream scores: an answer is needed",
     **dict.fromkeys(
         (
-            *("D1", "D2", "D3", "D4", "D5", "D6", "M1", "M2", "M3", "M4", "N19", "O1", "TW", "W1"),
-            *(f"L{i}" for i in range(1, 35)),
+            *("D1", "D2", "D3", "D4", "D5", "D6", "D7", "M1", "M2", "M3", "M4", "M5", "N19", "N20", "O1", "TW", "W1"),
+            *(f"L{i}" for i in range(1, 60)),
         ),
         "the second lab has it (second_faults.py)",
     ),

@@ -3,7 +3,8 @@
 Each fault (fault_injections.py) is injected into a training run that is really watched, at several strengths and two
 model sizes; the rule that belongs to it must come first. Clean twins (every recipe, SwiGLU and ReLU) must make no rule
 fire. Thresholds were tuned on seed 0; what is published is measured on seeds 1 and 2, which draw other weights, other
-data and other faults. `--publish` writes docs/faults.md and benchmarks/results/faults.json.
+data and other faults. `--publish` writes docs/faults.md and benchmarks/results/faults.json. `--cache FOLDER` keeps the
+runs; empty it when the watch or the lab has changed.
 
     recall       faulty runs whose first finding is the right one
     precision    of all runs with a finding (faulty and clean), those whose first finding is right
@@ -16,16 +17,20 @@ another framework is not injected, see NOT_INJECTED.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import inspect
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +81,24 @@ class Result:
         return self.first == self.expected
 
 
-def try_fault(fault: Fault, strength: float, size: str, seed: int = 0) -> Result:
-    """Injects, watches, diagnoses."""
+def try_fault(fault: Fault, strength: float, size: str, seed: int, cache: Path) -> Result:
+    """Injects, watches, diagnoses; what the cache holds is not trained again."""
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+
+    def train(folder: Path) -> None:
         for rank in reversed(range(fault.ranks)):
             if rank:
                 _other(folder, fault, strength, size, rank, seed)
             else:
-                run(folder / "run", fault, strength, size, seed=seed)
-        twin = None
-        if fault.twin:
-            twin = run(folder / "twin", None, 0, size, recipe=fault.recipe, steps=fault.steps, seed=seed)
-        found = diagnose(Run.open(folder / "run"), baseline=twin)
+                run(folder, fault, strength, size, seed=seed)
+
+    def train_twin(folder: Path) -> None:
+        run(folder, None, 0, size, recipe=fault.recipe, steps=fault.steps, seed=seed)
+
+    facts = (fault.name, inspect.getsource(fault.inject), str(fault.recipe), fault.config, fault.settings, fault.ranks)
+    own = _made(cache, train, *facts, strength, fault.steps, size, seed)
+    twin = _made(cache, train_twin, "twin", str(fault.recipe), fault.steps, size, seed) if fault.twin else None
+    found = diagnose(own, baseline=twin)
     recipe = get_recipe(fault.recipe).name
     return _result(found, started, fault.name, fault.rule, size, strength, seed, recipe, fault.logged)
 
@@ -97,17 +106,30 @@ def try_fault(fault: Fault, strength: float, size: str, seed: int = 0) -> Result
 def _other(folder: Path, fault: Fault, strength: float, size: str, rank: int, seed: int) -> None:
     """A rank that writes no manifest."""
     try:
-        run(folder / "run", fault, strength, size, rank=rank, seed=seed)
+        run(folder, fault, strength, size, rank=rank, seed=seed)
     except ValueError as error:  # it has no manifest to open
         if "watch.json" not in str(error):
             raise
 
 
-def try_clean(recipe: str, activation: str, size: str, seed: int) -> Result:
+def _made(cache: Path, train: Callable[[Path], object], *facts: object) -> Run:
+    """The run of these facts; `train` makes it where the cache lacks it."""
+    folder = cache / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        train(folder / "run")
+        (folder / "done").touch()
+    return Run.open(folder / "run")
+
+
+def try_clean(recipe: str, activation: str, size: str, seed: int, cache: Path) -> Result:
     """A run without a fault."""
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        found = diagnose(run(Path(place) / "run", None, 0, size, recipe=recipe, activation=activation, seed=seed))
+
+    def train(folder: Path) -> None:
+        run(folder, None, 0, size, recipe=recipe, activation=activation, seed=seed)
+
+    found = diagnose(_made(cache, train, "clean", recipe, activation, size, seed))
     return _result(found, started, f"clean, {activation}", "", size, 0.0, seed, recipe, False)
 
 
@@ -182,13 +204,13 @@ class Trial:
     recipe: str = ""
     activation: str = ""
 
-    def result(self) -> Result:
+    def result(self, cache: Path) -> Result:
         """Makes it."""
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
         if self.fault is None:
-            return try_clean(self.recipe, self.activation, self.size, self.seed)
-        return try_fault(FAULTS[self.fault], self.strength, self.size, self.seed)
+            return try_clean(self.recipe, self.activation, self.size, self.seed, cache)
+        return try_fault(FAULTS[self.fault], self.strength, self.size, self.seed, cache)
 
 
 def trials(options: argparse.Namespace) -> list[Trial]:
@@ -224,6 +246,7 @@ def main() -> int:
     parser.add_argument("--size", default="", choices=("", *SIZES), help="this size only")
     parser.add_argument("--clean", action="store_true", help="clean runs only")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--cache", type=Path, help="keeps the runs, so that another diagnosis trains nothing")
     options = parser.parse_args()
     if options.publish:
         if options.quick or options.clean or options.size or options.only != [""]:
@@ -231,8 +254,8 @@ def main() -> int:
         options.seed = list(PUBLISHED)
     state = _commit()  # as it is now: the run takes minutes
     planned, results = trials(options), []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for result in pool.map(Trial.result, planned):
+    with tempfile.TemporaryDirectory() as place, ProcessPoolExecutor(options.jobs) as pool:
+        for result in pool.map(partial(Trial.result, cache=options.cache or Path(place)), planned):
             results.append(result)
             print(f"{len(results)}/{len(planned)} {_line(result)}", flush=True)
     print(table(results))

@@ -5,8 +5,8 @@ tuned on half A. Half B only reports: each look at it is counted in docs/LOG.md.
 first finding; without findings the first note) names a right family of causes, the right place, and rightly blames FP8
 or not. Runs are kept in --cache, so that another diagnosis trains nothing.
 
-`--cure` executes the patch of the first remedy of each right FP8 finding, trains again with that recipe, and asks
-whether the rule is silent about these layers then.
+`--cure` executes the patch of the first remedy of each right FP8 finding and trains again with that recipe. A cure is
+one of numbers: see `cured`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import fifth_injections  # noqa: F401  # adds its cases
 import fifth_lab
 import fourth_injections  # noqa: F401  # adds its cases
+import numpy as np
 import sixth_injections  # noqa: F401  # adds its cases
 import third_injections  # noqa: F401  # adds its cases
 import torch
@@ -34,8 +35,10 @@ from second_injections import CASES, Case
 from second_lab import run
 
 import ottava
+from ottava.debug import limits
 from ottava.debug.analysis.diagnose import Diagnosis, diagnose
 from ottava.debug.run.reader import Run
+from ottava.formats import get_format
 
 FAMILIES: Mapping[str, str] = {
     "N1": "token row outlier", "N3": "token row outlier", "N19": "channel", "N8": "boundary", "G1": "noisy",
@@ -55,7 +58,7 @@ FAMILIES: Mapping[str, str] = {
     "L40": "overwritten", "L41": "start symmetric", "L42": "dead_units", "L43": "vanish", "L44": "growth",
     "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
     "L50": "same_batch", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
-    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning", "L58": "labels", "L59": "lr",
+    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning labels constant_loss", "L58": "labels", "L59": "lr",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 
@@ -75,17 +78,27 @@ class Verdict:
 
 def made(case: Case, cache: Path) -> tuple[Path, Path | None]:
     """The folders of a case's run and twin; trains what the cache lacks."""
+    return _trained(case, cache), _trained(case, cache, twin=True) if case.with_twin else None
+
+
+def _trained(case: Case, cache: Path, *, twin: bool = False, patch: str = "") -> Path:
+    """The folder of a case's run, of its BF16 twin, or of the run after a patch."""
+
+    def remedy(lab: Any) -> Any:
+        names: dict[str, Any] = {"ottava": ottava, "model": lab.model, "recipe": lab.recipe}
+        exec(patch, names)
+        return names["recipe"]
+
     source = "" if case.inject is None else inspect.getsource(case.inject)
     key = hashlib.sha256(repr((case.name, source, sorted(case.options.items()), str(case.recipe))).encode()).hexdigest()
-    folders = []
-    for twin in (False, True) if case.with_twin else (False,):
-        folder = cache / f"{case.name.replace(' ', '-').replace(',', '')}-{key[:10]}{'-twin' if twin else ''}"
-        if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            run(folder, case.kind, case.recipe, case.inject, twin=twin, **case.options)
-            (folder / "done").touch()
-        folders.append(folder)
-    return folders[0], folders[1] if case.with_twin else None
+    end = "-twin" if twin else f"-cured-{hashlib.sha256(patch.encode()).hexdigest()[:10]}" if patch else ""
+    folder = cache / f"{case.name.replace(' ', '-').replace(',', '')}-{key[:10]}{end}"
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        options: dict[str, Any] = {**case.options, **({"remedy": remedy} if patch else {})}
+        run(folder, case.kind, case.recipe, case.inject, twin=twin, **options)
+        (folder / "done").touch()
+    return folder
 
 
 def judged(case: Case, found: Diagnosis) -> Verdict:
@@ -106,26 +119,60 @@ def judged(case: Case, found: Diagnosis) -> Verdict:
 
 
 def cured(case: Case, found: Diagnosis, cache: Path) -> str:
-    """Trains again with the first remedy: "cured", "remains", or "no patch" if it changes no recipe."""
+    """Trains again with the first remedy, and compares numbers with the BF16 twin of the same fault.
+
+    "cured": the rule is silent about these layers, their casts of the finding's tensors clear the floors (a cast that
+    is gone does), and the loss is the twin's. "remains": the rule fires again. "casts" or "loss": only these are not
+    cured. "advice": the remedy changes no recipe. "fails": the patch does not run.
+    """
     first = found.findings[0]
-    patch = next((r["patch"].get("ottava", "") for r in first.remedies), "")
+    patch = next((r["patch"].get("ottava", "") for r in first.remedies[:1]), "")
     if "recipe" not in patch:
-        return "no patch"
-
-    def remedy(lab: Any) -> Any:
-        names: dict[str, Any] = {"ottava": ottava, "model": lab.model, "recipe": lab.recipe}
-        exec(patch, names)
-        return names["recipe"]
-
-    folder = cache / f"{case.name.replace(' ', '-').replace(',', '')}-cured"
-    shutil.rmtree(folder, ignore_errors=True)
+        return "advice"
     try:
-        run(folder, case.kind, case.recipe, case.inject, remedy=remedy, **case.options)
+        after = Run.open(_trained(case, cache, patch=patch))
     except Exception as error:  # a patch that does not run is a finding about the patch
         return f"fails: {type(error).__name__}: {error}"
-    again = diagnose(Run.open(folder)).findings
-    same = [f for f in again if f.id == first.id and (not first.layers or set(f.layers) & set(first.layers))]
-    return "remains" if same else "cured"
+    again = diagnose(after).findings
+    if any(f.id == first.id and (not first.layers or set(f.layers) & set(first.layers)) for f in again):
+        return "remains"
+    before, twin = (Run.open(_trained(case, cache, twin=twin)) for twin in (False, True))
+    gaps = [_gap(run, twin) for run in (before, after)]
+    said = f"loss {gaps[0]:+.1%} -> {gaps[1]:+.1%} of the BF16 twin's"
+    worst = _worst_cast(after, first)
+    if worst:
+        return f"casts: {worst}; {said}"
+    return f"{'cured' if gaps[1] <= max(_LOSS, gaps[0] / 5, _change(twin)) else 'loss'}: {said}"
+
+
+_LOSS = 0.03
+"""Largest gap to the BF16 twin of a cured run: these runs have 16 steps, and clean ones lie up to 2 % apart."""
+
+
+def _change(run: Run) -> float:
+    """How much the loss of a run usually changes from step to step, as a share of it."""
+    loss = np.asarray(run.steps["loss"])
+    return float(np.median(np.abs(np.diff(loss)))) / abs(float(np.mean(loss)))
+
+
+def _gap(run: Run, twin: Run) -> float:
+    """The mean loss of the last quarter above the twin's, as a share of it."""
+    ends = [float(np.mean(r.steps["loss"][-max(len(r.steps["loss"]) // 4, 1) :])) for r in (run, twin)]
+    return (ends[0] - ends[1]) / abs(ends[1])
+
+
+def _worst_cast(run: Run, finding: Any) -> str:
+    """The first statistic by which a quarter of a cast's looks are below its floor; "" if there is none."""
+    table = run.table()
+    table = table.take(np.flatnonzero(table["source"] != "hook"))
+    for key, rows in table.groups():
+        if key.layer not in finding.layers or key.tensor not in finding.tensors:
+            continue
+        limit = limits.warn_db(get_format(key.format)) - 1
+        for name in ("row_sqnr_p50_db", "channel_sqnr_p50_db", "sqnr_db"):
+            if float(np.nanpercentile(rows.metric(name), 25)) < limit:
+                return f"{key.layer}.{key.tensor} {name} {np.nanpercentile(rows.metric(name), 25):.1f}"
+    return ""
 
 
 def main() -> int:
@@ -156,7 +203,7 @@ def main() -> int:
         if options.cure and verdict.says == "right" and case.fp8:
             cure = cured(case, found, options.cache)
             cures[cure.partition(":")[0]] += 1
-            print(f"            {cure}: {found.findings[0].remedies[0]['text'] if found.findings[0].remedies else ''}")
+            print(f"            {cure}; {found.findings[0].remedies[0]['text'] if found.findings[0].remedies else ''}")
     print(json.dumps(Counter(v.says for v in verdicts)))
     if options.cure:
         print(json.dumps(cures))

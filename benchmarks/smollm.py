@@ -40,7 +40,18 @@ from ottava.train.data import ByteCorpus
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "smollm.json"
 PAGES = (ROOT / "docs" / "lab.md", ROOT / "docs" / "lab.zh-CN.md")
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+RECIPES = (
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4_rht",
+    "four_over_six",
+    "ms_eden",
+    "averis",
+    "mxfp4",
+)
 NOISE = "bf16, other data"
 """BF16 with the windows of seed 1."""
 TEXT_BYTES = 3_000_000

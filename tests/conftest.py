@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from layout_samples import LAYOUTS
@@ -27,6 +28,9 @@ from sweep import AXES, PAIRS
 from witnesses import GFLOAT, ML_DTYPES
 
 pytest_plugins = ["cost"]
+# A busy machine makes no example wrong, and two runs of one commit try the same examples.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_collection() -> None:

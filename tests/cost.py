@@ -1,12 +1,16 @@
 """A pytest plugin: a test that costs too much fails, unless it is marked `slow`. `./x test` stays a matter of minutes.
 
-What counts is CPU time, of the test and of the processes that it waited for: a busy machine makes nobody fail.
+What counts is CPU time, of the test and of the processes that it waited for: a busy machine makes nobody fail. After a
+minute of tests the plugin prints the price of each folder and the dearest tests; `.pytest_cache/v/ottava/cpu_seconds`
+keeps the price of every test.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,3 +43,42 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             pytrace=False,
         )
     return result
+
+
+class Prices:
+    """Sums the CPU time of each test. Workers of pytest-xdist measure, and their reports bring it here."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.last, self.seconds = config, 0.0, Counter[str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self.last = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[None]:
+        """Fixtures count with the test that asks for them first."""
+        report: Any = yield
+        report.cpu, self.last = (now := cpu_seconds()) - self.last, now
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += getattr(report, "cpu", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Folders, and the fifteen dearest tests."""
+        if self.seconds.total() < 60:
+            return
+        folders: Counter[str] = Counter()
+        for test, seconds in self.seconds.items():
+            folders["/".join(test.split("::")[0].split("/")[:2])] += seconds
+        terminalreporter.section(f"{self.seconds.total():.0f} s of CPU time")
+        for name, seconds in (*folders.most_common(12), *self.seconds.most_common(15)):
+            terminalreporter.write_line(f"{seconds:8.1f} s  {name}")
+        if self.config.cache is not None:
+            self.config.cache.set("ottava/cpu_seconds", dict(self.seconds.most_common()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform != "win32":
+        config.pluginmanager.register(Prices(config))

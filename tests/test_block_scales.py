@@ -14,7 +14,7 @@ from ottava.casts import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
 from ottava.rounding import decode, draw_seed
-from ottava.scaling import BLOCK_1X16
+from ottava.scaling import BLOCK_1X16, amax
 from ottava.transforms import Hadamard
 
 UNCLIPPED = QuantizationSpec(ottava.E2M1, BLOCK_1X16, "e4m3", rounding="stochastic", block_scale="unclipped")
@@ -31,11 +31,13 @@ def matrices() -> dict[str, Tensor]:
     """BF16, because TransformerEngine rotates such; blocks of very different sizes, zeros, ragged ends."""
     spread = torch.randn(48, 256) * torch.exp2(torch.randint(-20, 4, (48, 16)).float()).repeat_interleave(16, 1)
     spread[3:7, 32:80] = 0
+    faint = torch.tensor([1.0, 1.0, 1.0, 2.0**-24, 2.0**-30, 0.0]) / 99
     return {
         "bell": torch.randn(64, 128).bfloat16(),
         "spread": spread.bfloat16(),
         "ragged": (torch.randn(19, 45) + 2).bfloat16(),
         "zeros": torch.zeros(5, 33).bfloat16(),
+        "faint": (torch.randn(6, 128) * faint[:, None]).bfloat16(),
         "turned": torch.randn(40, 64).bfloat16().t(),
     }
 
@@ -77,6 +79,19 @@ def test_every_cast_is_that_of_its_definition() -> None:
             spec = RECIPES["averis"].dgrad.lhs
             mean = numbers.astype(np.float64).mean(0, keepdims=True).astype(np.float32)
             same(by(spec), fp4.nvfp4(numbers - mean, 1, fp4.at_random(seed)), name)
+
+
+def test_blocks_without_an_amax_have_scale_1() -> None:
+    """Zeros and what is not finite; tensors without rows or columns have no block."""
+    x = torch.tensor([[0.0] * 16 + [torch.inf] * 16 + [3.0] * 16])
+    rules = {"unclipped": UNCLIPPED, "four_over_six": RECIPES["four_over_six"].fprop.lhs}
+    rules |= {"ms_eden": RECIPES["ms_eden"].dgrad.lhs}
+    for name, rule in BLOCK_SCALES.items():
+        found = rule(x, amax(x, BLOCK_1X16), BLOCK_1X16, 16)
+        assert [t[:, :2].tolist() for t in found] == [[[1.0, 1.0]]] * 2, name
+        for shape in ((0, 32), (3, 0)):
+            x_q = quantize(torch.empty(shape), rules[name])
+            assert (x_q.data.shape[0], x_q.data.numel()) == (shape[0], 0), name
 
 
 def squared_error(spec: QuantizationSpec, x: Tensor) -> float:

@@ -105,7 +105,7 @@ class Clone:
 
     def run(self, *words: str, **environment: str) -> tuple[int, str, str]:
         process = self.start(*words, **environment)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=800)
         return process.returncode, out, err
 
 
@@ -146,7 +146,17 @@ def test_first_call_sets_up_and_later_calls_start_at_once(tmp_path: Path) -> Non
     pyproject.write_text(pyproject.read_text() + "[tool.ruff]\nline-length = 120\n")
     assert clone.run("demo")[2] == ""  # a tool's setting changes no installation
     pyproject.write_text(pyproject.read_text().replace('"small"]', '"small>=1"]'))
-    assert "making .venv" in clone.run("demo")[2]  # a dependency does
+    # A dependency does. A torch that the interpreter has by now is not installed again, also not a pre-release that pip
+    # would find too old.
+    have = tmp_path / "have" / "torch"
+    have.mkdir(parents=True)
+    (have / "__init__.py").write_text(TORCH.format(version="2.11.0a0+nv26.1", cuda="'13.1'"))
+    code, out, err = clone.run("demo", PYTHONPATH=str(have.parent))
+    assert (code, out) == (7, "ran demo\n"), err
+    assert "making .venv" in err
+    assert "torch 2.11.0a0+nv26.1 (CUDA 13.1)" in err
+    assert "include-system-site-packages = true" in (clone.root / ".venv" / "pyvenv.cfg").read_text()
+    assert not list((clone.root / ".venv").rglob("torch/__init__.py"))
 
 
 @pytest.mark.slow
@@ -176,7 +186,7 @@ def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path)
     clone = Clone(tmp_path)
     killed = clone.start("demo")
     python = clone.root / ".venv" / "bin" / "python"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not python.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
@@ -189,23 +199,10 @@ def test_killed_set_up_is_not_trusted_and_two_at_once_take_turns(tmp_path: Path)
     with stamp.open("ab") as lock, pytest.raises(BlockingIOError):  # the orphan still writes, and holds the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     pair = [clone.start("demo"), clone.start("demo")]
-    said = [process.communicate(timeout=300)[1] for process in pair]
+    said = [process.communicate(timeout=800)[1] for process in pair]
     assert [process.returncode for process in pair] == [7, 7], said
     assert sorted("making .venv" in text for text in said) == [False, True]
     assert any("waiting for it" in text for text in said)
-
-
-@pytest.mark.slow
-def test_torch_of_the_interpreter_is_used_as_it_is(tmp_path: Path) -> None:
-    """A torch that is there is never installed again, also not a pre-release that pip would find too old."""
-    clone = Clone(tmp_path, torch=None)
-    have = tmp_path / "have" / "torch"
-    have.mkdir(parents=True)
-    (have / "__init__.py").write_text(TORCH.format(version="2.11.0a0+nv26.1", cuda="'13.1'"))
-    code, out, err = clone.run("demo", PYTHONPATH=str(have.parent))
-    assert (code, out) == (7, "ran demo\n"), err
-    assert "torch 2.11.0a0+nv26.1 (CUDA 13.1)" in err
-    assert "include-system-site-packages = true" in (clone.root / ".venv" / "pyvenv.cfg").read_text()
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -407,4 +409,31 @@ def test_what_a_step_needs_is_built_ahead(
         assert begun == []
         for _ in range(2):
             functional.build_ahead(dtype)
-    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", "")]
+    assert begun == [*(("quantize", v) for v in casts), ("gemm", ""), ("sums", ""), ("pointwise", "")]
+
+
+def test_amds_formats_run_all_three_gemms() -> None:
+    """FNUZ formats in every cell, as on an MI300: codes by ml_dtypes, products in float64, one fp32 accumulation."""
+    cells = {"E4M3FNUZ": (ml_dtypes.float8_e4m3fnuz, 240.0), "E5M2FNUZ": (ml_dtypes.float8_e5m2fnuz, 57344.0)}
+
+    def decoded(x: Tensor, name: str) -> Tensor:
+        kind, most = cells[name]
+        scale = most / float(x.abs().amax())
+        return torch.from_numpy((x.numpy() * np.float32(scale)).astype(kind).astype(np.float64)) / scale
+
+    e4, e5 = ({"format": name} for name in cells)
+    gemms = {"fprop": {"lhs": e4, "rhs": e4}, "dgrad": {"lhs": e5, "rhs": e4}, "wgrad": {"lhs": e5, "rhs": e4}}
+    torch.manual_seed(0)
+    layer = nn.Linear(130, 48, bias=False)
+    ottava.convert(net := nn.Sequential(layer), Recipe.from_dict({"name": "amd", **gemms}))
+    x, dy = torch.randn(40, 130, requires_grad=True), torch.randn(40, 48)
+    y = net(x)
+    y.backward(dy)
+    x_q, w_q, dy_q = (
+        decoded(t.detach(), name) for t, name in ((x, "E4M3FNUZ"), (layer.weight, "E4M3FNUZ"), (dy, "E5M2FNUZ"))
+    )
+    assert {row.operands for row in ottava.receipt(net).rows[1:]} == {"E5M2FNUZ[tensor] x E4M3FNUZ[tensor]"}
+    for got, a, b in ((y, x_q, w_q), (x.grad, dy_q, w_q.t()), (layer.weight.grad, dy_q.t(), x_q.t())):
+        assert got is not None
+        bound = (a.shape[1] + 8) * 2.0**-24 * (a.abs() @ b.abs().t())
+        assert ((got.detach().double() - a @ b.t()).abs() <= bound).all()

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
+import warm
 from ottava import groups
 from scaling_samples import WIDTH, loss_of, network, noise, sgd, windows
 
@@ -93,7 +93,7 @@ CASES = (other_recipes, other_autocasts, one_that_says_nothing, other_wrappers)
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=180)
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
     answers: dict[str, str] = {}
     for case in CASES:
@@ -109,13 +109,12 @@ def run(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """All cases, in processes that are started once."""
-    context = mp.spawn(run, args=(str(tmp_path),), nprocs=2, join=False)
+    context = warm.start_ranks(run, (str(tmp_path),), 2)
     try:
         for process in context.processes:
-            process.join(400)
+            process.join(600)
     finally:
         for process in context.processes:
             if process.is_alive():

@@ -26,7 +26,7 @@ from scaling_samples import (
 MAGNITUDES = st.floats(2.0**-20, 2.0**20, width=32)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.lists(MAGNITUDES, min_size=1, max_size=3), min_size=1, max_size=8),
     fmt=st.sampled_from([ottava.E4M3, ottava.E5M2]),

@@ -162,14 +162,14 @@ def test_explain_lists_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which runs, which could, which cannot and why; and refuses what gemm refuses."""
     a, rows = cast(torch.ones(2, 32), E4), cast(torch.ones(2, 32), QuantizationSpec(E4M3, PER_ROW))
     names = [kernel.NAME for kernel in dispatch.CPU_KERNELS]
-    assert names == ["native_gemm", "bf16_mm", "reference", "scaled_mm"]
+    assert names == ["native_gemm", "bf16_mm", "native_decoded", "reference", "scaled_mm"]
     lines = explain(a, a, out_dtype=torch.bfloat16).splitlines()
-    assert sorted(line.split(":")[0] for line in lines[:3]) == sorted(names[:3])  # in the order of their times
+    assert sorted(line.split(":")[0] for line in lines[:4]) == sorted(names[:4])  # in the order of their times
     assert sum(line.endswith(": runs") for line in lines) == 1
     chosen = next(line for line in lines if line.endswith(": runs")).split(":")[0]
     supported = f"scaled_mm: supported, but {chosen} comes first on cpu"
-    assert lines[3] == (scaled_mm.supports_gemm(a, a, torch.bfloat16, None) or supported)
-    assert lines[4] == f"measured: {dispatch.cpu_ranking()}"
+    assert lines[4] == (scaled_mm.supports_gemm(a, a, torch.bfloat16, None) or supported)
+    assert lines[5] == f"measured: {dispatch.cpu_ranking()}"
     assert {
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float16",
         "scaled_mm: per-row scales give bfloat16 only; got torch.float16",

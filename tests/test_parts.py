@@ -52,6 +52,16 @@ def test_a_product_is_that_of_the_whole_operands() -> None:
             torch.testing.assert_close(whole(a, a.transformed(x)), x, rtol=0, atol=1e-5)
 
 
+def test_a_tensor_that_was_not_cast_has_no_part() -> None:
+    x = torch.randn(4, 8)
+    cast = quantize(x, QuantizationSpec(ottava.E4M3, transform="mean"))  # type: ignore[arg-type]
+    assert rests(x, x) is None
+    found = rests(x, cast)
+    assert found is not None
+    assert found[0] is x
+    assert found[1].aside is None  # type: ignore[union-attr]
+
+
 def test_empty_operands() -> None:
     spec = QuantizationSpec(ottava.E4M3, transform="mean")  # type: ignore[arg-type]
     a, b = quantize(torch.empty(0, 8), spec), quantize(torch.ones(4, 8), PLAIN)

@@ -58,6 +58,9 @@ def test_means_and_factors() -> None:
         (smooth.apply(x, mine).double() @ smooth.apply(w, theirs).double().t()), x.double() @ w.double().t()
     )
     assert Smooth(1.0).apply(x, Smooth(1.0).prepare(x, None)).abs().amax(0).log2().floor().tolist() == [0.0] * 10
+    ends = torch.tensor([[0.0, torch.inf, 2.0**100, 2.0**-100, 8.0]])  # a column without an amax keeps its numbers
+    assert Smooth(1.0).prepare(ends, None).tolist() == [[1.0, 1.0, 2.0**60, 2.0**-60, 8.0]]
+    assert [t.centred for t in (Hadamard(), rows, columns, smooth)] == [False, False, True, False]
 
 
 def expected_step(name: str, x: Tensor, w: Tensor, dy: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,6 +169,11 @@ def test_slips_are_refused() -> None:
         (lambda: Hadamard(24), ValueError, "needs a power of two"),
         (lambda: Hadamard(32), ValueError, "give a seed or 'fresh' for 32"),
         (lambda: Hadamard(signs="new"), ValueError, "signs"),
+        (lambda: Hadamard(signs=True), ValueError, "signs"),
+        (lambda: Hadamard(1, 0), ValueError, "from 2 to 1024"),
+        (lambda: Hadamard(2048, 0), ValueError, "from 2 to 1024"),
+        (lambda: Smooth(1.5), ValueError, "at most 1"),
+        (lambda: Smooth(True), TypeError, "needs a number"),
         (lambda: Mean("row"), ValueError, "did you mean 'rows'"),
         (lambda: Smooth(0), ValueError, "above 0"),
         (lambda: Smooth("half"), TypeError, "needs a number"),

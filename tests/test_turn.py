@@ -46,4 +46,8 @@ def test_codes_are_turned_between_powers_of_two_alone() -> None:
         turn(x_q, QuantizationSpec(E4M3, BLOCK_1X128, "pow2"))
     pow2 = QuantizationSpec(E4M3, BLOCK_1X128, "pow2")
     assert refuse_turn(pow2, replace(pow2, format=E5M2)) == "x is cast to E4M3 and x.T to E5M2"
-    assert "only x itself can be cast to" in str(refuse_turn(pow2, replace(pow2, rounding="stochastic")))
+    tensor = QuantizationSpec(E4M3, scale_format="pow2")
+    assert refuse_turn(tensor, tensor) is None
+    for spec in (replace(tensor, rounding="stochastic"), replace(tensor, scaling="delayed")):
+        assert "only x itself can be cast to" in str(refuse_turn(tensor, spec))
+        assert "only x itself can be cast to" in str(refuse_turn(spec, tensor))

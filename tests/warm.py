@@ -68,7 +68,7 @@ class Warm:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait_for(self, text: str, timeout: float = 120) -> None:
+    def wait_for(self, text: str, timeout: float = 600) -> None:
         """Wait until it has written this to stdout or stderr."""
         deadline = time.monotonic() + timeout
         while text not in self.stdout + self.stderr:
@@ -76,7 +76,7 @@ class Warm:
             assert time.monotonic() < deadline, f"no {text!r} in {timeout} s: {self.stdout}{self.stderr}"
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Its end; kills it and raises TimeoutExpired when that does not come."""
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -86,7 +86,7 @@ class Warm:
         return subprocess.CompletedProcess(self.words, self._process.exitcode, self.stdout, self.stderr)
 
 
-def run(words: Sequence[str], timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(words: Sequence[str], timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
     """`python *words` to its end."""
     return Warm(words, **options).wait(timeout)
 

@@ -23,9 +23,11 @@ rounded to E2M1, and the scales that decode, fp32, one entry per block."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _UNCLIPPED = 17 / 16  # E4M3 rounds a scale down by at most 1/17 of it
-_FOUR_OVER_SIX_TOP = 256.0  # so that 1.5 times a scale is still an E4M3 number
-_EDEN_TOP = 255.99  # room for the correction, which may be above 1
 _EDEN_SHRINK = 0.93 * 17 / 16  # amax lands at 6 / shrink: clipping it a little costs less than the coarser grid
+FOUR_OVER_SIX_TOPS = 256.0 * E2M1.max, (6.0, 4.0)
+"""The tensor's amax times its scale, and where a block's amax may go. At 256, 1.5 times a scale is an E4M3 number."""
+MS_EDEN_TOPS = 255.99 * E2M1.max / _EDEN_SHRINK, (E2M1.max / _EDEN_SHRINK,)
+"""The same; 255.99 leaves room for the correction, which may be above 1."""
 
 
 def unclipped(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
@@ -44,15 +46,16 @@ def four_over_six(x: Tensor, amax: Tensor, granularity: Granularity, group: int 
 
     Source: Four Over Six (arXiv 2512.02010).
     """
-    usable, encode = _tensor_scale(amax, _FOUR_OVER_SIX_TOP * E2M1.max)
+    tensor_top, tops = FOUR_OVER_SIX_TOPS
+    usable, encode = _tensor_scale(amax, tensor_top)
     numbers = x.detach().to(torch.float32)
     candidates, errors = [], []
-    for top in (6.0, 4.0):
+    for top in tops:
         scale = _scale_of(_rounded(amax, encode, top), encode, usable)
         rounded = round_to_format(granularity.multiply_(numbers.clone(), scale.scale), E2M1)
         error = (granularity.multiply_(rounded, scale.scale_inv) - numbers).to(torch.float64).square_()
         candidates.append(scale)
-        errors.append(granularity.blocks(error).sum(dim=(1, 3)))
+        errors.append(_sums(error, granularity))
     by_four = errors[1] < errors[0]
     six, four = candidates
     return Scale(torch.where(by_four, four.scale, six.scale), torch.where(by_four, four.scale_inv, six.scale_inv))
@@ -68,26 +71,37 @@ def ms_eden(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None
     Source: MS-EDEN of Quartet II (arXiv 2601.22813).
     """
     assert group is not None  # the spec has checked that a rotation comes first
-    usable, encode = _tensor_scale(amax, _EDEN_TOP * E2M1.max / _EDEN_SHRINK)
-    block = _rounded(amax, encode, E2M1.max / _EDEN_SHRINK)
+    tensor_top, (top,) = MS_EDEN_TOPS
+    usable, encode = _tensor_scale(amax, tensor_top)
+    block = _rounded(amax, encode, top)
     block = torch.where(block > 0, block, 1.0)  # Quartet II: a scale that underflows is 1
     scale = _scale_of(block, encode, usable)
     z = granularity.multiply_(x.detach().to(torch.float32, copy=True), scale.scale)
     q = round_to_format(z, E2M1)
     groups = Granularity(1, group)
-    length, overlap = (groups.blocks(product).sum(dim=(1, 3)) for product in (z.double().square(), z.double() * q))
+    length, overlap = (_sums(product, groups) for product in (z.double().square(), z.double() * q))
     correction = torch.where(overlap > 0, length / overlap, 1.0).to(torch.float32)
     wide = correction.repeat_interleave(group // (granularity.cols or group), 1)[:, : block.shape[1]]
     stored = round_to_format(block * wide, E4M3, rounding="stochastic")
     return Scale(scale.scale, torch.where(usable, stored * encode.reciprocal(), 1.0))
 
 
+def _sums(x: Tensor, granularity: Granularity) -> Tensor:
+    """The fp64 sum of each block, in an order that any kernel can repeat: the last half of a block's numbers is added
+    to the first half, until one number is left."""
+    blocks = granularity.blocks(x).transpose(1, 2)
+    sums = blocks.flatten(2)
+    while (count := sums.shape[2]) > 1:
+        half = count // 2
+        sums = torch.cat([sums[..., :half] + sums[..., count - half :], sums[..., half : count - half]], 2)
+    return sums.squeeze(2)
+
+
 def _tensor_scale(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """(which blocks have a scale, 1 / t (1, 1)): t brings the tensor's amax to `top`."""
     usable = (amax > 0) & amax.isfinite()
     largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    encode = torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
-    return usable, torch.where(largest > 0, encode, 1.0)
+    return usable, torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
 
 
 def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:

@@ -20,7 +20,9 @@ from ottava.dispatch import no_autocast
 from ottava.kernels import reference
 from ottava.kernels.custom_operator import constant_in_graph, custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
+from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import rotate as native_rotate
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
@@ -44,7 +46,7 @@ Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
 
-_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, reference)
+_CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, native_block_scales, reference)
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
@@ -185,7 +187,7 @@ def plan_casts(
     known = spec or spec_t
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        return _transformed(spec, spec_t)
+        return _transformed(x, spec, spec_t)
     alike = spec is None or spec_t is None or spec == spec_t
     if native_quantize not in _casts(x) and not any(
         triton_quantize.supports_quantize(x, s, scale) for s in (spec, spec_t) if s
@@ -243,9 +245,20 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
 
-def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
+def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
     """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
     planned: dict[bool, CastPlan] = {}
+    applied: dict[bool, Callable[[Tensor, Tensor | None], Tensor]] = {}
+    names, refusals = dict[str, None](), dict[str, None]()
+    for lies, side in ((x, spec), (x.t(), spec_t)):
+        if side is None or side.transform is None:
+            continue
+        if (refusal := native_rotate.supports_transform(lies, side.transform)) is None:
+            apply, name = native_rotate.plan_transform(lies, side.transform), f"{side.transform} ({native_rotate.NAME})"
+        else:
+            apply, name = side.transform.apply, str(side.transform)
+            refusals[refusal] = None
+        applied[lies is not x], names[name] = apply, None
 
     def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
         if spec is None:
@@ -255,7 +268,7 @@ def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None)
             met = other.aside if isinstance(other, QuantizedTensor) else None
             with no_autocast(x.device):
                 aside = spec.transform.prepare(x, met if spec.transform.paired else None)
-                y = spec.transform.apply(x, aside)
+                y = applied[turned](x, aside)
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -269,8 +282,7 @@ def _transformed(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None)
         assert first is not None
         return Both(row, col, first.amax)
 
-    names = [str(s.transform) for s in (spec, spec_t) if s is not None and s.transform is not None]
-    return CastPlan(run, f"{' and '.join(dict.fromkeys(names))} before a cast", (), (spec, spec_t), True)
+    return CastPlan(run, f"{' and '.join(names)} before a cast", tuple(refusals), (spec, spec_t), True)
 
 
 def _both_natively(x: Tensor, spec: QuantizationSpec, spec_t: QuantizationSpec) -> Run:

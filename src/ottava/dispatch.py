@@ -20,6 +20,7 @@ from ottava.accumulator import Accumulator
 from ottava.errors import unknown_name
 from ottava.kernels import accumulate, bf16_mm, cpu_choice, decoded, gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.native import accumulate as native_accumulate
+from ottava.kernels.native import decoded as native_decoded
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import invariant_gemm
 from ottava.kernels.native.build import Built
@@ -50,7 +51,7 @@ class GemmKernel(Protocol):
 
 # The order of capability; `cpu_ranking` moves a kernel that is clearly faster. On a CPU torch's scaled GEMM rounds more
 # often than the others. It is an oracle there, not an engine, and keeps its place.
-CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, reference, scaled_mm)
+CPU_KERNELS: tuple[GemmKernel, ...] = (native_gemm, bf16_mm, native_decoded, reference, scaled_mm)
 # Triton's runs if `tune_gemm` measured it to be the fastest; without a measurement torch's come first.
 ACCELERATOR_KERNELS: tuple[GemmKernel, ...] = (scaled_mm, decoded, triton_gemm, reference)
 
@@ -164,10 +165,13 @@ def gemm_kernels(device: torch.device) -> tuple[GemmKernel, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _in_order(kernels: tuple[GemmKernel, ...], native: Built) -> tuple[GemmKernel, ...]:
-    """The measured kernels change places among themselves."""
+    """The measured kernels change places among themselves; `native_decoded` makes the reference's bits before it."""
     order = [way.split()[0] for way in _cpu_ranking(kernels, native).order]
     fastest = iter(sorted((kernel for kernel in kernels if kernel.NAME in order), key=lambda k: order.index(k.NAME)))
-    return tuple(next(fastest) if kernel.NAME in order else kernel for kernel in kernels)
+    placed = [next(fastest) if kernel.NAME in order else kernel for kernel in kernels if kernel is not native_decoded]
+    if native_decoded in kernels:
+        placed.insert(placed.index(reference), native_decoded)
+    return tuple(placed)
 
 
 def cpu_ranking() -> cpu_choice.Ranking:

@@ -173,7 +173,7 @@ def build_ahead(dtype: torch.dtype, casts: bool = True) -> None:
     for cast_dtype in dict.fromkeys((inputs, dtype)) if casts else ():  # in the order of need
         if cast_dtype in native_quantize.VARIANTS:
             native_build.begin("quantize", native_quantize.VARIANTS[cast_dtype])
-    for name in ("gemm", "sums"):
+    for name in ("gemm", "sums", "pointwise"):
         native_build.begin(name)
 
 

@@ -304,7 +304,7 @@ def explain(
         >>> a = quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
         >>> lines = explain(a, a, out_dtype=torch.float32).splitlines()  # the one that runs depends on a C++ compiler
         >>> [line.split(":")[0] for line in lines]
-        ['native_gemm', 'bf16_mm', 'reference', 'scaled_mm', 'measured']
+        ['native_gemm', 'bf16_mm', 'native_decoded', 'reference', 'scaled_mm', 'measured']
         >>> next(line for line in lines if line.startswith("bf16_mm"))
         "bf16_mm: torch's BF16 GEMM gives bfloat16 only; got torch.float32"
     """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ottava.casts import dequantize
 from ottava.dispatch import no_autocast
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.transforms import LowRank
@@ -69,9 +70,9 @@ def _added(y: Tensor, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
         if _centred(a) and _centred(b):
             return y
     if one is not None:
-        y = y + one.left @ (one.right.t() @ b.dequantize(torch.float32).t())
+        y = y + one.left @ (one.right.t() @ dequantize(b, torch.float32).t())
     if other is not None:
-        y = y + (a.dequantize(torch.float32) @ other.right) @ other.left.t()
+        y = y + (dequantize(a, torch.float32) @ other.right) @ other.left.t()
     return y
 
 

@@ -83,7 +83,8 @@ class Transform(RefusesUnknownFields):
 class Hadamard(Transform):
     """A random Hadamard transform: each group of `size` columns times diag(signs) @ H / sqrt(size).
 
-    It spreads an outlier over its group and keeps lengths and products. The sums are fp64, which is exact for BF16.
+    It spreads an outlier over its group and keeps lengths and products. The sums are fp64, which is exact for BF16, by
+    butterflies whose distance doubles; then comes one product with 1 / sqrt(size).
 
     Raises:
         ValueError: the size is no power of two, or unknown signs.
@@ -139,31 +140,34 @@ class Hadamard(Transform):
         """The rotated matrix."""
         rows, cols = x.shape
         numbers = nn.functional.pad(x.detach().to(torch.float64), (0, -cols % self.size))
-        if aside is None:
-            matrix = _rotation(self.size, self.signs, x.device)
-        else:
-            matrix = _signs(aside, self.size)[:, None] * _hadamard(self.size, x.device)
-        rotated = (numbers.reshape(-1, self.size) @ matrix).view(rows, numbers.shape[1]).to(torch.float32)
-        return rotated.to(x.dtype) if self.rounded and x.dtype == torch.bfloat16 else rotated
+        turned = numbers.reshape(-1, self.size) * self.diagonal(aside, x.device)
+        apart = 1
+        while apart < self.size:
+            first, second = turned.view(-1, self.size // (2 * apart), 2, apart).unbind(2)
+            turned = torch.stack([first + second, first - second], 2)
+            apart *= 2
+        rotated = turned.mul_(self.factor).add_(0.0).view(rows, numbers.shape[1]).to(torch.float32)  # -0 becomes 0
+        return rotated.to(x.dtype) if self.narrows(x.dtype) else rotated
+
+    @property
+    def factor(self) -> float:
+        """1 / sqrt(size)."""
+        return 1 / math.sqrt(self.size)
+
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether the result of a tensor of that dtype is BF16; else it is fp32."""
+        return self.rounded and dtype == torch.bfloat16
+
+    def diagonal(self, aside: Tensor | None, device: torch.device) -> Tensor:
+        """The signs, fp64 (size,)."""
+        return _fixed_signs(self.size, self.signs, device) if aside is None else _signs(aside, self.size)
 
 
 @functools.lru_cache(maxsize=16)
-def _hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's matrix over sqrt(size), fp64 (size, size)."""
-    matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
-
-
-@functools.lru_cache(maxsize=16)
-def _rotation(size: int, signs: Signs, device: torch.device) -> Tensor:
-    """diag(signs) @ H / sqrt(size) of fixed signs."""
+def _fixed_signs(size: int, signs: Signs, device: torch.device) -> Tensor:
     if signs == "nvidia":
-        diagonal = torch.tensor(_NVIDIA_SIGNS, dtype=torch.float64, device=device)
-    else:
-        diagonal = _signs(torch.tensor(signs, device=device), size)
-    return diagonal[:, None] * _hadamard(size, device)
+        return torch.tensor(_NVIDIA_SIGNS, dtype=torch.float64, device=device)
+    return _signs(torch.tensor(signs, device=device), size)
 
 
 def _signs(seed: Tensor, size: int) -> Tensor:

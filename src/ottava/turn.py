@@ -24,7 +24,7 @@ def refuse_turn(spec: QuantizationSpec, spec_t: QuantizationSpec) -> str | None:
     for side in (spec, spec_t):
         if side.scale_format not in _POWERS:
             return f"{side.scale_format} scales are no powers of two, so that codes would be rounded twice"
-        if not side.repeatable or side.block_scale != "amax" or side.predicted:
+        if not side.repeatable or side.predicted:
             return f"only x itself can be cast to {side}"
     return None
 

@@ -21,7 +21,7 @@ COMMAND = (
 
 def demo(*options: str | Path) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return warm.run([*COMMAND, *map(str, options)], timeout=300)
+    return warm.run([*COMMAND, *map(str, options)], timeout=800)
 
 
 def test_a_demo_ends_with_a_verdict_and_the_place_of_the_report(tmp_path: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by name only
 
+import warm
 from ottava.cli.torchrun import joined, print_error
 from ottava.train import Trainer, load_config
 
@@ -27,7 +25,6 @@ SETTINGS = (
     "evaluation={every: 20, batches: 2}",
     "optimizer.grad_clip=1e9",
 )
-_LIMIT = 400
 
 
 def test_a_process_without_torchrun_is_alone() -> None:
@@ -68,41 +65,37 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def worker(rank: int, folder: Path) -> int:
-    """The process of that rank that works on a folder."""
-    for entry in Path("/proc").iterdir():
-        try:
-            mine = f"\0RANK={rank}\0".encode() in b"\0" + (entry / "environ").read_bytes()
-            if mine and str(folder).encode() in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-        except (OSError, ValueError):
-            continue
-    raise AssertionError(f"no process of rank {rank}")
+SCRIPT = """
+import os, signal, sys, threading, time
+from ottava.cli.app import main
+
+def kill():
+    while not os.path.exists(metrics) or open(metrics).read().count("\\n") < 7:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+metrics = sys.argv[-1] + "/metrics.jsonl"
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=kill, daemon=True).start()
+main()
+"""
+"""`ottava`, of which rank 1 kills itself once: another process could sleep through the run on a busy machine."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-@pytest.mark.parametrize(("size", "parallel"), [(2, "dp: 2"), (4, "pp: 4")])
-def test_a_killed_process_is_replaced_and_the_run_goes_on(size: int, parallel: str, tmp_path: Path) -> None:
-    """The bits are those of one process with the same microbatches that nobody killed."""
+@pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
+def test_a_killed_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The bits are those of one process with the same microbatches that nobody killed. Each holds a stage of the model;
+    tests/distributed/train_scenarios.py resumes other layouts."""
     run, alone = tmp_path / "run", tmp_path / "alone"
-    Trainer(load_config(None, [*SETTINGS, f"microbatches={size}"]), alone).advance()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    microbatches = size if "pp" in parallel else 1
-    config = load_config(None, [*SETTINGS, f"parallel={{{parallel}, timeout: 60}}", f"microbatches={microbatches}"])
+    Trainer(load_config(None, [*SETTINGS, "microbatches=2"]), alone).advance()
+    config = load_config(None, [*SETTINGS, "parallel={pp: 2, timeout: 300}", "microbatches=2"])
     (tmp_path / "run.yaml").write_text(config.to_yaml())
-    words = ["--max-restarts=2", "-m", "ottava", "train", str(tmp_path / "run.yaml"), "--resume", "--run-dir", str(run)]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen([*launcher, *words], stdout=said, stderr=subprocess.STDOUT, env={**os.environ})
-        deadline = time.monotonic() + _LIMIT
-        while len(losses(run)) < 7:
-            running = process.poll() is None and time.monotonic() < deadline
-            assert running, (tmp_path / "said").read_text()
-            time.sleep(0.05)
-        os.kill(worker(1, run), signal.SIGKILL)
-        process.wait(_LIMIT)
-    text = (tmp_path / "said").read_text()
-    assert process.returncode == 0, text
+    (tmp_path / "killed.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    words = [str(tmp_path / "killed.py"), "train", str(tmp_path / "run.yaml"), "--resume", "--run-dir", str(run)]
+    ended = warm.run([*launcher, *words], timeout=800)
+    assert ended.returncode == 0, ended.stderr
     assert losses(run) == losses(alone)
     manifest = json.loads((run / "manifest.json").read_text())
     assert [entry["at_step"] % 5 for entry in manifest["resumed"]] == [0]

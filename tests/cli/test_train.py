@@ -169,10 +169,12 @@ def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size > 1000) and process.poll() is None:
         time.sleep(0.005)
+    process.send_signal(signal.SIGSTOP)  # else a busy machine could let it end before its signal comes
     second = ottava("train", "--resume", "--run-dir", run)
     assert second.code == 2
     assert f"{run}: is in use by process {process.pid} on " in second.err
     process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
     ended = process.wait()
     assert ended.returncode == code, ended.stderr
     assert ended.stderr == f"{word} and saved; continue with: ottava train --resume --run-dir {run}\n"

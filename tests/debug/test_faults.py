@@ -53,16 +53,16 @@ FAULTS = {fault.name: fault for fault in suite.FAULTS}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_the_right_rule_comes_first(name: str) -> None:
+def test_the_right_rule_comes_first(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    result = suite.try_fault(fault, fault.strengths[-1], "small")
+    result = suite.try_fault(fault, fault.strengths[-1], "small", 0, tmp_path)
     assert result.first == fault.rule
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe, activation", [("delayed", "swiglu"), ("mxfp8", "relu"), ("bf16", "swiglu")])
-def test_no_rule_fires_on_a_clean_twin(recipe: str, activation: str) -> None:
-    result = suite.try_clean(recipe, activation, "small", seed=1)
+def test_no_rule_fires_on_a_clean_twin(recipe: str, activation: str, tmp_path: Path) -> None:
+    result = suite.try_clean(recipe, activation, "small", 1, tmp_path)
     assert [result.first, *result.others] == [""]
 
 

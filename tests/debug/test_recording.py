@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import ottava
+import warm
 from ottava.debug.recording import AmaxLog, RecordedTensor, Recording, RecordingError, Setting, read_series
 from ottava.quantized_tensor import QuantizationSpec
 
@@ -262,9 +262,8 @@ def other_rank(_: int, folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(one_rank(1, folder)))
 
 
-@pytest.mark.slow
 def test_amaxes_are_those_over_all_ranks(tmp_path: Path) -> None:
-    other = mp.spawn(other_rank, (tmp_path,), nprocs=1, join=False)
+    other = warm.start_ranks(other_rank, (tmp_path,), 1)
     found = one_rank(0, tmp_path)
     while not other.join():
         pass

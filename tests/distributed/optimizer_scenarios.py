@@ -5,13 +5,12 @@ Run by test_weight_ranks. The witness is one process with the same gradients.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +51,7 @@ def whole(parameter: Any) -> Tensor:
     return full.detach()
 
 
-def replicas_round_alike() -> None:
+def replicas_round_alike(world: World) -> None:
     """Stochastic rounding and FP8 moments under DDP: both ranks keep the same bits, whatever their generators."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(network())
@@ -64,7 +63,7 @@ def replicas_round_alike() -> None:
         assert torch.equal(other, 2 * parameter.detach().float())
 
 
-def shards_are_updated_as_the_whole() -> None:
+def shards_are_updated_as_the_whole(world: World) -> None:
     """FSDP2: an update is element by element; groups of 128 and 2048 elements fit into these shards."""
     for options in OPTIONS:
         alone, sharded = network(), network()
@@ -76,7 +75,7 @@ def shards_are_updated_as_the_whole() -> None:
             assert torch.allclose(one.float(), whole(two).float(), rtol=2.0**-6, atol=2e-3), options
 
 
-def sharded_states_are_saved_and_loaded() -> None:
+def sharded_states_are_saved_and_loaded(world: World) -> None:
     """torch.distributed.checkpoint, through torch's own functions: moments as FP32 shards of each parameter."""
     for make in (AdamW, Lion):
         for options in OPTIONS:
@@ -85,12 +84,11 @@ def sharded_states_are_saved_and_loaded() -> None:
             fully_shard(second)
             one, two = make(first.parameters(), 1e-2, **options), make(second.parameters(), 1e-2, **options)
             trained(first, one, range(STEPS))
-            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-            dist.broadcast_object_list(folder)
-            dcp.save(get_optimizer_state_dict(first, one), checkpoint_id=folder[0])
+            folder = f"{world.folder}/{make.__name__}-{options['moments']}"
+            dcp.save(get_optimizer_state_dict(first, one), checkpoint_id=folder)
             second.load_state_dict(first.state_dict())
             state = get_optimizer_state_dict(second, two)
-            dcp.load(state, checkpoint_id=folder[0])
+            dcp.load(state, checkpoint_id=folder)
             set_optimizer_state_dict(second, two, state)
             trained(first, one, range(STEPS, STEPS + 1))
             trained(second, two, range(STEPS, STEPS + 1))
@@ -102,7 +100,7 @@ def sharded_states_are_saved_and_loaded() -> None:
                 assert same if options["moments"] == "fp32" else near, options
 
 
-def fp8_weights_keep_one_scale() -> None:
+def fp8_weights_keep_one_scale(world: World) -> None:
     """The shards of an FP8 weight with one scale agree on it in each step of the optimizer."""
     model = network()
     ottava.convert(model, "tensorwise", weights="fp8", keep_high_precision=True)
@@ -111,11 +109,3 @@ def fp8_weights_keep_one_scale() -> None:
     scale = model[0].weight.to_local().scale_inv.clone()
     dist.all_reduce(scale)
     assert torch.equal(scale, 2 * model[0].weight.to_local().scale_inv)
-
-
-SCENARIOS: tuple[Callable[[], None], ...] = (
-    replicas_round_alike,
-    shards_are_updated_as_the_whole,
-    sharded_states_are_saved_and_loaded,
-    fp8_weights_keep_one_scale,
-)

@@ -65,22 +65,28 @@ def step(model: nn.Module, x: Tensor, dy: Tensor, **more: Any) -> dict[str, Tens
     return {"y": y.detach(), "dx": x.grad, **grads(model)}
 
 
+def batch(world: World, tokens_first: bool = False) -> tuple[Tensor, Tensor]:
+    """x and dy of all tokens."""
+    shape = (128 * world.size, 2, WIDTH) if tokens_first else (2, 128 * world.size, WIDTH)
+    return noise(*shape), noise(*shape, seed=2)
+
+
 def compare(
     world: World,
     model: nn.Module,
-    whole: nn.Module,
+    wanted: dict[str, Tensor],
     *,
     dim: int | None,
+    tokens_first: bool = False,
     exact: Any,
     said: Any,
     terms: int = 4,
     **more: Any,
 ) -> None:
-    """One step of both; dim: of the tokens, where these are split."""
-    shape = (2, 128 * world.size, WIDTH) if dim != 0 else (128 * world.size, 2, WIDTH)
-    x, dy = noise(*shape), noise(*shape, seed=2)
+    """One step of the split model, and that of one process; dim: of the tokens, where these are split."""
+    x, dy = batch(world, tokens_first)
     own = (x, dy) if dim is None else tuple(t.chunk(world.size, dim)[world.rank] for t in (x, dy))
-    wanted, got = step(whole, x, dy, **more), step(model, *own, **more)
+    got = step(model, *own, **more)
     assert got.keys() == wanted.keys(), (said, got.keys() ^ wanted.keys())
     for name, one in got.items():
         other = wanted[name]
@@ -103,11 +109,12 @@ def fused_weights_have_the_gradients_of_one_process(world: World) -> None:
     }
     for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8", "bf16"):
         for kind, maker in makers.items():
-            for sequence in (False, True):
-                torch.manual_seed(0)
-                whole = maker(nearest(recipe))
-                model = copy.deepcopy(whole)
-                parallelize_module(model, mesh_of(world), tensor_parallel_plan(model, sequence_parallel=sequence))
+            torch.manual_seed(0)
+            whole = maker(nearest(recipe))
+            models = [copy.deepcopy(whole) for _ in range(2)]
+            wanted = world.once(lambda whole=whole: step(whole, *batch(world)))
+            for sequence, model in enumerate(models):
+                parallelize_module(model, mesh_of(world), tensor_parallel_plan(model, sequence_parallel=bool(sequence)))
                 behind = {"out.bias", "fc2.bias"} if sequence else set()
 
                 def exact(
@@ -115,7 +122,7 @@ def fused_weights_have_the_gradients_of_one_process(world: World) -> None:
                 ) -> bool:  # y, dx and what the norm gets are sums over ranks
                     return name not in ("y", "dx") and ".norm." not in name and name not in behind
 
-                compare(world, model, whole, dim=1 if sequence else None, exact=exact, said=(recipe, kind, sequence))
+                compare(world, model, wanted, dim=1 if sequence else None, exact=exact, said=(recipe, kind, sequence))
 
 
 def whole_layers(world: World) -> None:
@@ -131,26 +138,27 @@ def whole_layers(world: World) -> None:
         ({"arrangement": "parallel_one_norm", "save": "fp8"}, {}),
     ]
     for settings, given in cases:
-        for sequence in (False, True):
-            torch.manual_seed(0)
-            whole = ottava.nn.TransformerLayer(WIDTH, 64 * world.size, **heads, **settings, recipe="bf16")
-            with torch.no_grad():
-                for name, parameter in whole.named_parameters():
-                    if name.endswith("sink"):
-                        parameter.copy_(noise(*parameter.shape))
-            model = copy.deepcopy(whole)
-            parallelize_module(model, mesh_of(world), tensor_parallel_plan(model, sequence_parallel=sequence))
-            dim = (0 if settings.get("layout") == "sbhd" else 1) if sequence else None
+        torch.manual_seed(0)
+        whole = ottava.nn.TransformerLayer(WIDTH, 64 * world.size, **heads, **settings, recipe="bf16")
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                if name.endswith("sink"):
+                    parameter.copy_(noise(*parameter.shape))
+        models, first = [copy.deepcopy(whole) for _ in range(2)], settings.get("layout") == "sbhd"
+        wanted = world.once(lambda whole=whole, given=given, first=first: step(whole, *batch(world, first), **given))
+        for sequence, model in enumerate(models):
+            plan = tensor_parallel_plan(model, sequence_parallel=bool(sequence))
+            parallelize_module(model, mesh_of(world), plan)
+            dim = (0 if first else 1) if sequence else None
             # the memory of a cross attention is whole on each rank
             if sequence and "memory" in given:
-                given = {"memory": memory.chunk(world.size, 1)[world.rank]}
-                x, dy = noise(2, 128 * world.size, WIDTH), noise(2, 128 * world.size, WIDTH, seed=2)
-                own = [t.chunk(world.size, 1)[world.rank] for t in (x, dy)]
-                wanted, got = step(whole, x, dy, memory=memory), step(model, *own, **given)
+                own = [t.chunk(world.size, 1)[world.rank] for t in (*batch(world), memory)]
+                got = step(model, *own[:2], memory=own[2])
                 for name in wanted.keys() - {"y", "dx"}:
                     assert close(got[name], wanted[name], 8 * world.size), name
                 continue
-            compare(world, model, whole, dim=dim, exact=lambda name: False, said=(settings, sequence), terms=8, **given)
+            own_terms = {"tokens_first": first, "exact": lambda name: False, "terms": 8}
+            compare(world, model, wanted, dim=dim, said=(settings, sequence), **own_terms, **given)
 
 
 def training_goes_on_at_another_size(world: World) -> None:
@@ -265,10 +273,18 @@ def a_model_with_its_vocabulary_split(world: World) -> None:
     ids = torch.randint(600, sizes[1:], generator=torch.Generator().manual_seed(5))
     target = ids.roll(1, 1).masked_fill(ids % 7 == 0, -100)
     own = [t.chunk(world.size, 1)[world.rank] for t in (ids, target)]
+
+    def of_one_process(recipe: str) -> tuple[Tensor, dict[str, Tensor]]:
+        whole = Model(recipe, 600)
+        loss = whole(ids, target)
+        loss.backward()
+        return loss.detach(), grads(whole)
+
     for recipe in ("bf16", "rowwise", "tensorwise", "delayed"):
         bound = (8 * world.size * EPS) if recipe == "bf16" else 0.11  # of E5M2, as in with_sharded_data_parallelism
+        wanted_loss, wanted = world.once(lambda recipe=recipe: of_one_process(recipe))
         for sequence in (False, True):
-            whole, model = Model(recipe, 600), Model(recipe, 600)
+            model = Model(recipe, 600)
             place: Any = Shard(1) if sequence else Replicate()
             plan = tensor_parallel_plan(model, sequence_parallel=sequence) | {
                 "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=place),
@@ -277,13 +293,10 @@ def a_model_with_its_vocabulary_split(world: World) -> None:
             if sequence:
                 plan["norm"] = SequenceParallel(use_local_output=True)
             parallelize_module(model, mesh_of(world), plan)
-            losses = []
-            for one, batch in ((whole, (ids, target)), (model, (ids, own[1] if sequence else target))):
-                loss = one(*batch)
-                loss.backward()
-                losses.append(loss.detach())
-            assert (losses[0] - losses[1]).abs() <= bound * losses[0], (recipe, sequence, losses)
-            wanted, got = grads(whole), grads(model)
+            loss = model(ids, own[1] if sequence else target)
+            loss.backward()
+            assert (loss - wanted_loss).abs() <= bound * wanted_loss, (recipe, sequence, loss, wanted_loss)
+            got = grads(model)
             assert wanted.keys() == got.keys(), wanted.keys() ^ got.keys()
             for name, one in got.items():
                 off = (one.float() - wanted[name].float()).norm() / wanted[name].float().norm()

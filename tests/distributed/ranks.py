@@ -15,7 +15,8 @@ from state_scenarios import World
 
 import warm
 
-_LIMIT = 240
+_LIMIT = 800
+"""Seconds: a hang ends. A machine at load ten takes fifteen times as long as a quiet one, and no test depends on it."""
 
 
 def scenarios_of(*modules: str) -> list[str]:
@@ -24,7 +25,7 @@ def scenarios_of(*modules: str) -> list[str]:
         f"{name}.{thing.__name__}"
         for name in modules
         for thing in vars(importlib.import_module(name)).values()
-        if getattr(thing, "__annotations__", {}).keys() == {"world", "return"} and thing.__module__ == name
+        if getattr(thing, "__annotations__", {}) == {"world": "World", "return": "None"} and thing.__module__ == name
     ]
 
 
@@ -32,19 +33,21 @@ def run_all(rank: int, size: int, folder: str, scenarios: list[str]) -> None:
     """What each process does: all scenarios in turn, until one fails, since the ranks then no longer agree."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meeting", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=180))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
     results: dict[str, str] = {}
     for scenario in scenarios:
         torch.manual_seed(0)
         module, name = scenario.rsplit(".", 1)
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             getattr(importlib.import_module(module), name)(World(rank, size, folder))
             results[scenario] = ""
         except Exception:
             results[scenario] = traceback.format_exc()
-        print(f"rank {rank}: {scenario} {time.perf_counter() - began:.1f} s", flush=True)
-        Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        print(f"rank {rank}: {scenario} {time.process_time() - began:.1f} s of CPU time", flush=True)
+        Path(folder, "new").mkdir(exist_ok=True)
+        Path(folder, "new", f"{rank}.json").write_text(json.dumps(results))
+        Path(folder, "new", f"{rank}.json").replace(Path(folder, f"{rank}.json"))
         if results[scenario]:
             break
         dist.barrier()
@@ -60,12 +63,18 @@ def start(size: int, folder: Path, scenarios: list[str]) -> list[dict[str, str]]
     deadline = time.monotonic() + _LIMIT
     try:
         while not context.join(timeout=1) and time.monotonic() < deadline:
-            pass
+            if any(any(answers.values()) for answers in written(size, folder)):
+                deadline = min(deadline, time.monotonic() + 30)  # the others may wait for the one that failed
     finally:
         for process in context.processes:
             if process.is_alive():
                 process.terminate()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return written(size, folder)
+
+
+def written(size: int, folder: Path) -> list[dict[str, str]]:
+    """What each rank has said until now."""
+    return [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(size)]
 
 
 def failures(results: list[dict[str, str]], scenarios: list[str]) -> list[str]:

@@ -9,10 +9,11 @@ import copy
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from scaling_samples import (
     with_cells,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class World:
@@ -53,6 +56,12 @@ class World:
     def largest(self, step: int, *ranks: int) -> float:
         """The amax of the batches of these ranks, or of all."""
         return max(noise(100 * step + rank).abs().max().item() for rank in ranks or range(self.size))
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What make() returns on rank 0, on all ranks: a witness of one process is computed by one process."""
+        made = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(made)
+        return made[0]  # type: ignore[return-value]
 
 
 def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -94,3 +94,23 @@ def modules_under_ddp_and_fsdp2(world: World) -> None:
                     close = 2.0**-20 if step == 0 else 2.0**-4  # then a cast may fall to the next code
                     assert (own - whole).norm() <= close * own.norm()
                 same_everywhere(world, wrapped, sharded)
+
+
+def a_rotated_block_under_ddp(world: World) -> None:
+    """A table of angles goes through the wrapper; after two steps weights and scales are the same everywhere."""
+    torch.manual_seed(0)
+    heads = {"heads": 4, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu"}
+    layer = ottava.nn.TransformerLayer(32, 40, **heads, recipe="delayed", dtype=torch.bfloat16)  # type: ignore[arg-type]
+    x, table = torch.randn(2 * world.size, 8, 32).bfloat16(), ottava.nn.RotaryEmbedding(8)(torch.arange(8))
+    wrapped = ddp(layer)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(x[world.rank :: world.size], rotary=table).float().square().mean().backward()
+        optimizer.step()
+    assert all(bool(door.scale > 0) for door in ottava.ScalingState(wrapped).doors())
+    same_everywhere(world, wrapped)
+    weights = torch.cat([parameter.detach().float().flatten() for parameter in layer.parameters()])
+    every = [torch.empty_like(weights) for _ in range(world.size)]
+    dist.all_gather(every, weights)
+    assert all(torch.equal(one, weights) for one in every)

@@ -89,12 +89,17 @@ def linears_and_mlps_have_the_gradients_of_one_process(world: World) -> None:
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        x, dy = data(sizes[0])[0], data(sizes[1] if make is not te.LayerNormMLP else sizes[0], scale=2)[1]
         for name in RECIPES:
+            wanted = world.once(
+                lambda whole=whole, x=x, dy=dy, name=name: (
+                    *step(whole, x, dy, nearest(name)),
+                    *(p.grad for p in whole.parameters()),
+                )
+            )
             for sequence in (False, True):
                 module = make(*sizes, **settings, **mode, tp_group=group, sequence_parallel=sequence)
                 load(world, module, whole, dims)
-                x, dy = data(sizes[0])[0], data(sizes[1] if make is not te.LayerNormMLP else sizes[0], scale=2)[1]
-                wanted = step(whole, x, dy, nearest(name))
                 own_x = shard(world, x, 2) if mode == row else own_tokens(world, x, sequence)
                 own_dy = shard(world, dy, 2) if mode == column else own_tokens(world, dy, sequence)
                 y, dx = step(module, own_x, own_dy, nearest(name))
@@ -107,9 +112,9 @@ def linears_and_mlps_have_the_gradients_of_one_process(world: World) -> None:
                     assert torch.equal(dx, shard(world, wanted[1], 2)), said
                 else:
                     assert close(dx, own_tokens(world, wanted[1], sequence), 8 * world.size), said
-                for (key, one), other in zip(module.named_parameters(), whole.parameters(), strict=True):
+                for (key, one), grad in zip(module.named_parameters(), wanted[2:], strict=True):
                     part = next((how for end, how in dims.items() if key.endswith(end)), (-1, 1))
-                    expected = shard(world, other.grad, *part)
+                    expected = shard(world, grad, *part)
                     if part[0] >= 0:
                         assert getattr(one, "tensor_model_parallel", False), (said, key)
                         assert torch.equal(one.grad, expected), (said, key)

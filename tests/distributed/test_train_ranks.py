@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from ranks import failures, start
-from train_scenarios import ALONE, QUICK, SCENARIOS, alone
+from train_scenarios import ALONE, FOUR, QUICK, TWO, alone
 
 CASES = [
     pytest.param(2, QUICK, id="2 processes, quick"),
-    pytest.param(2, SCENARIOS, id="2 processes", marks=pytest.mark.slow),
-    pytest.param(4, SCENARIOS, id="4 processes", marks=pytest.mark.slow),
+    pytest.param(2, TWO, id="2 processes", marks=pytest.mark.slow),
+    pytest.param(4, FOUR, id="4 processes", marks=pytest.mark.slow),
 ]
 
 

@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from watch_scenarios import SCENARIOS
+from ranks import failures, scenarios_of, start
 
 import warm
 from ottava.debug.run.reader import Run
 
-SIZE = 2
-_LIMIT = 120
+SCENARIOS = scenarios_of("watch_scenarios")
 
 
-def run_all(rank: int, folder: str) -> None:
-    """What each process does."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=SIZE, timeout=timedelta(seconds=180)
-    )
-    results: dict[str, str] = {}
-    for scenario in SCENARIOS:
-        try:
-            scenario()
-            results[scenario.__name__] = ""
-        except Exception:
-            results[scenario.__name__] = traceback.format_exc()
-        Path(folder, f"{rank}.json").write_text(json.dumps(results))
-        dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The results of each rank; one start of the processes runs all scenarios."""
-    folder = tmp_path_factory.mktemp("watch")
-    context = warm.start_ranks(run_all, (str(folder),), SIZE)
-    deadline = time.monotonic() + _LIMIT
-    try:
-        while not context.join(timeout=1) and time.monotonic() < deadline:
-            pass
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.terminate()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
-
-
-def test_every_scenario_holds_on_every_rank(results: list[dict[str, str]]) -> None:
-    """See the scenarios' own docstrings. One test: workers of pytest-xdist would each start the processes again."""
-    failures = [
-        f"{scenario.__name__}, rank {rank}: {said}"
-        for scenario in SCENARIOS
-        for rank, answers in enumerate(results)
-        if (said := answers.get(scenario.__name__, "did not answer"))
-    ]
-    assert not failures, "\n".join(failures)
+def test_every_scenario_holds_on_every_rank(tmp_path: Path) -> None:
+    failed = failures(start(2, tmp_path / "ranks", SCENARIOS), SCENARIOS)
+    assert not failed, "\n".join(failed)
 
 
 SCRIPT = """
@@ -88,9 +39,9 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_under_torchrun_every_rank_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     words = ["ottava", "watch", "--out", "run", "--", "train.py", "--lr", "1"]
-    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=_LIMIT)
+    done = warm.run([*launcher, *words], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank} argv ['train.py', '--lr', '1']" in done.stdout

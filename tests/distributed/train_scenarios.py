@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import ottava
 from ottava.debug.run.reader import Run
 from ottava.fleet import Mesh, predict
 from ottava.settings import ConfigError
-from ottava.train import TrainConfig, Trainer, load_config
+from ottava.train import TrainConfig, Trainer, faults, load_config
 from ottava.train.model import ByteTransformer
 from ottava.train.newest import newest_checkpoint
 from ottava.train.ranks import RankError, local
@@ -31,23 +32,25 @@ from ottava.train.shards import consolidate, read_whole
 from ottava.untrusted import read_text
 
 TINY = (
-    "model={d_model: 32, layers: 4, heads: 4, kv_heads: 4, ffn: 64}",
+    "model={d_model: 32, layers: 2, heads: 4, kv_heads: 4, ffn: 64}",
     "data.max_bytes=100000",
     "batch_size=8",
     "sequence_length=32",
-    "steps=6",
-    "checkpoint.every=3",
-    "evaluation={every: 3, batches: 2}",
+    "steps=4",
+    "checkpoint.every=4",
+    "evaluation={every: 2, batches: 1}",
     "optimizer.grad_clip=1e9",  # a norm that is summed over shards may differ in its last bit
-    "parallel.timeout=60",
+    "parallel.timeout=300",  # for a busy machine
 )
 LOW = "optimizer={weights: bf16, master: remainder, moments: bf16}"
 EXPERTS = ("model.experts=4", "recipe=blockwise")
+DEEP = ("recipe=delayed", "model.layers=4")  # for four stages, or two of two processes
 ALONE: dict[str, tuple[str, ...]] = {
     "tensorwise": (),
     "delayed": ("recipe=delayed",),
     "low": (LOW,),
     "experts": EXPERTS,
+    "deep": DEEP,
 }
 """Runs of one process."""
 
@@ -114,15 +117,22 @@ def same_bits_as_one_process(world: World) -> None:
     cases = []
     for schedule in ("gpipe", "1f1b", "interleaved"):
         if schedule != "interleaved" or world.size == 2:
-            pipeline = f"parallel={{pp: {world.size}, schedule: {schedule}, timeout: 60}}"
-            cases.append(("delayed", schedule, pipeline, f"microbatches={world.size}", "recipe=delayed"))
+            pipeline = f"parallel={{pp: {world.size}, schedule: {schedule}, timeout: 300}}"
+            cases.append(("deep", schedule, pipeline, f"microbatches={world.size}", *DEEP))
     bits_of_one_process(world, *cases, ("low", "low", f"parallel.shard={world.size}", LOW))
+
+
+def near_runs(world: World, folder: str, name: str, *overrides: str) -> list[list[tuple[Any, ...]]]:
+    """The curves of one process and of these. Four processes run the first three steps of many layouts."""
+    run_of(world, folder, *overrides, steps=3 if world.size > 2 else None)
+    got = curve(Path(world.folder, folder))
+    return [curve(witness(world, name))[: len(got)], got]
 
 
 def tensor_parallelism_stays_near_one_process(world: World) -> None:
     """The loss of the first step to a bound, later ones to the noise of FP8.
 
-    Each of the 2 sums a layer rounds the stream's update to BF16 once more, so a logit moves by at most 8 * 2**-8 of
+    Each of the 2 sums a layer rounds the stream's update to BF16 once more, so a logit moves by at most 4 * 2**-8 of
     the largest one; codes that flip double that. The loss moves by at most twice that.
     """
     names = [(f"parallel.tp={world.size}", "recipe=delayed")]
@@ -136,9 +146,8 @@ def tensor_parallelism_stays_near_one_process(world: World) -> None:
         names += [("parallel={pp: 2, shard: 2}", "microbatches=2", "recipe=blockwise")]
     for overrides in names:
         folder = "tp-" + overrides[0].replace("parallel", "").strip(".={}").replace(" ", "")
-        run_of(world, folder, *overrides)
-        expected, got = curve(witness(world, "tensorwise")), curve(Path(world.folder, folder))
-        assert abs(got[0][1] - expected[0][1]) < 2 * 2 * 8 * 2.0**-8, (overrides, got, expected)
+        expected, got = near_runs(world, folder, "tensorwise", *overrides)
+        assert abs(got[0][1] - expected[0][1]) < 2 * 2 * 4 * 2.0**-8, (overrides, got, expected)
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
 
 
@@ -150,10 +159,9 @@ def sequences_stay_near_one_process(world: World) -> None:
         names += [(f"parallel={{cp: 2, {other}: 2}}", "microbatches=4") for other in ("tp", "pp")]
     for overrides in names:
         folder = "cp-" + overrides[0].replace("parallel", "").strip(".={}").replace(" ", "")
-        run_of(world, folder, *overrides)
         name = "delayed" if "recipe=delayed" in overrides else "tensorwise"
-        expected, got = curve(witness(world, name)), curve(Path(world.folder, folder))
-        first = 2 * 2 * 8 * 2.0**-8 if "tp" in overrides[0] else 2.0**-20 * expected[0][1]
+        expected, got = near_runs(world, folder, name, *overrides)
+        first = 2 * 2 * 4 * 2.0**-8 if "tp" in overrides[0] else 2.0**-20 * expected[0][1]
         assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
 
@@ -178,11 +186,11 @@ def experts_stay_near_one_process(world: World) -> None:
         assert abs(got[0][1] - expected[0][1]) < first, (overrides, got, expected)
         assert all(abs(a[1] - b[1]) < 0.1 for a, b in zip(got, expected, strict=True)), (overrides, got, expected)
     folder = "ep-parts"
-    run_of(world, folder, *EXPERTS, *names[0], steps=3)
+    run_of(world, folder, *EXPERTS, *names[0], "checkpoint.every=2", steps=2)
     one = newest_checkpoint(witness(world, "experts") / "checkpoints")[0]
     assert one is not None
-    run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", resume=True)
-    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000006"))
+    run_of(world, folder, *EXPERTS, f"parallel.dp={world.size}", "checkpoint.every=2", resume=True)
+    got = read_whole(Path(world.folder, folder, "checkpoints", "step-000004"))
     assert all(got.tensors[name].shape == t.shape for name, t in one.tensors.items() if name.startswith("model."))
     assert abs(curve(Path(world.folder, folder))[-1][1] - expected[-1][1]) < 0.1
 
@@ -192,18 +200,18 @@ LAYOUTS = ("dp", "shard", "tp", "pp", "cp")
 
 def checkpoints_of_any_shape(world: World) -> None:
     """A run of one process, and one of each layout, is read by each layout: the same tensors, bit for bit."""
-    sources = [witness(world, "tensorwise") / "checkpoints" / "step-000006.safetensors"]
+    sources = [witness(world, "deep") / "checkpoints" / "step-000004.safetensors"]
     sources += [
-        Path(world.folder, name, "checkpoints", "step-000006") for name in ("shard", f"tp-tp:{world.size}", "1f1b")
+        Path(world.folder, name, "checkpoints", "step-000004") for name in ("shard", f"tp-tp:{world.size}", "1f1b")
     ]
     sources = [source for source in sources if source.exists()]
     assert len(sources) >= 2
     for source in sources:
         config = load_config(source.parents[1] / "config.yaml")
-        whole = newest_checkpoint(source.parent)[0]
-        assert whole is not None
         for layout in LAYOUTS:
             if layout == "pp" and config.microbatches % world.size:
+                continue
+            if world.size > 2 and source.is_dir() and layout in ("dp", "cp"):  # replicas of what one process reads
                 continue
             folder = Path(world.folder, f"read-{source.parents[1].name}-{layout}")
             if world.rank == 0:
@@ -213,26 +221,30 @@ def checkpoints_of_any_shape(world: World) -> None:
                 copy = shutil.copytree if source.is_dir() else shutil.copy
                 copy(source, folder / "checkpoints" / source.name)  # type: ignore[operator]
             dist.barrier()
-            parallel = {"dp": 1, layout: world.size, "timeout": 60.0}
+            parallel = {"dp": 1, layout: world.size, "timeout": 300.0}
             changed = config.model_copy(update={"parallel": config.parallel.model_validate(parallel)})
             trainer = Trainer(changed, folder, resume=True)
-            assert trainer.step == 6
-            again = read_whole(trainer.save())
+            assert trainer.step == 4
+            saved = trainer.save()
             trainer.close()
-            for name, tensor in whole.tensors.items():
-                if not name.startswith("random."):
-                    assert torch.equal(again.tensors[name], tensor), (source, layout, name)
+            if world.rank == 0:
+                whole, again = newest_checkpoint(source.parent)[0], read_whole(saved)
+                assert whole is not None
+                for name, tensor in whole.tensors.items():
+                    if not name.startswith("random."):
+                        assert torch.equal(again.tensors[name], tensor), (source, layout, name)
             dist.barrier()
 
 
 def a_run_in_parts(world: World) -> None:
     """Resumed with the same processes, and with others, a run has the curve of an uninterrupted one."""
-    run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", "checkpoint.asynchronous=true", steps=4)
-    trainer = run_of(world, "parts", f"parallel.dp={world.size}", "recipe=delayed", resume=True)
+    own = (f"parallel.dp={world.size}", "recipe=delayed", "checkpoint.every=2")
+    run_of(world, "parts", *own, "checkpoint.asynchronous=true", steps=3)  # the third step is done again
+    trainer = run_of(world, "parts", *own, resume=True)
     assert trainer.done
     assert curve(Path(world.folder, "parts")) == curve(Path(world.folder, "dp"))
-    run_of(world, "others", f"parallel.dp={world.size}", steps=3)
-    run_of(world, "others", f"parallel.shard={world.size}", resume=True)
+    run_of(world, "others", f"parallel.dp={world.size}", "checkpoint.every=2", steps=2)
+    run_of(world, "others", f"parallel.shard={world.size}", "checkpoint.every=2", resume=True)
     if world.size == 2:
         assert curve(Path(world.folder, "others")) == curve(witness(world, "tensorwise"))
 
@@ -243,7 +255,7 @@ def all_ranks_are_on_record(world: World) -> None:
         "watched",
         f"parallel.pp={world.size}",
         f"microbatches={world.size}",
-        "recipe=delayed",
+        *DEEP,
         "watch={every: 2}",
     )
     folder = Path(world.folder, "watched")
@@ -253,14 +265,14 @@ def all_ranks_are_on_record(world: World) -> None:
     assert len(layers) == 17, layers  # each of 4 blocks has 4, whatever stage holds them; and the head
     receipt = json.loads((folder / "receipt.json").read_text())
     assert len(receipt["ranks"]) == world.size
-    assert len((folder / "amax.jsonl").read_text().splitlines()) == 1 + 6
+    assert len((folder / "amax.jsonl").read_text().splitlines()) == 1 + 4
     header = json.loads((folder / "amax.jsonl").read_text().splitlines()[0])
     assert len(header["tensors"]) == 3 * 16
 
 
 def one_file_of_a_folder(world: World) -> None:
     if world.rank == 0:
-        source = Path(world.folder, "low", "checkpoints", "step-000006")
+        source = Path(world.folder, "low", "checkpoints", "step-000004")
         target = Path(world.folder, "whole")
         consolidate(source, target, keep=False)
         from safetensors.torch import load_file
@@ -303,13 +315,14 @@ def a_rank_that_drifted_is_named(world: World) -> None:
 
 def the_plan_counts_what_is_sent_and_held(world: World) -> None:
     """Bytes of a step and of a rank, against `ottava.fleet`, to 2 %. Collectives of a few bytes are not in the plan."""
-    sizes = "model={d_model: 128, layers: 4, heads: 4, kv_heads: 4, ffn: 384}"
-    own = (sizes, "batch_size=8", "sequence_length=128", "evaluation.batches=1", "checkpoint.every=0")
+    own = ("batch_size=8", "sequence_length=64", "evaluation={every: 0, batches: 1}", "checkpoint.every=0")
     meshes = [{name: world.size} for name in ("dp", "shard", "tp", "pp")]
     meshes += [{"shard": 2, "tp": 2}, {"dp": 2, "shard": 2}] if world.size == 4 else []
     for mesh in meshes:
         parts = world.size if "pp" in mesh else 1
-        config = tiny(*own, f"parallel={json.dumps({**mesh, 'verify_every': 0})}", f"microbatches={parts}")
+        layers = 4 if "pp" in mesh else 2
+        sizes = f"model={{d_model: 128, layers: {layers}, heads: 4, kv_heads: 4, ffn: 384}}"
+        config = tiny(sizes, *own, f"parallel={json.dumps({**mesh, 'verify_every': 0})}", f"microbatches={parts}")
         folder = Path(world.folder, "planned-" + "-".join(mesh))
         trainer = Trainer(config, folder)
         trainer.advance(1)
@@ -319,19 +332,8 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
         states = [t for state in trainer._optimizer.state.values() for t in state.values() if t.dim()]
         held += sum(local(t).nbytes for t in states)
         trainer.close()
-        with torch.device("meta"):
-            whole = ByteTransformer(config.model, config.sequence_length)
-            ottava.convert(whole, "tensorwise")
-        optimizer = torch.optim.AdamW(whole.parameters())
-        tokens = 8 * 128 // trainer.ranks.readers
-        found = predict(
-            whole,
-            ottava.memory(whole, optimizer, tokens=tokens),
-            Mesh(**mesh, microbatches=parts),
-            tokens=tokens,
-            stream=4,
-            logits=2 * 256,
-        )
+        tokens = 8 * 64 // trainer.ranks.readers
+        found = world.once(partial(prediction, config, Mesh(**mesh, microbatches=parts), tokens))
         kinds = {
             name: sum(getattr(wire, name) for wire in found.wires.values()) for name in ("gathered", "summed", "sent")
         }
@@ -341,6 +343,15 @@ def the_plan_counts_what_is_sent_and_held(world: World) -> None:
             assert abs(most - planned) <= 0.02 * planned + 4096, (mesh, kind, sent.bytes, found.wires)
         most = max(trainer.ranks.tell(held))
         assert abs(found.state - most) <= 0.02 * most, (mesh, found.state, most)
+
+
+def prediction(config: TrainConfig, mesh: Mesh, tokens: int) -> Any:
+    """What `ottava.fleet` says of that run."""
+    with torch.device("meta"):
+        whole = ByteTransformer(config.model, config.sequence_length)
+        ottava.convert(whole, "tensorwise")
+    memory = ottava.memory(whole, torch.optim.AdamW(whole.parameters()), tokens=tokens)
+    return predict(whole, memory, mesh, tokens=tokens, stream=4, logits=2 * 256)
 
 
 class Counted(TorchDispatchMode):
@@ -380,14 +391,14 @@ def not_a_number_on_one_rank(world: World) -> None:
         def spoil(module: nn.Module, given: Any, made: Tensor) -> Tensor:
             return made * float("nan")
 
-        trainer.model.layers[2].mlp.register_forward_hook(spoil)
+        trainer.model.layers[1].mlp.register_forward_hook(spoil)
     kept = _Kept()
     logging.getLogger("ottava.train.loop").addHandler(kept)
     trainer.advance()
     logging.getLogger("ottava.train.loop").removeHandler(kept)
     assert trainer.diverged
     assert any(
-        "step 2: rank 1: the output of layers.2.mlp is the first that is not finite" in line for line in kept.lines
+        "step 2: rank 1: the output of layers.1.mlp is the first that is not finite" in line for line in kept.lines
     )
     assert trainer.step == 1
 
@@ -395,15 +406,26 @@ def not_a_number_on_one_rank(world: World) -> None:
 def meet_again(world: World, name: str) -> None:
     """In a new group: in the old one the processes are out of step."""
     dist.destroy_process_group()
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=300)
     meeting = f"file://{world.folder}/{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=world.rank, world_size=world.size, timeout=limit)
 
 
+def wait_less() -> None:
+    """From here on collectives end after 8 s; no start and no first step, which may be slow on a busy machine.
+
+    Notes of the other processes are waited for, however slow these are.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=8), group)
+    faults.PATIENCE = 200.0
+
+
 def a_rank_that_skips_a_layer_is_named(world: World) -> None:
     """Its collectives meet those of other layers, until sizes differ or one waits for nothing."""
-    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "skipped"))
+    trainer = Trainer(tiny(f"parallel.tp={world.size}"), Path(world.folder, "skipped"))
     trainer.advance(1)
+    wait_less()
     if world.rank == 1:
         trainer.model.layers[1].mlp.forward = torch.zeros_like
     told = said(trainer.advance)
@@ -416,8 +438,9 @@ def a_rank_that_skips_a_layer_is_named(world: World) -> None:
 
 def a_rank_that_fails_is_named(world: World) -> None:
     """It raises its own error; the others say which rank failed, where, and with what."""
-    trainer = Trainer(tiny(f"parallel={{tp: {world.size}, timeout: 8}}"), Path(world.folder, "failed"))
+    trainer = Trainer(tiny(f"parallel.tp={world.size}"), Path(world.folder, "failed"))
     trainer.advance(1)
+    wait_less()
     if world.rank == 1:
 
         def fail(module: nn.Module, given: Any) -> None:
@@ -441,20 +464,17 @@ QUICK: tuple[Callable[[World], None], ...] = (
     a_rank_that_drifted_is_named,
     not_a_number_on_one_rank,
 )
-SCENARIOS: tuple[Callable[[World], None], ...] = (
+MOST: tuple[Callable[[World], None], ...] = (
     replicas_and_shards,
     same_bits_as_one_process,
     tensor_parallelism_stays_near_one_process,
     sequences_stay_near_one_process,
     experts_stay_near_one_process,
     checkpoints_of_any_shape,
-    a_run_in_parts,
     all_ranks_are_on_record,
     one_file_of_a_folder,
-    refusals,
     the_plan_counts_what_is_sent_and_held,
-    a_rank_that_drifted_is_named,
-    not_a_number_on_one_rank,
-    a_rank_that_skips_a_layer_is_named,
-    a_rank_that_fails_is_named,
 )
+TWO = (*MOST, a_rank_that_skips_a_layer_is_named)
+"""What two processes do beside QUICK. Each of the last scenarios waits for 8 s, so two and four share them."""
+FOUR = (*MOST, *QUICK[1:], a_rank_that_fails_is_named)

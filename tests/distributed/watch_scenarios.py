@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,7 +80,7 @@ def shapes(seen: list[tuple[str, str, Tensor]]) -> dict[tuple[str, str], tuple[i
     return {(layer, tensor): tuple(x.shape) for layer, tensor, x in seen}
 
 
-def ddp() -> None:
+def ddp(world: World) -> None:
     """DistributedDataParallel."""
     seen, _ = check(DistributedDataParallel)
     first = next(x for layer, tensor, x in seen if (layer, tensor) == ("up", "input"))
@@ -87,7 +88,7 @@ def ddp() -> None:
     assert torch.equal(first, mine)
 
 
-def fsdp() -> None:
+def fsdp(world: World) -> None:
     """fully_shard on every layer and on the model: in forward the weight is whole."""
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -102,13 +103,13 @@ def fsdp() -> None:
     assert all(entry["why"] == "" for entry in tap.coverage())
 
 
-def fsdp_in_bf16() -> None:
+def fsdp_in_bf16(world: World) -> None:
     """What is seen has the dtype that the GEMM gets."""
     seen, _ = check(lambda model: fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     assert {x.dtype for _, _, x in seen} == {torch.bfloat16}
 
 
-def tensor_parallel() -> None:
+def tensor_parallel(world: World) -> None:
     """Weights sharded over ranks: this rank's shard, and said to be."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -124,7 +125,7 @@ def tensor_parallel() -> None:
     assert "W: is this rank's shard" in whys["up"], whys
 
 
-def idle_layers() -> None:
+def idle_layers(world: World) -> None:
     """A layer that only some ranks run: watching waits for nobody."""
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     seen: list[str] = []
@@ -133,6 +134,3 @@ def idle_layers() -> None:
     model[dist.get_rank() % 2](torch.ones(2, 8)).sum().backward()
     tap.detach()
     assert set(seen) == {str(dist.get_rank() % 2)}
-
-
-SCENARIOS = (ddp, fsdp, fsdp_in_bf16, tensor_parallel, idle_layers)

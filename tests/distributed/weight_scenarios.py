@@ -5,11 +5,12 @@ The witness is one process that runs both batches and averages the gradients: ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
@@ -108,7 +109,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     return gathered
 
 
-def ddp() -> None:
+def ddp(world: World) -> None:
     """Ranks that were made with other numbers get the codes of the first, bit for bit."""
     for recipe in RECIPES[:2]:
         model = network(recipe, seed=dist.get_rank())
@@ -122,7 +123,7 @@ def shard(recipe: str, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def fsdp2() -> None:
+def fsdp2(world: World) -> None:
     """Codes are sharded and gathered as they are; the shards of a weight with one scale agree on it at each step."""
     for recipe in RECIPES:
         model = shard(recipe)
@@ -132,7 +133,7 @@ def fsdp2() -> None:
         assert "weight is stored as" in str(ottava.receipt(model))
 
 
-def fsdp2_offloads_half_the_bytes() -> None:
+def fsdp2_offloads_half_the_bytes(world: World) -> None:
     """Under CPUOffloadPolicy shards lie in the CPU's memory as codes: half of what BF16 would move in each gather."""
     model = shard("tensorwise", offload_policy=CPUOffloadPolicy(pin_memory=False))
     agrees("tensorwise", model, model)
@@ -142,7 +143,7 @@ def fsdp2_offloads_half_the_bytes() -> None:
     assert moved < 0.501 * sum(one.numel() * one.element_size() for one in shards)
 
 
-def sharded_state_dicts() -> None:
+def sharded_state_dicts(world: World) -> None:
     """DTensors of codes and of scales; loaded again, and through torch's own functions for checkpoints."""
     for recipe in ("tensorwise", "blockwise"):
         model, other = shard(recipe), shard(recipe)
@@ -159,7 +160,7 @@ def sharded_state_dicts() -> None:
         assert torch.equal(third(x), wanted)
 
 
-def what_cannot_be_sharded() -> None:
+def what_cannot_be_sharded(world: World) -> None:
     """FSDP1's flat tensors, and blocks that a shard would cut."""
     raised = ""
     try:
@@ -175,12 +176,3 @@ def what_cannot_be_sharded() -> None:
     except NotImplementedError as error:
         raised = str(error)
     assert "by whole blocks of 128 rows; got 0:96" in raised
-
-
-SCENARIOS: tuple[Callable[[], None], ...] = (
-    ddp,
-    fsdp2,
-    fsdp2_offloads_half_the_bytes,
-    sharded_state_dicts,
-    what_cannot_be_sharded,
-)

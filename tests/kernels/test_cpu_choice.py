@@ -199,7 +199,7 @@ def test_racing_stores_agree(tmp_path: Path) -> None:
 
     In threads: a fork of a process that has run on several threads may inherit a lock that nobody will open.
     """
-    together = threading.Barrier(4, timeout=60)
+    together = threading.Barrier(4, timeout=300)
 
     def race(number: int) -> tuple[str, ...]:
         store = Store(tmp_path, DEVICE)

@@ -1,6 +1,6 @@
 """Measures how strong the tests are: changes one operator or number of a room at a time, and counts who notices.
 
-    ./x mutate ROOM [--sample N] [--jobs N]        ROOM: formats, rounding, scaling, recipe, quantizer, state, or all
+    ./x mutate ROOM [--sample N] [--jobs N]        ROOM: one of `rooms.toml`, or all
 
 Cosmic Ray makes the mutants (`OPERATORS`). Each runs in a process of its own on a copy of the source, with the tests
 that `rooms.toml` names for the room, except the slow ones; the fastest test first, until the first one fails. A mutant

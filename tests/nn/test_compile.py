@@ -19,7 +19,7 @@ from ottava import casts
 from ottava.bench.models import Block
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import Recipe
 from sweep import PLAIN
 
 KINDS = ("bf16", "rowwise_with_gw_hp", "blockwise", "delayed")
@@ -112,8 +112,8 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", map(get_recipe, PLAIN), ids=PLAIN)
-def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: Recipe) -> None:
+@pytest.mark.parametrize("recipe", KINDS)
+def test_checkpointing_inside_compiled_code_stays_one_graph(recipe: str) -> None:
     """A side effect in forward would break the graph here, and the whole block would silently run eagerly."""
     eager, model = network(recipe), Checkpointed(network(recipe))
     assert_same(train(model, compiled(model)), train(eager, eager))

@@ -18,7 +18,7 @@ from ottava.kernels import scaled_mm
 from ottava.nn.receipt import Receipt, ReceiptRow, grouped
 from ottava.recipe import GEMMS, Recipe
 
-ENGINES = ("native_gemm", "bf16_mm", "reference")
+ENGINES = ("native_gemm", "bf16_mm", "native_decoded", "reference")
 """What may run quantized operands on a CPU: it depends on the machine."""
 
 

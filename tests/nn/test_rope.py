@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ottava.nn.rope import RotaryEmbedding, RotaryScaling, rotate
+from ottava.nn.rope import RotaryEmbedding, RotaryScaling, RotaryTable, _lines, rotate
 
 SCALINGS = (
     {},
@@ -114,3 +114,45 @@ def test_mistakes_are_named() -> None:
         RotaryEmbedding(5)
     with pytest.raises(ValueError, match="heads of 4 entries; the table turns 8"):
         rotate(torch.ones(1, 1, 4), RotaryEmbedding(8)(torch.arange(1)))
+
+
+def test_a_rotation_to_fp32_is_that_of_the_widened_heads_with_all_its_derivatives() -> None:
+    """The bits of torch's lines: forward, backward, backward of backward, tangents and vmap; also without gradients."""
+    table = RotaryEmbedding(8)(torch.arange(5))
+    for interleaved, dtype, dim in itertools.product(
+        (True, False), (torch.float32, torch.bfloat16, torch.float16), (8, 12)
+    ):
+        table = table._replace(interleaved=interleaved)
+        qkv = torch.randn(2, 5, 6, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x = qkv[:, :, 1:4].clone().requires_grad_()
+
+        def lines(x: torch.Tensor, table: RotaryTable = table) -> torch.Tensor:
+            return _lines(x.float(), *table, torch.float32, False)
+
+        def fused(x: torch.Tensor, table: RotaryTable = table) -> torch.Tensor:
+            return rotate(x, table, torch.float32)
+
+        dy, weight = torch.randn(2, 2, 5, 3, dim, generator=torch.Generator().manual_seed(1)).unbind(0)
+        found = []
+        for form in (lines, fused):
+            y = form(x)
+            (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
+            (ddy,) = torch.autograd.grad(dx, dy, weight.to(dtype))
+            _, tangent = torch.func.jvp(form, (x.detach(),), (weight.to(dtype),))
+            with torch.no_grad():
+                found.append((y, dx, ddy, tangent, torch.func.vmap(form)(x), form(qkv[:, :, 1:4])))
+        assert found[1][0].dtype == torch.float32
+        assert found[1][0].grad_fn is not None
+        for plain, ours in zip(*found, strict=True):
+            assert torch.equal(plain, ours), (interleaved, dtype, dim)
+
+
+def test_gradients_of_16_bit_heads_are_those_of_torchs_lines() -> None:
+    """Autograd rounds each product; a rotation without gradients rounds once, with the bits of the lines."""
+    table = RotaryEmbedding(8)(torch.arange(5))
+    x = torch.randn(2, 5, 3, 8).bfloat16().requires_grad_()
+    y, wanted = rotate(x, table), _lines(x, *table, torch.bfloat16, False)
+    assert torch.equal(y, wanted)
+    assert torch.equal(*(torch.autograd.grad(out, x, torch.ones_like(y))[0] for out in (y, wanted)))
+    with torch.no_grad():
+        assert torch.equal(rotate(x, table), y)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -275,55 +271,6 @@ def test_hugging_faces_gpt2_and_neox_blocks() -> None:
         wanted = wanted[0] if isinstance(wanted, tuple) else wanted
         y = ours(x, rotary=RotaryEmbedding(4, dtype=dtype)(positions))
         assert (y - wanted).float().norm() <= 2 * torch.finfo(dtype).eps * wanted.float().norm()
-
-
-_TWO_RANKS = """
-import os, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import ottava
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-layer = ottava.nn.TransformerLayer(
-    32, 40, 4, kv_heads=2, norm="rmsnorm", activation="swiglu", recipe="delayed", dtype=torch.bfloat16
-)
-x = torch.randn(4, 8, 32).bfloat16()
-table = ottava.nn.RotaryEmbedding(8)(torch.arange(8))
-model = DistributedDataParallel(layer)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(2):
-    optimizer.zero_grad()
-    model(x[rank::2], rotary=table).float().square().mean().backward()
-    optimizer.step()
-scales = torch.stack([door.scale for door in ottava.ScalingState(model).doors()])
-both = [torch.empty_like(scales) for _ in range(2)]
-dist.all_gather(both, scales)
-flat = torch.cat([p.detach().float().flatten() for p in layer.parameters()])
-params = [torch.empty_like(flat) for _ in range(2)]
-dist.all_gather(params, flat)
-assert torch.equal(*both) and torch.equal(*params), (both, params)
-assert (scales > 0).all()
-print("agreed")
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_of_ddp_agree_on_weights_and_scales(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TWO_RANKS, str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=200)
-        assert rank.returncode == 0, said
-        assert "agreed" in said
 
 
 def test_mistakes_are_named() -> None:

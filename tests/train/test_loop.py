@@ -6,9 +6,7 @@ import json
 import math
 import os
 import random
-import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -344,15 +342,22 @@ from pathlib import Path
 from ottava.train import Trainer, load_config
 Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance()
 """
+KILLED = """
+import os, signal, sys, threading, time
+def kill():
+    while longer >= 0 and not (os.path.exists(metrics) and os.path.getsize(metrics) > longer):
+        time.sleep(0.001)
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+metrics, longer, seconds = sys.argv[1] + "/metrics.jsonl", int(sys.argv.pop()), float(sys.argv.pop())
+threading.Thread(target=kill, daemon=True).start()
+"""
+"""Put in front of TRAIN. The process kills itself, since another one may sleep for long on a busy machine."""
 
 
-def start(run: Path, config: list[str]) -> warm.Warm:
+def start(run: Path, config: list[str], *killed: object) -> warm.Warm:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # small tensors on many threads only wait for each other
-    return warm.Warm(["-c", TRAIN, str(run), *config], env=one_thread)
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    return warm.Warm(["-c", (KILLED if killed else "") + TRAIN, str(run), *config, *map(str, killed)], env=one_thread)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
@@ -362,25 +367,16 @@ def test_killed_at_any_moment_the_curve_is_that_of_an_uninterrupted_run(recipe: 
     whole, run = tmp_path / "whole", tmp_path / "run"
     uninterrupted = start(whole, config)
     chance = random.Random(recipe)
-    kills = 0
-    while kills < 3:
-        process = start(run, config)
-        done_before = size(run / "metrics.jsonl")
-        # Not before it has trained a little, else every kill would hit the import of torch; one kill does hit that.
-        while kills and size(run / "metrics.jsonl") <= done_before + 500 and process.poll() is None:
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0.0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        killed = process.wait()
-        if killed.returncode == 0:
-            break  # this machine was faster than the kills
+    metrics = run / "metrics.jsonl"
+    for kill in range(3):
+        # the first kill hits the start; the others wait until it has trained a little
+        longer = (metrics.stat().st_size if metrics.exists() else 0) + 500 if kill else -1
+        killed = start(run, config, chance.uniform(0.0, 0.05), longer).wait()
         assert killed.returncode == -9, killed.stderr
-        kills += 1
     last = start(run, config)
     for process in (last, uninterrupted):
         ended = process.wait()
         assert ended.returncode == 0, ended.stderr
-    assert kills >= 2
     assert len(saved_curve(run)) == 60
     assert saved_curve(run) == saved_curve(whole)
     newest = Path("checkpoints", "step-000060.safetensors")

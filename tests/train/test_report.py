@@ -193,7 +193,7 @@ def test_nothing_is_cut_at_1000_pixels_and_charts_are_not_shrunk(
         f"--user-data-dir={tmp_path}/c",
     ]
     assert CHROMIUM is not None
-    ran = subprocess.run([CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([CHROMIUM, *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=600)
     found = re.search(r"<title>measured (.*?)</title>", ran.stdout)
     assert found, ran.stderr
     measured = json.loads(found[1])

@@ -21,7 +21,7 @@ from ottava.kernels.native import quantize as native_quantize
 Library = tuple[str, str]
 """Name of a C++ file, and the macro of its variant, or ""."""
 
-FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""))
+FIRST_STEP: tuple[Library, ...] = (("quantize", ""), ("gemm", ""), ("sums", ""), ("pointwise", ""))
 """The libraries of the first training step of a BF16 model."""
 
 
@@ -38,7 +38,7 @@ def libraries() -> dict[str, Library]:
     """Name in a table -> library, for all libraries."""
     names: dict[str, Library] = {}
     for name in native_build.sources():
-        per_dtype = name in ("quantize", "sample", "measure", "stochastic")
+        per_dtype = name in ("quantize", "sample", "measure", "stochastic", "block_scales", "rotate")
         for dtype, macro in native_quantize.VARIANTS.items() if per_dtype else ((None, ""),):
             names[f"{name} {dtype_name(dtype)}" if dtype is not None else name] = name, macro
     return names

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.nn.rope import RotaryEmbedding, RotaryTable, rotate
+from ottava.nn.rope import RotaryEmbedding, RotaryTable
 from ottava.train.config import ModelConfig
-from ottava.train.model import ByteTransformer
+from ottava.train.model import VOCABULARY, ByteTransformer
 
 
 class Block(nn.Module):
@@ -49,12 +49,18 @@ class Attention(nn.Module):
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         # torch's fused CPU attention is more than twice as slow in BF16 as in FP32 (backward, torch 2.13).
         dtype = torch.float32 if x.device.type == "cpu" else v.dtype
-        qk, v = rotate(qk.to(dtype), rotary), v.to(dtype)
+        qk, v = _rotated(qk.to(dtype), rotary), v.to(dtype)
         q, k = qk.transpose(1, 2).split((self.heads, self.kv_heads), dim=1)  # (B, H, T, E), (B, G, T, E)
         with torch.autocast(x.device.type, enabled=False):
             y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
         return out
+
+
+def _rotated(x: Tensor, table: RotaryTable) -> Tensor:
+    """x (B, T, H, E), turned by torch's operations alone."""
+    first, second = x.chunk(2, -1)
+    return x * table.cos + torch.cat((second, first), -1) * table.sin
 
 
 class MLP(nn.Module):
@@ -89,9 +95,15 @@ class LlamaBlock(nn.Module):
 
 
 class PlainByteTransformer(ByteTransformer):
-    """The demo's model in plain torch: the same initial weights, and nothing of `ottava.nn` but the rotation."""
+    """The demo's model in plain torch: the same initial weights, and nothing of `ottava.nn` but the angles."""
 
     block, norm_class = LlamaBlock, nn.RMSNorm
+
+    def __init__(self, config: ModelConfig, sequence_length: int) -> None:
+        super().__init__(config, sequence_length)
+        head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        head.weight = self.lm_head.weight
+        self.lm_head = head  # type: ignore[assignment]
 
 
 class SmolLM2(nn.Module):

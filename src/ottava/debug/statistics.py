@@ -102,6 +102,9 @@ def _current_scale(t: Tally) -> Number:
     return _where(np.isfinite(t.scale_min), np.where(predicted, t.scale_max / ahead, t.scale_min))
 
 
+_ROWS = 2048
+
+
 def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: float = 0.0) -> Number:
     """The value below which `share` of a histogram's entries lie, linear within a bin; NaN for an empty histogram.
 
@@ -115,7 +118,11 @@ def percentile(histogram: Bins, share: float, *, width: float = 1.0, first: floa
         >>> percentile(np.array([0.0, 4.0, 4.0]), 0.75)
         2.5
     """
-    histogram = np.asarray(histogram, dtype=np.float64)
+    histogram = np.asarray(histogram)
+    if histogram.ndim == 2 and len(histogram) > _ROWS:  # pieces that fit a cache take a quarter of the time
+        pieces = [histogram[i : i + _ROWS] for i in range(0, len(histogram), _ROWS)]
+        return np.concatenate([percentile(piece, share, width=width, first=first) for piece in pieces])
+    histogram = histogram.astype(np.float64, copy=False)
     total = histogram.sum(-1)
     cumulative = histogram.cumsum(-1)
     target = total * share

@@ -64,13 +64,19 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
-    if spec.block_scale == "amax":
-        factor, scale_inv = factors(block_amax, spec, scale)
-    else:
-        group = None if spec.transform is None else spec.transform.group
-        factor, scale_inv = BLOCK_SCALES[spec.block_scale](x, block_amax, granularity, group)
+    factor, scale_inv = factors_of(x, block_amax, spec, granularity, scale)
     y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
+
+
+def factors_of(
+    x: Tensor, block_amax: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None
+) -> Scale:
+    """As `factors`, or by the spec's rule for block scales, which may read x."""
+    if spec.block_scale == "amax":
+        return factors(block_amax, spec, scale)
+    group = None if spec.transform is None else spec.transform.group
+    return BLOCK_SCALES[spec.block_scale](x, block_amax, granularity, group)
 
 
 def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:

@@ -21,6 +21,7 @@ from ottava.batch_invariance import in_tiles
 from ottava.casts import quantize
 from ottava.errors import unknown_name
 from ottava.formats import E4M3
+from ottava.kernels.native import pointwise
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.kernels.triton.rows import supports_gradient, supports_rows
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -84,6 +85,21 @@ def gated(name: str, act: Activation) -> Activation:
         return torch.cat((act.backward(dy * up, gate), dy * act.forward(gate)), -1)
 
     return Activation(name, forward, backward, gated=True, kernel=act.kernel)
+
+
+def fused(act: Activation, forward: Callable[..., Tensor | None], backward: Callable[..., Tensor | None]) -> Activation:
+    """The same by kernels with the bits of its lines, where they take the tensors: they return None for others.
+
+    Example:
+        >>> fused(ACTIVATIONS["relu"], lambda x: None, lambda dy, x: None).forward(torch.tensor([-1.0, 3.0]))
+        tensor([0., 3.])
+    """
+
+    def either(kernel: Callable[..., Tensor | None], lines: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        y = kernel(*tensors)
+        return lines(*tensors) if y is None else y
+
+    return replace(act, forward=partial(either, forward, act.forward), backward=partial(either, backward, act.backward))
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
@@ -155,9 +171,14 @@ _GATES = MappingProxyType(
     | {"qgeglu": "qgelu"}
 )
 
+_GATED = MappingProxyType(
+    {name: gated(name, next(one for one in _PLAIN if one.name == act)) for name, act in _GATES.items()}
+)
+
 ACTIVATIONS = MappingProxyType(
     {one.name: one for one in _PLAIN}
-    | {name: gated(name, next(one for one in _PLAIN if one.name == act)) for name, act in _GATES.items()}
+    | dict(_GATED)
+    | {"swiglu": fused(_GATED["swiglu"], pointwise.swiglu, pointwise.swiglu_backward)}
     | {"glu": gated("glu", _SIGMOID), "clamped_swiglu": clamped_swiglu()}
 )
 """name -> Activation. A new one is one entry."""

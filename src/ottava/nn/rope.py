@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ottava.ambient import ambient
 from ottava.batch_invariance import in_tiles
 from ottava.errors import RefusesUnknownFields, unknown_name
+from ottava.kernels.gate import is_plain
+from ottava.kernels.native import pointwise
 
 
 @dataclass(frozen=True)
@@ -200,21 +202,71 @@ class RotaryEmbedding(nn.Module):
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scaling={self.scaling.rope_type}"
 
 
-def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """Turns heads x (..., heads, head_dim); entries past the table's dim stay. It computes in the wider dtype of x and
-    table, and rounds once to the dtype of x.
+def rotate(x: Tensor, table: RotaryTable, dtype: torch.dtype | None = None) -> Tensor:
+    """Turns heads x (..., heads, head_dim); entries past the table's dim stay.
 
+    It computes in the widest dtype of x, table and result, and rounds once. On a CPU one pass of C++ does it, with the
+    bits of the lines in torch, where the result is fp32 or needs no gradient.
+
+    Args:
+        dtype: of the result; None: that of x.
     Raises:
         ValueError: a head has fewer entries than the table turns.
     """
-    dim, rest = table.cos.shape[-1], x.shape[-1] - table.cos.shape[-1]
-    if rest < 0:
+    dim, dtype = table.cos.shape[-1], dtype or x.dtype
+    if x.shape[-1] < dim:
         raise ValueError(f"rotate: got heads of {x.shape[-1]} entries; the table turns {dim} of them")
-    turned = x if rest == 0 else x[..., :dim]
-    pairs = (-1, 2) if table.interleaved else (2, -1)
-    other = turned.unflatten(-1, pairs).flip(-1 if table.interleaved else -2).flatten(-2)  # each pair's other entry
-    y = (turned * table.cos + other * table.sin).to(x.dtype)
-    return y if rest == 0 else torch.cat((y, x[..., dim:]), -1)
+    settings = *table, dtype, False
+    if torch.compiler.is_compiling() or not x.is_cpu or not is_plain(x) or table.cos.requires_grad:
+        return _lines(x, *settings)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _turned(x, *settings)
+    # Autograd rounds each product to the dtype of x, so one rounding would change gradients in 16 bits.
+    one_rounding = x.dtype == torch.float32 or dtype == table.cos.dtype == torch.float32
+    y: Tensor = _Turned.apply(x, *settings) if one_rounding else _lines(x, *settings)
+    return y
+
+
+def _other(x: Tensor, interleaved: bool) -> Tensor:
+    """Each pair's other entry."""
+    pairs = (-1, 2) if interleaved else (2, -1)
+    other: Tensor = x.unflatten(-1, pairs).flip(-1 if interleaved else -2).flatten(-2)
+    return other
+
+
+def _lines(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, back: bool) -> Tensor:
+    """The rotation in torch, or with `back` its gradient."""
+    dim, x = cos.shape[-1], x.to(torch.promote_types(x.dtype, dtype))
+    turned = x if dim == x.shape[-1] else x[..., :dim]
+    y = (turned * cos + _other(turned, interleaved) * (_other(sin, interleaved) if back else sin)).to(dtype)
+    return y if dim == x.shape[-1] else torch.cat((y, x[..., dim:].to(dtype)), -1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, back: bool) -> Tensor:
+    y = pointwise.rotate(x, cos, sin, dtype, interleaved=interleaved, back=back)
+    return _lines(x, cos, sin, interleaved, dtype, back) if y is None else y
+
+
+class _Turned(torch.autograd.Function):
+    """Its gradient is a rotation by the other angles, with derivatives of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.save_for_forward(cos, sin)
+        ctx.settings = interleaved, dtype, back, x.dtype
+        return _turned(x, cos, sin, interleaved, dtype, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        interleaved, _, back, dtype = ctx.settings
+        return _Turned.apply(grads[0], *ctx.saved_tensors, interleaved, dtype, not back), *([None] * 5)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _turned(tangents[0], *ctx.saved_tensors, *ctx.settings[:3])
 
 
 def packed_positions(cu_seqlens: Tensor) -> Tensor:

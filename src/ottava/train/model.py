@@ -40,7 +40,7 @@ class Attention(nn.Module):
         qk, v = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split(self.sizes, dim=2)  # (B, T, H + G and G, E)
         # torch's fused CPU attention is more than twice as slow in BF16 as in FP32 (backward, torch 2.13).
         dtype = torch.float32 if x.device.type == "cpu" else v.dtype
-        qk, v = rotate(qk.to(dtype), rotary), v.to(dtype)
+        qk, v = rotate(qk, rotary, dtype), v.to(dtype)
         q, k = qk.split((self.sizes[0] - self.sizes[1], self.sizes[1]), dim=2)
         with torch.autocast(x.device.type, enabled=False):
             y = self.attention(q, k, v)  # (B, T, H, E)

@@ -95,7 +95,9 @@ def test_massive_tokens_in_fc2_come_with_evidence_and_remedies_in_order_of_cost(
     rungs = [remedy["rung"] for remedy in first.remedies]
     assert rungs == sorted(rungs)
     assert all("Current scaling" not in remedy["text"] for remedy in first.remedies)  # the run has it
-    assert 'override("layers.1.mlp.down_proj", fprop=None, wgrad=None)' in first.remedies[0]["patch"]["ottava"]
+    patches = [remedy["patch"].get("ottava", "") for remedy in first.remedies]
+    assert 'override("layers.1.mlp.down_proj", fprop=ottava.get_recipe("rowwise").fprop, wgrad=None)' in patches[0]
+    assert 'override("layers.1.mlp.down_proj", fprop=None, wgrad=None)' in patches[1]  # of equal cures FP8 comes first
     assert result.fails("critical")
 
 

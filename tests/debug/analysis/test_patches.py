@@ -16,7 +16,7 @@ import yaml
 
 import ottava
 from ottava.debug.analysis.facts import context_of
-from ottava.debug.analysis.ladder import changed
+from ottava.debug.analysis.ladder import changed, choices
 from ottava.debug.analysis.patches import patterns, render
 from ottava.debug.analysis.rows import Context
 from ottava.debug.analysis.rules import Remedy, load_rules
@@ -131,11 +131,30 @@ def e5m2(pasted: Pasted) -> None:
 
 
 def wider(pasted: Pasted) -> None:
-    assert all(new == replace(old, margin=old.margin + 1, amax_history_len=64) for new, old in pasted.cells())
+    more = {new.margin - old.margin for new, old in pasted.cells()}
+    assert all(new == replace(old, margin=new.margin, amax_history_len=64) for new, old in pasted.cells())
+    assert len(more) == 1
+    assert more <= {1, 2}
 
 
 def shorter(pasted: Pasted) -> None:
-    assert all(new == replace(old, amax_history_len=16) for new, old in pasted.cells())
+    lengths = {new.amax_history_len for new, _ in pasted.cells()}
+    assert all(new == replace(old, amax_history_len=new.amax_history_len) for new, old in pasted.cells())
+    assert len(lengths) == 1
+    assert lengths <= {16, 4, 1}
+
+
+def finer(pasted: Pasted) -> None:
+    """fprop of these layers as in rowwise and wgrad in BF16, if that is what the record asks for; else 1x128 blocks."""
+    if pasted.recipe.for_layer(pasted.layers[0]).wgrad != GemmRecipe():
+        return taken(pasted, "blockwise", pasted.layers)
+    for layer in LAYERS:
+        got, own = pasted.recipe.for_layer(layer), pasted.began.for_layer(layer)
+        inside = layer in pasted.layers
+        assert got.fprop == (ottava.get_recipe("rowwise").fprop if inside else own.fprop)
+        assert got.wgrad == (GemmRecipe() if inside else own.wgrad)
+        assert got.dgrad == own.dgrad
+    return None
 
 
 def split(pasted: Pasted) -> None:
@@ -187,12 +206,12 @@ EFFECTS: dict[str, Callable[[Pasted], object]] = {
     "shorter_history": shorter,
     "warm_phase": lambda p: calibrated(p) if p.began.predicted else unchanged(p),
     "e5m2_gradients": e5m2,
-    "current_scaling": lambda p: taken(p, "tensorwise", LAYERS),
+    "current_scaling": lambda p: taken(p, "tensorwise", p.layers),
     "bf16_operand": lambda p: p.off(p.layers, GEMMS_OF.get(p.tensor, set(GEMMS))),
     "boundary_bf16": lambda p: p.off(ENDS, set(GEMMS)),
-    "fine_scaling": lambda p: taken(p, "blockwise", p.layers),
-    "fine_gradients": lambda p: taken(p, "blockwise", LAYERS),
-    "round_up_scales": lambda p: taken(p, "mxfp8", LAYERS),
+    "fine_scaling": finer,
+    "fine_gradients": lambda p: taken(p, "blockwise", p.layers),
+    "round_up_scales": lambda p: taken(p, "mxfp8", p.layers),
     "norms_bf16": lambda p: p.off(p.layers, {"dgrad", "wgrad"}),
     "wgrad_bf16": lambda p: p.off(p.layers, {"wgrad"}),
     "dgrad_bf16": lambda p: p.off(p.layers, {"dgrad"}),
@@ -245,16 +264,18 @@ def test_every_patch_of_every_rule_does_what_it_says(run: Run, recipe: str) -> N
         if name == "e5m2_gradients" and _is_narrow(recipe):
             assert all('format != "E2M1"' in str(r.when) for r in BOOK.rules.values() if name in r.remedies)
             continue  # so that no rule proposes it there
-        patches: dict[str, tuple[list[str], str]] = {}
+        patches: dict[str, tuple[Remedy, list[str], str]] = {}
+        finest = [dict, lambda: {"fprop": "rowwise", "wgrad": None}]
         for layers, tensor in (([], ""), (LAYERS[:1], "input"), (LAYERS[1::2], "grad_output"), (LAYERS, "weight")):
-            found = render(BOOK.remedies[name], context, id="N1", layers=layers, tensor=tensor, recipe=recipe)
-            patches[found["patch"]["ottava"]] = layers, tensor
-        for patch, (layers, tensor) in patches.items():
+            for remedy in itertools.chain.from_iterable(choices(BOOK.remedies[name], found) for found in finest):
+                found = render(remedy, context, id="N1", layers=layers, tensor=tensor, recipe=recipe)
+                patches[found["patch"]["ottava"]] = remedy, layers, tensor
+        for patch, (remedy, layers, tensor) in patches.items():
             try:
                 with torch.autograd.set_detect_anomaly(False):
                     pasted = Pasted(patch, recipe, layers, tensor)
                     effect(pasted)
-                    predicted_as_pasted(pasted, BOOK.remedies[name], context)
+                    predicted_as_pasted(pasted, remedy, context)
             except Exception as error:
                 error.add_note(f"{name} under {recipe} for {layers} {tensor}:\n{patch}")
                 raise
@@ -310,10 +331,9 @@ def test_patterns_match_their_layers_and_no_other() -> None:
 def test_constraints_are_told_where_they_apply(run: Run, tmp_path: Path) -> None:
     """Megatron: only delayed scaling with offload, no BF16 boundary with delayed; TE: no backward_override."""
     context = context_of(run, config=BOOK.config)
-    notes = {
-        name: render(BOOK.remedies[name], context, id="x", layers=[], tensor="", recipe="delayed")["notes"]
-        for name in ("current_scaling", "boundary_bf16", "wgrad_bf16", "margin")
-    }
+    names = ("current_scaling", "boundary_bf16", "wgrad_bf16", "margin")
+    place: dict[str, Any] = {"id": "x", "layers": [], "tensor": "", "recipe": "delayed"}
+    notes = {name: render(next(choices(BOOK.remedies[name])), context, **place)["notes"] for name in names}
     assert "offload" in notes["current_scaling"][0]
     assert "--first-last-layers-bf16" in notes["boundary_bf16"][0]
     assert "backward_override" in notes["wgrad_bf16"][0]
@@ -326,5 +346,6 @@ def test_constraints_are_told_where_they_apply(run: Run, tmp_path: Path) -> None
 
 def test_no_placeholder_is_left(run: Run) -> None:
     for remedy in BOOK.remedies.values():
+        remedy = next(choices(remedy))
         found = render(remedy, context_of(run), id="N1", layers=LAYERS[:2], tensor="input", recipe="strange")
         assert "${" not in found["text"] + "".join(found["patch"].values())

@@ -32,7 +32,7 @@ def dom(page: Path, fragment: str = "", width: int = 1280) -> str:
     flags += ["--allow-file-access-from-files"]  # else a page may not look into its frames
     flags += [f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=3000"]
     command = [CHROMIUM, *flags, "--enable-logging=stderr", "--dump-dom", page.as_uri() + fragment]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert 'data-drawn="yes"' in done.stdout[:200]
     return done.stdout
@@ -305,7 +305,7 @@ def test_nothing_is_wider_than_a_phone(page: Path) -> None:
     assert CHROMIUM is not None
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
     flags += [f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=4000", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, frame.as_uri()], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([CHROMIUM, *flags, frame.as_uri()], capture_output=True, text=True, timeout=600)
     assert "<title>0,yes</title>" in done.stdout
 
 

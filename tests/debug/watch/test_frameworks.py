@@ -204,7 +204,7 @@ def test_megatron_is_seen_whole(kind: str, ranks: int) -> None:
     pytest.importorskip("megatron.core")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = Path(__file__).with_name("megatron_ranks.py")
-    done = subprocess.run([*command, str(script), kind], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, str(script), kind], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["same"]

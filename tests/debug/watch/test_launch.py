@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 def both(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
     """As Python runs it, and as it is launched."""
-    python = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+    python = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
     return python, warm.run(["launch.py", *words], cwd=folder)
 
 

@@ -28,11 +28,13 @@ from ottava import scaling
 from ottava.debug.measure import measure_all, survey
 from ottava.debug.sample import squares_of
 from ottava.debug.tally import DETAILS
-from ottava.formats import FORMATS
+from ottava.formats import E2M1, FORMATS
 from ottava.kernels import reference
+from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import gemm as native_gemm
 from ottava.kernels.native import measure as native_measure
 from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native import rotate as native_rotate
 from ottava.kernels.native import sample as native_sample
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.native import sums as native_sums
@@ -40,9 +42,11 @@ from ottava.kernels.native.measure import Look
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor, refuse_pair
 from ottava.quantizer import Quantizer
 from ottava.rounding import decode
-from ottava.scaling import Granularity, ScaleFormat
+from ottava.scaling import BLOCK_1X16, Granularity, ScaleFormat
+from ottava.transforms import Hadamard
 
 NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_stochastic, native_sums)
+NATIVE += (native_block_scales, native_rotate)
 SMALL = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.has_negative_zero)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 127, 128, 129, 130, 191, 192, 255, 256, 257)
@@ -281,6 +285,35 @@ def stochastic(case: Case) -> None:
         same(getattr(ours, name), getattr(truth, name), name)
 
 
+def rule(case: Case) -> None:
+    """Scales of blocks by a rule, and codes."""
+    x, seed, blocks = case.matrix(), case.rng.getrandbits(30), case.rng.choice(("1x16", "16x16", "3x5", "1x2", "48x5"))
+    spec = QuantizationSpec(E2M1, Granularity.parse(blocks), "e4m3", block_scale="four_over_six")
+    if case.rng.random() < 0.5:
+        rotation = Hadamard(case.rng.choice((16, 64, 128)), "fresh")
+        spec = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="ms_eden", transform=rotation)
+    case.threads()
+    case.say(spec, case.layout)
+    torch.manual_seed(seed)
+    truth = reference.quantize(x, spec)
+    torch.manual_seed(seed)
+    with case.fence.around(native_block_scales):
+        ours = native_block_scales.quantize(x, spec)
+    for name in ("data", "scale_inv", "amax"):
+        same(getattr(ours, name), getattr(truth, name), name)
+
+
+def rotate(case: Case) -> None:
+    x, size = case.matrix(), 1 << case.rng.randint(1, 9)
+    rotation = Hadamard(size, case.rng.choice((3, "fresh")), case.rng.random() < 0.5)
+    case.threads()
+    case.say(rotation, case.layout)
+    aside = rotation.prepare(x, None)
+    with case.fence.around(native_rotate):
+        ours = native_rotate.plan_transform(x, rotation)(x, aside)
+    same(ours, rotation.apply(x, aside), "numbers")
+
+
 def codes(case: Case, rows: int, cols: int, spec: QuantizationSpec, layout: str) -> QuantizedTensor:
     """All codes there are, or those of a cast; scales of any layout."""
     if case.rng.random() < 0.3:
@@ -429,7 +462,7 @@ def take(case: Case, *matrices: Tensor) -> None:
 
 
 KERNELS: MappingProxyType[str, Callable[[Case], None]] = MappingProxyType(
-    {f.__name__: f for f in (quantize, both, stochastic, dequantize, gemm, sums, look)}
+    {f.__name__: f for f in (quantize, both, stochastic, rule, rotate, dequantize, gemm, sums, look)}
 )
 
 

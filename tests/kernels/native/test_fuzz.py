@@ -35,7 +35,7 @@ def test_kernels_stay_inside_their_operands_and_have_the_bits_of_the_reference()
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "4"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
     )
     lines = ran.stdout.splitlines()
     wrong = [line for pair in itertools.pairwise(lines) if pair[1].startswith("WRONG") for line in pair]

@@ -175,7 +175,7 @@ def test_instruction_sets_change_no_bit(
     source, made = native_build.SOURCES / "quantize.cpp", tmp_path / "made.so"
     variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
     command = [compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=800)
     library = ctypes.CDLL(str(made))
     native_quantize._declare(library)
     monkeypatch.setattr(native_quantize, "built", lambda *_: Built(library, ""))

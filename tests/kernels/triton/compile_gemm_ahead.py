@@ -1,7 +1,7 @@
 """Compiles the Triton GEMM for sm_90 under every configuration that is measured; no GPU is needed.
 
-`python compile_gemm_ahead.py [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds; without
-names, of all launches. In a process of its own, because Triton decides at import whether it interprets.
+`python compile_gemm_ahead.py [--but] [NAME ...]` prints a JSON object: name of a launch -> what the machine code holds;
+with --but, of all other launches. In a process of its own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def compiled(config: Config, a: QuantizedTensor, b: QuantizedTensor, dtype: torc
 
 
 def main(names: Collection[str]) -> None:
-    """Prints the facts of the launches that are named, or of all."""
+    """Prints the facts of the launches that are named, or of the others."""
     found = {}
     for name, launch in launches():
-        if names and name not in names:
+        if (name in names) == ("--but" in names):
             continue
         binary = compiled(*launch)
         ptx = binary.asm["ptx"]

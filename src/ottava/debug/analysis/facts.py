@@ -140,7 +140,7 @@ CAST_FACTS: Mapping[str, Fact] = MappingProxyType(
         "late_clip": Fact("whether a predicted scale clips this cast", late_clip),
         "n_casts": Fact("casts in the look", lambda r: np.asarray(r.table.tallies.n_casts)),
         "margin": Fact("octaves that the recipe leaves at the top of the format", CastRows.margins),
-        "looks": Fact("looks at this cast", lambda r: np.array([len(r.index[s]) for s in r.slots], dtype=float)),
+        "looks": Fact("looks at this cast", lambda r: np.bincount(r.table.casts[0])[r.table.casts[0]] * 1.0),
         "age": Fact("steps since the first look", lambda r: r.table["step"] - (min(r.table["step"], default=0))),
         "flushed_in_blocks_pct": Fact("predicted underflow with blocks of 1x128 [%]", _flushed_in_blocks),
         "at_block_amax_pct": Fact("elements within an eighth of the amax of their 1x32 block [%]", _at_block_amax),

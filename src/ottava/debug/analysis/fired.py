@@ -73,7 +73,7 @@ def ask_rules(
         rows = tables.setdefault(rule.over, kinds[rule.over](context)) if rule.over not in tables else tables[rule.over]
         eligible = np.ones(rows.count, dtype=bool)
         for column, words in rule.where.items():
-            eligible &= np.isin(rows.value(column).astype(str), list(words))
+            eligible &= rows.among(column, words)
         if not eligible.any() and rule.over == "casts":
             where = ", ".join(f"{column} {' or '.join(words)}" for column, words in rule.where.items())
             untested.append({"id": rule.id, "title": rule.title, "needs": f"casts of {where or 'any tensor'}"})

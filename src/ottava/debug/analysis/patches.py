@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Template
 from typing import Any
 
@@ -75,7 +75,6 @@ def render(
     Args:
         id, layers, tensor, recipe: those of the finding. No layers: the patch is for all layers, or the remedy's own.
     """
-    all_layers = list(dict.fromkeys(context.table["layer"]))
     layers, globs = target_layers(remedy, context, layers)
     gemms = [CELL_OF[tensor, d][0] for d in ("row", "col")] if tensor in TENSORS else GEMMS
     names = list(layers) or ["every layer"]
@@ -83,22 +82,27 @@ def render(
     own = context.recipes.get(recipe, get_recipe(_registered(recipe)))
     spec = next((s for t in TENSORS for s in own.cells(t) if s is not None and s.predicted), None)
     spec = RECIPES[predicted].fprop.lhs if spec is None else spec
-    length = getattr(spec, "amax_history_len", 16)
+    original = written(own)
+    change = remedy.change
+    margin = str(change.get("margin", "+1"))
     values = {
         "id": re.sub(r"\W", "_", id.lower()),
         "symbol": SYMBOLS.get(tensor, "all operands"),
         "recipe": _registered(recipe),
         "predicted": predicted,
-        "margin": str(getattr(spec, "margin", 0) + 1),
-        "history": ""
-        if length == getattr(RECIPES[predicted].fprop.lhs, "amax_history_len", 16)
-        else f", amax_history_len={length}",
-        "original": written(own),
+        "margin": str(getattr(spec, "margin", 0) + int(margin) if margin.startswith("+") else int(margin)),
+        "amax_history_len": str(change.get("amax_history_len", "")),
+        "base": written(own if own.predicted else RECIPES[predicted], change)
+        .removeprefix("ottava.get_recipe(")
+        .removesuffix(")"),
+        "original": original,
+        "finest": _finest(change),
+        "scales": _scales(change),
         "first": next(iter(layers), "LAYER"),
         "gemms": ", ".join(gemms),
         "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
         "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
-        "quoted": ", ".join(f'"{name}"' for name in layers or all_layers),
+        "quoted": ", ".join(f'"{name}"' for name in layers or context.layers),
         # YAML's double quotes need two backslashes for one
         "regex": "|".join(
             "^" + fnmatch.translate(p).removeprefix("(?s:").removesuffix(")\\Z") + "$" for p in globs
@@ -115,20 +119,44 @@ def render(
 
 def target_layers(remedy: Remedy, context: Context, layers: Sequence[str]) -> tuple[Sequence[str], list[str]]:
     """The layers that a remedy changes, and patterns for them: the finding's, all without any, or the remedy's own."""
-    all_layers = list(dict.fromkeys(context.table["layer"]))
     if remedy.layers == "ends":
-        ends = end_blocks(all_layers) or ()
-        layers = [layer for layer in all_layers if layer_index(layer) in ends]
+        ends = end_blocks(context.layers) or ()
+        layers = [layer for layer in context.layers if layer_index(layer) in ends]
         return layers, _blocks(layers)
-    return layers, patterns(layers, all_layers) if layers else ["*"]
+    known = [*context.layers, *(str(layer.get("name")) for layer in context.run.manifest.get("layers") or ())]
+    return layers, patterns(layers or context.layers, known) or ["*"]
 
 
-def written(recipe: Recipe) -> str:
+def _finest(change: Mapping[str, Any]) -> str:
+    """The argument of `override` for finer scales."""
+    gemms = change.get("gemms")
+    if not isinstance(gemms, Mapping):
+        return '"blockwise"'
+    if len(gemms) == len(GEMMS) and len(set(gemms.values())) == 1:
+        return f'"{gemms[GEMMS[0]]}"'
+    return ", ".join(f'{g}=ottava.get_recipe("{n}").{g}' if n else f"{g}=None" for g, n in gemms.items())
+
+
+def _scales(change: Mapping[str, Any]) -> str:
+    """The same in words."""
+    gemms = change.get("gemms")
+    if not isinstance(gemms, Mapping):
+        return "scales per block (1x128 and 128x128), or MXFP8"
+    kept = [f"{gemm} as in {name}" for gemm, name in gemms.items() if name]
+    return f"finer scales where they cure ({', '.join(kept)})" + "".join(
+        f", and BF16 for {gemm}" for gemm, name in gemms.items() if not name
+    )
+
+
+def written(recipe: Recipe, without: Collection[str] = ()) -> str:
     """The recipe as an expression; "recipe" if only its own code can write it.
+
+    Args:
+        without: settings of histories to leave out, because another call gives them.
 
     Example:
         >>> written(get_recipe("delayed", margin=2)), written(get_recipe("bf16").override("*", "mxfp8"))
-        ("ottava.get_recipe('delayed', margin=2)", 'recipe')
+        ('ottava.get_recipe("delayed", margin=2)', 'recipe')
     """
     registered = RECIPES.get(recipe.name)
     if registered == recipe:
@@ -138,10 +166,11 @@ def written(recipe: Recipe) -> str:
     spec = next(s for t in TENSORS for s in recipe.cells(t) if s is not None and s.predicted)
     usual = next(s for t in TENSORS for s in registered.cells(t) if s is not None and s.predicted)
     history = {n: getattr(spec, n) for n in HISTORY_FIELDS if getattr(spec, n) != getattr(usual, n)}
-    settings = "".join(f", {name}={value!r}" for name, value in history.items())
     plain = all(isinstance(value, (int, str)) for value in history.values())
-    same = plain and get_recipe(recipe.name, **history) == recipe
-    return f"ottava.get_recipe({recipe.name!r}{settings})" if same else "recipe"
+    if not plain or get_recipe(recipe.name, **history) != recipe:
+        return "recipe"
+    settings = "".join(f", {name}={value!r}" for name, value in history.items() if name not in without)
+    return f'ottava.get_recipe("{recipe.name}"{settings})'
 
 
 def _fill(template: str, values: dict[str, str], globs: Sequence[str]) -> str:

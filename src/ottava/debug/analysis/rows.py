@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -61,6 +61,11 @@ class Context:
         return self._looks.take(np.flatnonzero(real)) if real.any() else self._looks
 
     @cached_property
+    def layers(self) -> list[str]:
+        """The layers of these casts, in the order of execution."""
+        return list(dict.fromkeys(self.table["layer"]))
+
+    @cached_property
     def simulated(self) -> Table:
         """Full looks at simulated casts beside real ones."""
         real = self._looks["source"] != "hook"
@@ -70,8 +75,9 @@ class Context:
     def _looks(self) -> Table:
         """Full looks without those of other simulated recipes, and of routers that are only simulated."""
         table = self.run.table()
-        names = zip(table["layer"], table["source"], strict=True)
-        table = table.take(np.flatnonzero([not only_simulated(*name) for name in names]))
+        casts, keys = table.casts
+        wanted = np.array([not only_simulated(key.layer, key.source) for key in keys], dtype=bool)
+        table = table.take(np.flatnonzero(wanted[casts]))
         first = next(iter((self.run.manifest.get("settings") or {}).get("recipes") or ()), None)
         if first is None or not len(table):
             return table
@@ -156,6 +162,12 @@ class AnyRows(ABC):
             self._known[name] = np.asarray(self.facts[name].of(self))
         return self._known[name]
 
+    def among(self, name: str, words: Collection[str]) -> Values:
+        """Whether the fact of each row is one of these words."""
+        values = self.value(name)
+        held = {value: str(value) in words for value in dict.fromkeys(values.tolist())}
+        return np.fromiter(map(held.__getitem__, values.tolist()), dtype=bool, count=len(values))
+
     def call(self, name: str, argument: Node) -> Values:
         """See `conditions.Rows`."""
         key = f"{name}({ast.unparse(argument)})"
@@ -205,11 +217,7 @@ class CastRows(AnyRows):
     @cached_property
     def index(self) -> Mapping[SlotKey, np.ndarray[Any, Any]]:
         """Rows of each slot in the order of steps."""
-        rows: dict[SlotKey, list[int]] = {}
-        for i, slot in enumerate(self.slots):
-            rows.setdefault(slot, []).append(i)
-        steps = self.table["step"]
-        return {slot: np.array(sorted(members, key=lambda i: steps[i])) for slot, members in rows.items()}
+        return self.table.series()
 
     def series(self) -> Iterator[np.ndarray[Any, Any]]:
         """One series per cast."""
@@ -230,13 +238,14 @@ class CastRows(AnyRows):
 
     def margins(self) -> Values:
         """The margin of each row's cast in octaves; NaN if unknown."""
-        found = {slot: self._spec(slot) for slot in self.index}
-        return np.array([math.nan if (s := found[slot]) is None else float(s.margin) for slot in self.slots])
+        casts, keys = self.table.casts
+        specs = [self._spec(key) for key in keys]
+        return np.asarray(np.array([math.nan if s is None else float(s.margin) for s in specs])[casts])
 
     def positions(self) -> Values:
         """ "first", "inner" or "last" by block number; the LM head is "last"."""
-        layers = self.table["layer"]
-        blocks = {layer: layer_index(layer) for layer in dict.fromkeys(layers)}
+        casts, keys = self.table.casts
+        blocks = {key.layer: layer_index(key.layer) for key in keys}
         low, high = end_blocks(blocks) or (math.nan, math.nan)
 
         def place(layer: str, kind: str) -> str:
@@ -244,38 +253,46 @@ class CastRows(AnyRows):
                 return "last"
             return "first" if blocks[layer] == low else "inner"
 
-        return np.array([place(a, b) for a, b in zip(layers, self.table["kind"], strict=True)], dtype=object)
+        kinds = self.table["kind"][[rows[0] for rows in self.index.values()]]
+        places = [place(key.layer, kind) for key, kind in zip(keys, kinds, strict=True)]
+        return np.asarray(np.array(places, dtype=object)[casts])
 
     def by_format(self, of: Callable[[Format], float]) -> Values:
         """A number for the format of every row."""
         by_name = {name: of(fmt) for name, fmt in FORMATS.items()}
-        return np.array([by_name.get(name, math.nan) for name in self.table["format"]], dtype=np.float64)
+        casts, keys = self.table.casts
+        return np.asarray(np.array([by_name.get(key.format, math.nan) for key in keys], dtype=np.float64)[casts])
 
     def peers(self, node: Node) -> Values:
         """The median over the inner layers of the same name, or else over all inner layers, for the same tensor and
         step; NaN if there are fewer than two of all."""
         values, inner = numbers(self.argument(node)), self.value("position") == "inner"
-        groups: dict[tuple[Any, ...], list[float]] = {}
-        keys = list(zip(self.table["step"], *(self.table[n] for n in ("tensor", "direction", "recipe")), strict=True))
-        names = {layer: starred(layer)[0] for layer in set(self.table["layer"])}
-        named = [(*key, names[layer]) for key, layer in zip(keys, self.table["layer"], strict=True)]
-        for i in np.flatnonzero(inner & np.isfinite(values)):
-            groups.setdefault(keys[i], []).append(values[i])
-            groups.setdefault(named[i], []).append(values[i])
-        medians = {key: float(np.median(found)) for key, found in groups.items()}
-        many = {key for key in keys if len(groups.get(key, ())) > 1}
-        return np.array([medians.get(b, medians[a]) if a in many else math.nan for a, b in zip(keys, named, strict=True)])
+        known = np.flatnonzero(inner & np.isfinite(values))
+        group, named = self._peer_groups
+        medians, count = _medians(values, known, group)
+        own, _ = _medians(values, known, named)
+        usual = np.where(np.isfinite(own[named]), own[named], medians[group])
+        return np.where(count[group] > 1, usual, np.nan)
+
+    @cached_property
+    def _peer_groups(self) -> tuple[Any, Any]:
+        """The group of each row, without and with the layer's name in its block."""
+        group, _ = self.table.grouped(("step", "tensor", "direction", "recipe"))
+        casts, keys = self.table.casts
+        names = [starred(key.layer)[0] for key in keys]
+        order = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        name = np.array([order[n] for n in names], dtype=np.int64)[casts]
+        return group, np.unique(group * max(len(order), 1) + name, return_inverse=True)[1]
 
     def ends(self, node: Node) -> Values:
         """Of the first and the last block, how many have a layer for which the condition holds at the step of each row:
         0 to 2. An LM head counts as both, because models have one."""
         held, places, kinds = numbers(self.argument(node)) == 1, self.value("position"), self.table["kind"]
-        found: dict[Any, set[str]] = {}
-        for i in np.flatnonzero(held & (places != "inner")):
-            found.setdefault(self.table["step"][i], set()).update(
-                ("first", "last") if kinds[i] == "lm_head" else (places[i],)
-            )
-        return np.array([float(len(found.get(step, ()))) for step in self.table["step"]])
+        steps = np.unique(self.table["step"], return_inverse=True)[1]
+        found = np.zeros((2, steps.max(initial=0) + 1))
+        for end, name in enumerate(("first", "last")):
+            found[end, steps[held & ((places == name) | ((places != "inner") & (kinds == "lm_head")))]] = 1
+        return np.asarray(found.sum(0)[steps])
 
     def baseline(self, node: Node) -> Values:
         """The same expression for the same tensor of the baseline, at its nearest step."""
@@ -299,6 +316,18 @@ class CastRows(AnyRows):
         spread = {(s.step, s.key): s.octaves for s in rank_spread(self.context.run, name)}
         rows = zip(self.table["step"], self.slots, strict=True)
         return np.array([spread.get(row, math.nan) for row in rows], dtype=np.float64)
+
+
+def _medians(values: Values, known: Any, group: Any) -> tuple[Values, Values]:
+    """The median of the known rows in each group, NaN without one; and how many there are."""
+    known = known[np.lexsort((values[known], group[known]))]
+    count = np.bincount(group[known], minlength=int(group.max(initial=-1)) + 1)
+    start = np.cumsum(count) - count
+    medians = np.full(len(count), np.nan)
+    some = np.flatnonzero(count)
+    low, high = start[some] + (count[some] - 1) // 2, start[some] + count[some] // 2
+    medians[some] = (values[known[low]] + values[known[high]]) / 2
+    return medians, count
 
 
 class StepRows(AnyRows):

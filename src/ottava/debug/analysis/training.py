@@ -269,12 +269,15 @@ class WouldRows(CastRows):
 def made_by(rows: CastRows) -> Values:
     """The operation that made each input: its activation, or the graph's name of it; "" if unknown."""
     before = {str(x.get("name")): str(x.get("before") or "") for x in rows.context.run.manifest.get("layers") or ()}
-    return np.array([before.get(layer, "") for layer in rows.table["layer"]], dtype=object)
+    casts, keys = rows.table.casts
+    return np.asarray(np.array([before.get(key.layer, "") for key in keys], dtype=object)[casts])
 
 
 def activated(rows: CastRows) -> Values:
     """ "yes" if an activation function made the input."""
-    return np.array(["yes" if word.split(" *")[0] in _ACTIVATIONS else "no" for word in made_by(rows)], dtype=object)
+    made = made_by(rows)
+    known = {word: "yes" if word.split(" *")[0] in _ACTIVATIONS else "no" for word in set(made)}
+    return np.array([known[word] for word in made], dtype=object)
 
 
 def headroom(rows: CastRows) -> Values:

@@ -204,6 +204,8 @@ class StoredColumns:
         whole = len(index) == len(column) and bool((index == np.arange(len(column))).all())
         lists = column if whole else column.take(pa.array(index))
         sizes = _sizes(lists)
+        if whole and name != "exponents" and len(sizes) and (sizes == bins).all():
+            return np.asarray(lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, bins))
         if name != "exponents" and np.isin(sizes, (0, bins)).all():  # as all writers of ours store them
             filled = np.zeros((len(index), bins))
             filled[sizes > 0] = lists.flatten().to_numpy(zero_copy_only=False).reshape(-1, bins)

@@ -46,6 +46,7 @@ _KNOWN_WITHOUT_SUMS = (
 """Statistics that light rows have too."""
 _PART = re.compile(r"part-(?P<rank>\d{1,9})-(?P<number>\d{1,9})\.parquet", re.ASCII)
 _MOST_NUMBERS = 1000
+_LARGEST_KEY = 1 << 62
 _GROUP = ("step", "phase", "kind", *SlotKey._fields)
 
 
@@ -98,10 +99,14 @@ class Table:
         values = np.array(np.broadcast_to(STATISTICS[name].finish(self.tallies), (len(self),)), dtype=np.float64)
         if name not in _KNOWN_WITHOUT_SUMS:
             values[self.tallies.n == 0] = math.nan
-        for i, numbers in enumerate(self.reported):
-            if name in numbers:
-                values[i] = numbers[name]
+        for i in self._with_reported:
+            if name in self.reported[i]:
+                values[i] = self.reported[i][name]
         return values
+
+    @cached_property
+    def _with_reported(self) -> list[int]:
+        return [i for i, numbers in enumerate(self.reported) if numbers]
 
     def where(self, **wanted: Any) -> Table:
         """The rows whose columns have these values; a list, tuple or set means any of them.
@@ -122,7 +127,8 @@ class Table:
         if not isinstance(whole, LazyTally):
             whole = LazyTally(DenseColumns(whole), np.arange(len(self)))
         columns = {name: values[index] for name, values in self.columns.items()}
-        return Table(columns, whole.take(index), [self.reported[i] for i in index])
+        reported = [self.reported[i] for i in index] if self._with_reported else [{}] * len(index)
+        return Table(columns, whole.take(index), reported)
 
     def has_histograms(self, name: str = "exponents") -> Any:
         """bool (rows,): whether a row has this histogram. Light rows and imported numbers have none; a watch's
@@ -146,16 +152,51 @@ class Table:
 
     def slots(self) -> list[SlotKey]:
         """Every cast with a row, in the order of first rows: forward, then backward."""
-        return list(dict.fromkeys(self.keys()))
+        return self.casts[1]
 
     def groups(self) -> Iterator[tuple[SlotKey, Table]]:
         """Each cast with its rows, in the order of steps."""
-        rows: dict[SlotKey, list[int]] = {}
-        for i, key in enumerate(self.keys()):
-            rows.setdefault(key, []).append(i)
-        for key, index in rows.items():
-            order = np.argsort(self["step"][index], kind="stable")
-            yield key, self.take(np.asarray(index)[order])
+        for key, rows in self.series().items():
+            yield key, self.take(rows)
+
+    def series(self) -> dict[SlotKey, Any]:
+        """The row numbers of each cast in the order of steps; casts in the order of first rows."""
+        casts, keys = self.casts
+        order = np.lexsort((self["step"], casts))  # stable
+        ends = np.cumsum(np.bincount(casts, minlength=len(keys)))[:-1]
+        return dict(zip(keys, np.split(order, ends), strict=True)) if keys else {}
+
+    @cached_property
+    def casts(self) -> tuple[Any, list[SlotKey]]:
+        """The cast of every row as a number, int64 (rows,), and the casts of these numbers, in the order of first
+        rows."""
+        numbers, first = self.grouped(SlotKey._fields)
+        columns = [self[name][first].tolist() for name in SlotKey._fields]
+        return numbers, [SlotKey(*values) for values in zip(*columns, strict=True)]
+
+    def grouped(self, names: Sequence[str]) -> tuple[Any, Any]:
+        """Groups rows that are equal in these columns, in the order of first rows.
+
+        Returns:
+            The group number of every row, int64 (rows,), and the first row of each group, int64 (groups,).
+        """
+        key, size = np.zeros(len(self), dtype=np.int64), 1
+        for name in names:
+            values = self[name]
+            if values.dtype == object:  # words
+                codes = pa.array(values, pa.string()).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+            else:
+                codes = np.unique(values, return_inverse=True)[1]
+            count = int(codes.max(initial=0)) + 1
+            if size > _LARGEST_KEY // count:
+                key = np.unique(key, return_inverse=True)[1]
+                size = int(key.max(initial=0)) + 1
+            key, size = key * count + codes, size * count
+        _, first, group = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        rank = np.empty(len(first), dtype=np.int64)
+        rank[order] = np.arange(len(first))
+        return rank[group], first[order]
 
     def tally(self, row: int) -> Tally:
         """The tally of one row."""
@@ -173,7 +214,8 @@ class Table:
 
     def keys(self) -> list[SlotKey]:
         """The cast of every row."""
-        return [SlotKey(*values) for values in zip(*(self[name] for name in SlotKey._fields), strict=True)]
+        casts, keys = self.casts
+        return [keys[cast] for cast in casts.tolist()]
 
 
 class Run:
@@ -303,36 +345,28 @@ def _table(stored: pa.Table | None, parts: Sequence[Part]) -> Table:
     for name in IDENTITY:
         kind: Any = np.int64 if name in ("step", "rank") else object
         columns[name] = np.array([] if stored is None else stored[name], dtype=kind)
-    reported = [] if stored is None else [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
+    reported: list[dict[str, float]] = [{}] * count
+    if stored is not None and stored[REPORTED].null_count < count:
+        reported = [dict(entry or ()) for entry in stored[REPORTED].to_pylist()]
     return Table(columns, LazyTally(StoredColumns(stored, parts), np.arange(count)), reported)
-
-
-def _groups(table: Table, names: Sequence[str]) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """Groups rows that are equal in these columns: the group number of each row, and the groups."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    rows = zip(*(table[name].tolist() for name in names), strict=True)
-    group = np.array([numbers.setdefault(key, len(numbers)) for key in rows], dtype=np.int64)
-    return group, numbers
 
 
 def _latest(table: Table) -> Table:
     """Keeps the later of two rows with one key, as a resumed or rewound run writes them."""
-    group, numbers = _groups(table, ("rank", *_GROUP))
-    if len(numbers) == len(table):
+    group, first = table.grouped(("rank", *_GROUP))
+    if len(first) == len(table):
         return table
-    last = np.zeros(len(numbers), dtype=np.int64)
+    last = np.zeros(len(first), dtype=np.int64)
     last[group] = np.arange(len(table))  # the last assignment to a place wins
     return table.take(np.sort(last))
 
 
 def _merge(table: Table, names: list[str]) -> Table:
     """Merges rows that are equal in these columns."""
-    group, numbers = _groups(table, names)
-    first = np.full(len(numbers), len(table), dtype=np.int64)
-    np.minimum.at(first, group, np.arange(len(table)))
+    group, first = table.grouped(names)
     assert isinstance(table.tallies, LazyTally)
-    tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(numbers)))
-    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(numbers)))
+    tallies = LazyTally(MergedColumns(table.tallies, group), np.arange(len(first)))
+    return Table({name: table[name][first] for name in names}, tallies, _worst(table.reported, group, len(first)))
 
 
 def _worst(reported: Sequence[Mapping[str, float]], group: Any, count: int) -> list[Mapping[str, float]]:

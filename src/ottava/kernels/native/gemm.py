@@ -278,7 +278,7 @@ def _cell(spec: QuantizationSpec | None) -> _Cell:
     if fmt.bits > 8 or not fmt.signed:
         refused = f"{NAME}: takes signed formats of up to 8 bits; got {fmt}"
     elif spec.scale_format == "e4m3":
-        refused = f"{NAME}: two-level scales of blocks run on the reference"
+        refused = f"{NAME}: two-level scales of blocks are decoded first"
     else:
         table = _table(fmt)
     address = pointer(table)

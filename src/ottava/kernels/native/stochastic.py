@@ -48,8 +48,6 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     fmt = spec.format
     if spec.rounding != "stochastic":
         return f"{NAME}: rounds stochastically; got {spec.rounding}"
-    if spec.block_scale != "amax":
-        return f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
     if not x.is_cpu:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
     if fmt.bits > 8 or not fmt.has_negative_zero:
@@ -89,7 +87,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
         x = x.detach().contiguous()  # random numbers run along rows
         block_amax = amax(x, granularity)
-        factor, scale_inv = reference.factors(block_amax, spec, scale)
+        factor, scale_inv = reference.factors_of(x, block_amax, spec, granularity, scale)
         factor, data = factor.contiguous(), torch.empty(shape, dtype=fmt.storage_dtype, device="cpu")
         library.ottava_cast_stochastic(
             _JOB.pack(

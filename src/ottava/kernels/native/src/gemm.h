@@ -144,11 +144,15 @@ Tables make_tables(const float* values) {
 struct Codes {
   const uint8_t* codes;
   const float* table;
+  static constexpr int64_t LINE = 64;  // numbers of a cache line
   float operator[](int64_t at) const { return table[codes[at]]; }
+  void prefetch(int64_t at) const { __builtin_prefetch(codes + at); }
 };
 struct Bf16s {
   const uint16_t* numbers;
+  static constexpr int64_t LINE = 32;
   float operator[](int64_t at) const { return float_of((int32_t)((uint32_t)numbers[at] << 16)); }
+  void prefetch(int64_t at) const { __builtin_prefetch(numbers + at); }
 };
 
 struct Operand {
@@ -278,6 +282,49 @@ void pack_fp32(const Operand& o, const Numbers numbers, int64_t r0, int64_t coun
   }
 }
 
+// n numbers one after the other, as fp32.
+template <class Numbers>
+inline void copy_numbers(const Numbers numbers, int64_t from, int64_t n, float* to) {
+  constexpr int AT_ONCE = 16;  // a compiler makes vectors of a loop with a known end
+  int64_t i = 0;
+  for (; i + AT_ONCE <= n; i += AT_ONCE)
+    for (int j = 0; j < AT_ONCE; j++) to[i + j] = numbers[from + i + j];
+  for (; i < n; i++) to[i] = numbers[from + i];
+}
+
+// Tiles of rows that lie column by column: some columns of many tiles become fp32 side by side, then go to their tiles.
+template <class Numbers>
+void pack_tiles(const Operand& o, const Numbers numbers, int64_t r0, int64_t tiles, int64_t units, float* out) {
+  constexpr int64_t DEEP = 16, AT_ONCE = ROWS / MR;  // columns, and tiles, whose numbers stay in L1
+  float fp32[DEEP * ROWS] = {};
+  const int64_t column = o.side.col_stride;
+  for (int64_t t0 = 0; t0 < tiles; t0 += AT_ONCE, r0 += ROWS) {
+    const int64_t rows = smaller<int64_t>(ROWS, o.side.rows - r0), count = smaller(AT_ONCE, tiles - t0);
+    if (rows < ROWS) fill(fp32, DEEP * ROWS, 0.0f);
+    for (int64_t u = 0; u < units; u += DEEP) {
+      const int64_t deep = smaller(DEEP, units - u);
+      for (int64_t v = 0; v < deep; v++) {
+        const int64_t from = r0 + (u + v) * column;
+        for (int64_t r = 0; r < rows; r += numbers.LINE) numbers.prefetch(from + DEEP * column + r);  // no hardware does
+        copy_numbers(numbers, from, rows, fp32 + v * ROWS);
+      }
+      for (int64_t t = 0; t < count; t++)
+        for (int64_t v = 0; v < deep; v++)
+          std::memcpy(out + ((t0 + t) * units + u + v) * MR, fp32 + v * ROWS + t * MR, MR * sizeof(float));
+    }
+  }
+}
+
+// A block of a without scales along k, in fp32: see `layout_of_a`.
+template <class Numbers>
+void pack_block_fp32(const Operand& o, const Numbers numbers, int64_t r0, int64_t tiles, int64_t units, int64_t stride,
+                     float* out) {
+  if (o.side.col_stride != 1) return pack_tiles(o, numbers, r0, tiles, units, out);
+  const int64_t rows = smaller(tiles * MR, o.side.rows - r0);
+  for (int64_t i = 0; i < rows; i++) copy_numbers(numbers, (r0 + i) * o.side.row_stride, units, out + i * stride);
+  fill(out + rows * stride, (tiles * MR - rows) * stride, 0.0f);
+}
+
 // Words of any kind, by the fastest way without AVX512-VBMI.
 template <class Isa, int W>
 void pack_any(const Operand& o, int64_t r0, int64_t count, int64_t u0, int64_t u1, int64_t stride,
@@ -343,6 +390,10 @@ Layout layout_of_a(const Operand& o) {
     return o.side.col_stride == 1 ? Layout{MR * stride, stride, 1} : Layout{MR * units + 8, 1, MR};
   }
 #endif
+  if (Isa::UNIT == 1 && !o.exponent && o.side.col_stride == 1) {
+    const int64_t stride = ceil_div(units, 16) * 16 + 16;
+    return {MR * stride, stride, 1};
+  }
   return {MR * units, 1, MR};
 }
 
@@ -367,7 +418,13 @@ void pack_block(const Operand& o, int64_t r0, int64_t count, const Layout& layou
     return;
   }
 #endif
-  pack_any<Isa, MR>(o, r0, ceil_div(count, MR) * MR, 0, units, units, out);
+  const int64_t tiles = ceil_div(count, MR);
+  if constexpr (Isa::UNIT == 1)
+    if (!o.exponent) {
+      if (o.side.table) return pack_block_fp32(o, o.coded(), r0, tiles, units, layout.row, out);
+      return pack_block_fp32(o, o.bf16s(), r0, tiles, units, layout.row, out);
+    }
+  pack_any<Isa, MR>(o, r0, tiles * MR, 0, units, units, out);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "base.h"
 #include "floats.h"
+#include "philox.h"
 
 #ifndef OTTAVA_TYPE  // the type of x
 #define OTTAVA_TYPE BFloat16
@@ -23,50 +24,7 @@ extern "C" struct Job {  // native.stochastic._Job
 
 namespace {
 
-constexpr int PIECE = 64;  // elements of one round; a multiple of four, because four elements share a counter
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking another thread
-
-struct Keys {
-  uint32_t first[10], second[10];
-
-  explicit Keys(uint64_t seed) {
-    for (int i = 0; i < 10; i++) {
-      first[i] = uint32_t(seed) + uint32_t(i) * 0x9E3779B9u;
-      second[i] = uint32_t(seed >> 32) + uint32_t(i) * 0xBB67AE85u;
-    }
-  }
-};
-
-inline void random_bits(const Keys& keys, uint64_t number, int32_t* __restrict out) {  // 24 of them each
-  uint32_t a[PIECE / 4], b[PIECE / 4], c[PIECE / 4], d[PIECE / 4];
-  for (int i = 0; i < PIECE / 4; i++) {
-    a[i] = uint32_t(number) + uint32_t(i);  // pieces begin at multiples of 16: no carry
-    b[i] = uint32_t(number >> 32);
-    c[i] = d[i] = 0;
-  }
-  for (int round = 0; round < 10; round++) {
-    const uint32_t first = keys.first[round], second = keys.second[round];
-    uint32_t low[PIECE / 4], low_top[PIECE / 4], high[PIECE / 4], high_top[PIECE / 4];
-    for (int i = 0; i < PIECE / 4; i++) {
-      low[i] = a[i] * 0xD2511F53u;
-      low_top[i] = uint32_t(uint64_t(a[i]) * 0xD2511F53u >> 32);
-      high[i] = c[i] * 0xCD9E8D57u;
-      high_top[i] = uint32_t(uint64_t(c[i]) * 0xCD9E8D57u >> 32);
-    }
-    for (int i = 0; i < PIECE / 4; i++) {
-      a[i] = high_top[i] ^ b[i] ^ first;
-      c[i] = low_top[i] ^ d[i] ^ second;
-      b[i] = high[i];
-      d[i] = low[i];
-    }
-  }
-  for (int i = 0; i < PIECE / 4; i++) {
-    out[4 * i] = int32_t(a[i] >> 8);
-    out[4 * i + 1] = int32_t(b[i] >> 8);
-    out[4 * i + 2] = int32_t(c[i] >> 8);
-    out[4 * i + 3] = int32_t(d[i] >> 8);
-  }
-}
 
 struct Encoder {
   uint32_t to_fixed;  // too large for an int32_t until an exponent is subtracted
@@ -110,11 +68,11 @@ void cast(const Job& job, const Keys& keys, Encoder code, int64_t begin, int64_t
       i += run, col += run;
       if (col == job.cols) row++, col = 0;
     }
-    int32_t random[PIECE];
-    random_bits(keys, uint64_t(at) / 4, random);
+    uint32_t random[PIECE];
+    random_words(keys, uint64_t(at) / 4, random);
     uint8_t codes[PIECE];
     for (int i = 0; i < n; i++) v[i] *= T::value(x[at + i]);
-    for (int i = 0; i < PIECE; i++) codes[i] = code(v[i], random[i]);
+    for (int i = 0; i < PIECE; i++) codes[i] = code(v[i], int32_t(random[i] >> 8));
     std::memcpy(job.out + at, codes, size_t(n));
   }
 }

@@ -1,0 +1,108 @@
+"""NVFP4's casts by rules for block scales on a CPU in C++ (src/block_scales.cpp): the reference's bits, much faster.
+
+One reading searches the scales of a row of blocks and makes its codes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from ottava.block_scales import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS
+from ottava.kernels import reference
+from ottava.kernels.gate import address, refusal
+from ottava.kernels.native import quantize as native_quantize
+from ottava.kernels.native.build import Built, load
+from ottava.kernels.native.quantize import RunCast
+from ottava.kernels.reference import Cast
+from ottava.quantized_tensor import QuantizationSpec
+from ottava.rounding import check_input_dtype, draw_seed
+
+NAME = "native_block_scales"
+
+RULES = "four_over_six", "ms_eden"
+"""The rules of the C++ file, by their number there."""
+_TOPS = FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS
+_LARGEST_BLOCK = 1 << 14  # elements whose errors are summed at once
+_JOB = struct.Struct("@PPPPqqqqqqqqfff")
+"""The C++ file's `Job`."""
+
+
+def built(dtype: torch.dtype = torch.bfloat16) -> Built:
+    """The library that casts from a dtype, or why there is none."""
+    return load("block_scales", _declare, native_quantize.VARIANTS.get(dtype, ""))
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.ottava_cast_by_rule.restype = ctypes.c_int
+    library.ottava_cast_by_rule.argtypes = [ctypes.c_char_p]
+
+
+def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> str | None:
+    """Why this kernel does not take such a cast; None if it does.
+
+    Example:
+        >>> from ottava.formats import E4M3
+        >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
+        'native_block_scales: chooses scales by four_over_six or ms_eden; got amax'
+    """
+    if spec.block_scale not in RULES:
+        return f"{NAME}: chooses scales by {' or '.join(RULES)}; got {spec.block_scale}"
+    if spec.rounding != "nearest_even":
+        return f"{NAME}: rounds to nearest even; got {spec.rounding}"
+    if not x.is_cpu:
+        return f"{NAME}: runs on a cpu; got {x.device.type}"
+    if reason := refusal(x):
+        return f"{NAME}: takes plain tensors; {reason}"
+    rows, cols = spec.granularity.block_shape((x.shape[0], x.shape[-1]))
+    if rows * cols > _LARGEST_BLOCK:
+        return f"{NAME}: takes blocks of at most {_LARGEST_BLOCK:,} elements; got {spec.granularity}"
+    if reason := built(x.dtype).reason:
+        return f"{NAME}: {reason}"
+    return None
+
+
+def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> Cast:
+    """As `reference.quantize`, bit for bit, from the same seed of torch's generator; call `supports_quantize` first.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> from ottava.scaling import BLOCK_1X16
+        >>> x, spec = torch.randn(4, 40), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="four_over_six")
+        >>> supports_quantize(x, spec) is not None or all(map(torch.equal, quantize(x, spec),
+        ...                                                   reference.quantize(x, spec)))
+        True
+    """
+    return plan_quantize(x, spec)(x, scale, None)
+
+
+def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
+    """`quantize` for every matrix of the dtype and shape of x."""
+    check_input_dtype(x, "quantize")
+    if x.dim() != 2 or not x.numel():  # the reference raises the error, or makes a scale
+        return lambda x, scale, staged: reference.quantize(x, spec, scale)
+    shape, rule = (x.shape[0], x.shape[1]), RULES.index(spec.block_scale)
+    block, grid = spec.granularity.block_shape(shape), spec.granularity.grid_shape(shape)
+    group = 0 if spec.transform is None else spec.transform.group or 0
+    top, candidates = _TOPS[rule]
+    library = built(x.dtype).library
+    assert library is not None  # supports_quantize was asked
+
+    def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:
+        x = x.detach().contiguous()
+        data = torch.empty(shape, dtype=spec.format.storage_dtype, device="cpu")
+        scale_inv, amax = (torch.empty(grid, dtype=torch.float32, device="cpu") for _ in range(2))
+        seed = int(draw_seed(x.device)) if spec.block_scale == "ms_eden" else 0
+        job = _JOB.pack(
+            *map(address, (x, data, scale_inv, amax)),
+            *(*shape, *block, group, seed, torch.get_num_threads(), rule),
+            *(top, candidates[0], candidates[-1]),
+        )
+        if library.ottava_cast_by_rule(job):
+            raise MemoryError(f"quantize: no memory for the errors of a block of {block[0]} x {block[1]}")
+        return Cast(data, scale_inv, amax)
+
+    return run
