@@ -54,11 +54,12 @@ FAMILIES: Mapping[str, str] = {
     "L28": "dead_units constant_loss", "L29": "lr", "L30": "frozen_parameters", "L31": "absurd_data",
     "L32": "lr", "L33": "absurd_data",
     "L34": "double_softmax", "N20": "token row outlier", "M5": "format noisy", "D7": "absurd_data nonfinite_data",
-    "L35": "loss_scale leak", "L36": "sign", "L37": "optimizer_state", "L38": "double_step", "L39": "no_gradient vanish",
-    "L40": "overwritten", "L41": "start symmetric", "L42": "dead_units", "L43": "vanish", "L44": "growth",
-    "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
-    "L50": "same_batch", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
-    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning labels constant_loss", "L58": "labels", "L59": "lr",
+    "L35": "loss_scale leak", "L36": "sign", "L37": "optimizer_state", "L38": "double_step",
+    "L39": "no_gradient vanish", "L40": "overwritten", "L41": "start symmetric", "L42": "dead_units", "L43": "vanish",
+    "L44": "growth", "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
+    "L50": "same_batch blank", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
+    "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning labels constant_loss",
+    "L58": "labels", "L59": "lr",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 

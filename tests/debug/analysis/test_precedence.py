@@ -46,9 +46,9 @@ def test_what_came_later_is_explained_within_reach(tmp_path: Path) -> None:
         cause = Fired(rule("C", explains=["E"], reach=reach, over="casts"), casts, np.array([at["a", 2]]))
         assert left(cause, effect("E", *everything)).get("E", 0) == kept, reach
         assert cause.also == ["E E"]
-    # a cause over steps reaches every cast from its first step on
+    # an update reaches every cast of later steps
     lr = Fired(rule("C", explains=["E"], reach="run", over="steps", stage="training"), steps, np.array([1]))
-    assert left(lr, effect("E", *everything)) == {"C": 1, "E": 1}
+    assert left(lr, effect("E", ("a", 1), ("a", 2), ("b", 3))) == {"C": 1, "E": 2}
     # the one that began first explains the other, not the other way round
     late = Fired(rule("L", explains=["E"], reach="run"), casts, np.array([at["b", 3]]))
     early = Fired(rule("E", explains=["L"], reach="run"), casts, np.array([at["a", 1]]))

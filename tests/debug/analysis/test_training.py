@@ -10,8 +10,9 @@ import numpy as np
 
 from ottava.debug.analysis.diagnose import diagnose
 from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.progress import Progress
 from ottava.debug.analysis.rows import CastRows
-from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, Progress, hidden, stuck
+from ottava.debug.analysis.training import AmaxRows, LayerRows, ParameterRows, hidden, stuck
 from ottava.debug.run.reader import Run
 from ottava.debug.run.schema import SlotKey
 from ottava.debug.run.writer import RunWriter

@@ -17,19 +17,17 @@ import numpy as np
 from ottava.debug import limits
 from ottava.debug.analysis.conditions import Missing, Node, Values
 from ottava.debug.analysis.loss import robust_distance
+from ottava.debug.analysis.progress import Progress, over_depth, start_gain
 from ottava.debug.analysis.rows import AnyRows, CastRows, Context, EventRows, Fact, Vocabulary
 from ottava.debug.analysis.training import (
     AmaxRows,
     LayerRows,
     ParameterRows,
-    Progress,
     activated,
     headroom,
     hidden,
     late_clip,
     made_by,
-    over_depth,
-    start_gain,
     stuck,
 )
 from ottava.debug.run.reader import Run
@@ -108,7 +106,10 @@ _SERIES = MappingProxyType(
 CAST_FUNCTIONS: Mapping[str, Fact] = MappingProxyType(
     {
         **_SERIES,
-        "peers": Fact("median of the inner layers, same tensor and step, and same name if there is one", lambda call: call[0].peers(call[1])),
+        "peers": Fact(
+            "median of the inner layers, same tensor and step, and same name if there is one",
+            lambda call: call[0].peers(call[1]),
+        ),
         "baseline": Fact("the same tensor in the twin", lambda call: call[0].baseline(call[1])),
         "ends": Fact("how many ends of the model have such a layer", lambda call: call[0].ends(call[1])),
     }

@@ -49,6 +49,8 @@ def _under(cause: Fired, effect: Fired) -> list[bool]:
         return [True] * len(places)
     if cause.rule.reach == "run":
         first = min(cause.steps(), default=0)
+        # an update changes the casts of later steps only
+        first += cause.rule.stage == "training" and isinstance(cause.rows, StepRows)
         earlier = _earlier(cause, effect)
         return [step >= first and place not in earlier for place, step in zip(places, steps, strict=True)]
     since: dict[Any, int] = {}

@@ -1,0 +1,44 @@
+"""The course of a run: batches that repeat, what it learned, when tensors stopped being finite, its size over depth."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import ottava
+from ottava.debug.analysis.conditions import Missing
+from ottava.debug.analysis.facts import context_of
+from ottava.debug.analysis.progress import Progress, over_depth, start_gain
+from ottava.debug.measure import measure
+from ottava.debug.run.reader import Run
+from ottava.debug.run.schema import SlotKey
+from ottava.debug.run.writer import RunWriter
+
+
+def test_the_course_of_a_run_is_told_by_its_steps_and_casts(tmp_path: Path) -> None:
+    spec = ottava.QuantizationSpec(ottava.E4M3)
+    with RunWriter(tmp_path) as writer:
+        writer.describe(layers=[{"name": f"blocks.{i}.fc", "shape": [64, 64]} for i in range(3)])
+        for step in range(1, 10):
+            writer.step(step, loss=4.0 - 0.25 * step, input_hash=float(step // 3))
+        for step in (1, 5):
+            for block in range(3):
+                for tensor in ("input", "weight"):
+                    x = torch.full((64, 64), 2.0 ** (3 * block if tensor == "input" else -3))
+                    x[0, 0] = math.nan if (tensor, step, block) == ("input", 5, 2) else x[0, 0]
+                    key = SlotKey(f"blocks.{block}.fc", tensor, "row", "r", "E4M3", "tensor", "fp32", "current", "door")
+                    writer.tally(step, key, measure(x, ottava.quantize(x, spec)))
+    context = context_of(Run.open(tmp_path))
+    progress = Progress(context)
+    assert progress.batches == 4
+    assert progress.repeated_pct == pytest.approx(100 * 5 / 8)
+    # medians of the first three losses and of the last third: 3.5 and 2
+    assert progress.learned_pct == pytest.approx(100 * 1.5 / 3.5)
+    assert progress.nonfinite_at == progress.forward_nonfinite_at == 5
+    assert over_depth(context, "input") == pytest.approx(6.0, abs=1e-3)
+    assert start_gain(context) == pytest.approx(2**-3 * math.sqrt(64))
+    with pytest.raises(Missing):
+        over_depth(context, "grad_output")
