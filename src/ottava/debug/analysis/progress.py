@@ -162,7 +162,9 @@ class Progress:
 def start_gain(context: Context) -> float:
     """The median of rms times the root of the inputs over all cast matrices at the first look of the first step."""
     table = context.table.where(tensor="weight", direction="row")
-    shapes = {str(x.get("name")): x.get("shape") or () for x in context.run.manifest.get("layers") or ()}
+    shapes: dict[str, list[int]] = {
+        str(x.get("name")): list(x.get("shape") or ()) for x in context.run.manifest.get("layers") or ()
+    }
     if not len(table) or min(table["step"]) > 2:
         raise Missing("a look at the first step")
     gains = []

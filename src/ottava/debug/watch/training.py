@@ -175,10 +175,12 @@ class TrainingTap:
             numbers = torch.stack([whole.to(torch.float32), *(r.to(torch.float32) for r in rest)])
             if ignore is not None:
                 counts = [(x == ignore).sum(), (x != ignore).sum(), (x == _first(x, ignore)).sum()]
-                same = [i.reshape(x.shape) for i in self._inputs if i.numel() == x.numel() > 1 and i.device == x.device]
-                copied = sum((((i == x) | (x == ignore)).all() & (x != ignore).any()).to(torch.float32) for i in same)
-                rest = torch.stack([numbers[0] * 0 + copied, _common(flat, ignore)])
-                self._add("labels", torch.cat([torch.stack(counts).to(torch.float32), rest]))
+                twins = [
+                    i.reshape(x.shape) for i in self._inputs if i.numel() == x.numel() > 1 and i.device == x.device
+                ]
+                copied = sum((((i == x) | (x == ignore)).all() & (x != ignore).any()).to(torch.float32) for i in twins)
+                facts = torch.stack([numbers[0] * 0 + copied, _common(flat, ignore)])
+                self._add("labels", torch.cat([torch.stack(counts).to(torch.float32), facts]))
             elif name == "input":
                 self._add("alike", _alike(x, flat, first="alike" not in self._numbers))
                 self._inputs += [] if x.is_floating_point() else [x]
