@@ -28,6 +28,7 @@ from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.scaling import read_scales
+from ottava.transforms import ONE_RANK, OneRank, Transform
 
 
 class QuantizeKernel(Protocol):
@@ -42,6 +43,8 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
+ApplyTransform = Callable[[Tensor, Tensor | None], Tensor]
+"""(x, aside) -> the matrix to cast in place of x."""
 Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
@@ -134,7 +137,7 @@ def cast_both(
     if isinstance(x, UnmadeRows):
         return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
     if torch.compiler.is_compiling():
-        return _compiled(x, spec, spec_t, scale)
+        return _compiled(x, spec, spec_t, scale, beside)
     plan = key = None
     if plans is not None and type(x) in PLAIN:
         try:
@@ -245,30 +248,51 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
 
+def transformed(
+    x: Tensor,
+    transform: Transform,
+    other: Operand | None,
+    ranks: OneRank = ONE_RANK,
+    apply: ApplyTransform | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(the matrix to cast in place of x, what the transform took from x).
+
+    Args:
+        other: the other operand of the GEMM, if it was cast before.
+        ranks: who has the rest of x.
+        apply: `transform.apply`, or a kernel with its bits; None: the first that takes x.
+    """
+    apply = apply or _application(x, transform)[0]
+    met = other.aside if isinstance(other, QuantizedTensor) and transform.paired else None
+    with no_autocast(x.device):
+        aside = transform.prepare(x, met, ranks)
+        return apply(x, aside), aside
+
+
+def _application(x: Tensor, transform: Transform) -> tuple[ApplyTransform, str, str | None]:
+    """(what applies a transform to matrices like x, its name, why no kernel does)."""
+    refusal = native_rotate.supports_transform(x, transform)
+    if refusal is None:
+        return native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})", None
+    return transform.apply, str(transform), refusal
+
+
 def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
     """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
     planned: dict[bool, CastPlan] = {}
-    applied: dict[bool, Callable[[Tensor, Tensor | None], Tensor]] = {}
+    applied: dict[bool, ApplyTransform] = {}
     names, refusals = dict[str, None](), dict[str, None]()
     for lies, side in ((x, spec), (x.t(), spec_t)):
         if side is None or side.transform is None:
             continue
-        if (refusal := native_rotate.supports_transform(lies, side.transform)) is None:
-            apply, name = native_rotate.plan_transform(lies, side.transform), f"{side.transform} ({native_rotate.NAME})"
-        else:
-            apply, name = side.transform.apply, str(side.transform)
-            refusals[refusal] = None
-        applied[lies is not x], names[name] = apply, None
+        applied[lies is not x], name, refusal = _application(lies, side.transform)
+        names[name] = None
+        refusals |= {} if refusal is None else {refusal: None}
 
     def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
         if spec is None:
             return None
-        aside, y = None, x
-        if spec.transform is not None:
-            met = other.aside if isinstance(other, QuantizedTensor) else None
-            with no_autocast(x.device):
-                aside = spec.transform.prepare(x, met if spec.transform.paired else None)
-                y = applied[turned](x, aside)
+        y, aside = (x, None) if spec.transform is None else transformed(x, spec.transform, other, apply=applied[turned])
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -382,15 +406,16 @@ def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
     return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
-def _compiled(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None) -> Both:
+def _compiled(
+    x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None, beside: Beside
+) -> Both:
     """As `cast_both`, of opaque operators."""
     known = spec or spec_t
     assert known is not None
     if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        raise NotImplementedError(
-            f"quantize: {known} and {spec_t}: no operator of compiled code transforms a tensor. Cast it outside of "
-            "torch.compile; layers do so by themselves"
-        )
+        of_x = None if spec is None else _compiled_behind(x, spec, beside[0])
+        of_x_t = None if spec_t is None else _compiled_behind(x.t(), spec_t, beside[1])
+        return Both(of_x, of_x_t, None)
     if spec is not None and spec_t is not None:
         at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
         if at_once:
@@ -410,6 +435,24 @@ def _compiled(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec
         col_alone = QuantizedTensor(data, scale_inv, spec_t, x.dtype)
         seen = amax if seen is None else seen
     return Both(row, col_alone, seen)
+
+
+def _compiled_behind(x: Tensor, spec: QuantizationSpec, other: Operand | None) -> QuantizedTensor:
+    """A cast behind the transform of its spec, if there is one."""
+    if spec.transform is None:
+        return QuantizedTensor(*torch.ops.ottava.quantize(x, spec.key, None)[:2], spec, x.dtype)
+    met = other.aside if isinstance(other, QuantizedTensor) and spec.transform.paired else None
+    operator = torch.ops.ottava.quantize_drawn if _draws(spec.key) else torch.ops.ottava.quantize_behind
+    data, scale_inv, aside = operator(x, spec.key, met)
+    return QuantizedTensor(data, scale_inv, spec, x.dtype, aside=None if aside.dim() == 1 else aside)
+
+
+@constant_in_graph
+def _draws(spec: str) -> bool:
+    """Whether a cast takes numbers from torch's generator, so that compiled code may not merge two of them."""
+    parsed = spec_from_key(spec)
+    transform = parsed.transform
+    return parsed.rounding == "stochastic" or parsed.block_scale == "ms_eden" or (transform is not None and transform.draws)
 
 
 @functools.lru_cache(maxsize=256)
@@ -487,3 +530,28 @@ def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -
         codes_t = codes_t.clone(memory_format=torch.preserve_format)
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
     return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own
+
+
+def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:
+    parsed = spec_from_key(spec)
+    assert parsed.transform is not None
+    rows, cols = x.shape
+    cols += -cols % (parsed.transform.group or 1)
+    grid = parsed.granularity.grid_shape((rows, cols))
+    aside = parsed.transform.prepare(x, met)
+    data = x.new_empty(rows, cols, dtype=parsed.format.storage_dtype)
+    return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(0) if aside is None else torch.empty_like(aside)
+
+
+_BEHIND = "(Tensor x, str spec, Tensor? met) -> (Tensor, Tensor, Tensor)"
+
+
+@custom_operator(f"quantize_drawn{_BEHIND}", _behind_promised, torch.Tag.nondeterministic_seeded)
+@custom_operator(f"quantize_behind{_BEHIND}", _behind_promised)
+def _quantize_behind_op(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:
+    """(codes, scale_inv, aside) of what the spec's transform makes of x; met: `aside` of the other operand."""
+    parsed = spec_from_key(spec)
+    other = None if met is None else QuantizedTensor(x, x, parsed, x.dtype, aside=met)
+    x_q = quantize(x, parsed, beside=other)
+    aside = x.new_empty(0) if x_q.aside is None else x_q.aside.clone() if x_q.aside is met else x_q.aside
+    return x_q.data.contiguous(), x_q.scale_inv, aside

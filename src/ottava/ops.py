@@ -450,13 +450,15 @@ def _promised(
     fast_accum: bool,
     accumulator: str = "",
     c: Tensor | None = None,
+    *rest: object,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 @custom_operator(
     "gemm(Tensor a, Tensor a_scale_inv, str a_spec, Tensor b, Tensor b_scale_inv, str b_spec, ScalarType out_dtype,"
-    " Tensor? bias, bool fast_accum, str accumulator='', Tensor? c=None) -> Tensor",
+    " Tensor? bias, bool fast_accum, str accumulator='', Tensor? c=None, Tensor? a_aside=None, Tensor? b_aside=None,"
+    " str compute='native') -> Tensor",
     _promised,
 )
 def _gemm_op(
@@ -471,11 +473,14 @@ def _gemm_op(
     fast_accum: bool,
     accumulator: str = "",
     c: Tensor | None = None,
+    a_aside: Tensor | None = None,
+    b_aside: Tensor | None = None,
+    compute: Compute = "native",
 ) -> Tensor:
-    lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
-    rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)
-    profile = accumulator_from_key(accumulator)
-    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum, accumulator=profile, c=c)
+    lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype, aside=a_aside)
+    rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype, aside=b_aside)
+    settings: dict[str, Any] = {"fast_accum": fast_accum, "compute": compute, "c": c}
+    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, accumulator=accumulator_from_key(accumulator), **settings)
 
 
 def _compiled(
@@ -489,11 +494,12 @@ def _compiled(
     c: Tensor | None = None,
 ) -> Tensor:
     _check(a, b, bias, accumulator, compute)
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+    quantized = isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)
+    if quantized and (compute == "native" or a.aside is not None or b.aside is not None):  # type: ignore[union-attr]
         return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
             *(a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum),
             "" if accumulator is None else accumulator.key,
-            c,
+            *(c, a.aside, b.aside, compute),
         )
     x, w = _in_high_precision(a, b)
     with no_autocast(x.device):
