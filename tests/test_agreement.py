@@ -101,7 +101,7 @@ def test_predicted_scales_ask_only_without_a_history(monkeypatch: pytest.MonkeyP
 
 
 def test_transforms_and_rules_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotation inside of a rank asks nobody; NVFP4's rules ask for the tensor's amax; factors for those of columns."""
+    """A rotation inside of a rank asks nobody; NVFP4's rules ask for the tensor's amax, factors for columns'."""
     torch.manual_seed(0)
     whole = torch.randn(64, 128).bfloat16()
     whole[0, 0] = 1e4

@@ -9,7 +9,7 @@ cast: ranks sum its means and reduce its factors, one of them draws its signs, a
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ottava.block_scales import BLOCK_SCALES
-from ottava.casts import Beside, Both, CastPlan, cast_both, transformed
+from ottava.casts import CastPlan, cast_both, transformed
 from ottava.kernels.reference import factors
-from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.rounding import encode_
 from ottava.scaling import PER_TENSOR, Scale, amax
 from ottava.transforms import OneRank
@@ -87,7 +87,8 @@ class AgreedCast:
         granularity, two_levels = spec.granularity, spec.scale_format == "e4m3"
         reaches_over = (granularity.rows, granularity.cols)[dim] is None
         if not reaches_over and not two_levels:
-            x_q = cast_both(x, spec if spec.transform is None else scaled_by_hand(spec), None, scale=scale, plans=plans).row
+            bare = spec if spec.transform is None else scaled_by_hand(spec)
+            x_q = cast_both(x, bare, None, scale=scale, plans=plans).row
             assert x_q is not None
             return x_q
         largest = amax(x.detach(), granularity)
@@ -126,11 +127,12 @@ class AgreedCast:
         )
 
 
+@dataclass(frozen=True)
 class _Ranks(OneRank):
     """The numbers of a transform of all ranks that hold a tensor, split along dim."""
 
-    def __init__(self, group: dist.ProcessGroup, dim: int) -> None:
-        self.group, self.dim = group, dim
+    group: dist.ProcessGroup
+    dim: int
 
     def sum(self, numbers: Tensor, dim: int) -> Tensor:
         if dim == self.dim:

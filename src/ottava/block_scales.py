@@ -18,8 +18,8 @@ from ottava.rounding import round_to_format
 from ottava.scaling import Granularity, Scale
 
 ChooseScales = Callable[[Tensor, Tensor, Granularity, int | None, Tensor | None], Scale]
-"""(x (R, C), amax of each block, the blocks, columns that a rotation has mixed, the tensor's largest finite amax if x is
-a part of it) -> the factors of x before it is rounded to E2M1, and the scales that decode, fp32, one entry per block."""
+"""(x (R, C), amax of each block, the blocks, columns that a rotation has mixed, the tensor's largest finite amax if x
+is a part of it) -> the factors of x before it is rounded to E2M1, and the scales that decode, fp32, one per block."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _UNCLIPPED = 17 / 16  # E4M3 rounds a scale down by at most 1/17 of it

@@ -8,17 +8,16 @@ keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`o
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ottava.casts_in_graph import cast_in_graph
 from ottava.dispatch import no_autocast
 from ottava.kernels import reference
-from ottava.kernels.custom_operator import constant_in_graph, custom_operator
+from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
@@ -26,7 +25,7 @@ from ottava.kernels.native import rotate as native_rotate
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.scaling import read_scales
 from ottava.transforms import ONE_RANK, OneRank, Transform
 
@@ -53,21 +52,8 @@ _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, na
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
-class Both(NamedTuple):
-    """Casts of x and of x.T."""
-
-    row: QuantizedTensor | None
-    """Of x."""
-    col: QuantizedTensor | None
-    """Of x.T."""
-    amax: Tensor | None
-    """Of the first of them, one entry per block; None: the kernel has staged it."""
-
-
 Run = Callable[..., Both]
 """(x, scale, staged) -> its casts."""
-Beside = tuple[Operand | None, Operand | None]
-"""The operands that x and x.T meet in their GEMMs, where those were cast before."""
 
 
 class CastPlan(NamedTuple):
@@ -137,7 +123,7 @@ def cast_both(
     if isinstance(x, UnmadeRows):
         return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
     if torch.compiler.is_compiling():
-        return _compiled(x, spec, spec_t, scale, beside)
+        return cast_in_graph(x, spec, spec_t, scale, beside)
     plan = key = None
     if plans is not None and type(x) in PLAIN:
         try:
@@ -406,61 +392,6 @@ def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
     return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
-def _compiled(
-    x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None, beside: Beside
-) -> Both:
-    """As `cast_both`, of opaque operators."""
-    known = spec or spec_t
-    assert known is not None
-    if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        of_x = None if spec is None else _compiled_behind(x, spec, beside[0])
-        of_x_t = None if spec_t is None else _compiled_behind(x.t(), spec_t, beside[1])
-        return Both(of_x, of_x_t, None)
-    if spec is not None and spec_t is not None:
-        at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
-        if at_once:
-            data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
-            col = QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype)
-            return Both(QuantizedTensor(data, scale_inv, spec, x.dtype), col, amax)
-    if known.granularity.transposes and (spec is None or spec_t is None or spec == spec_t):
-        data, scale_inv, amax = torch.ops.ottava.quantize(x, known.key, scale)
-        x_q = QuantizedTensor(data, scale_inv, known, x.dtype)
-        return Both(None if spec is None else x_q, None if spec_t is None else x_q.t(), amax)
-    row = col_alone = seen = None
-    if spec is not None:
-        data, scale_inv, seen = torch.ops.ottava.quantize(x, spec.key, scale)
-        row = QuantizedTensor(data, scale_inv, spec, x.dtype)
-    if spec_t is not None:
-        data, scale_inv, amax = torch.ops.ottava.quantize(x.t(), spec_t.key, scale)
-        col_alone = QuantizedTensor(data, scale_inv, spec_t, x.dtype)
-        seen = amax if seen is None else seen
-    return Both(row, col_alone, seen)
-
-
-def _compiled_behind(x: Tensor, spec: QuantizationSpec, other: Operand | None) -> QuantizedTensor:
-    """A cast behind the transform of its spec, if there is one."""
-    if spec.transform is None:
-        return QuantizedTensor(*torch.ops.ottava.quantize(x, spec.key, None)[:2], spec, x.dtype)
-    met = other.aside if isinstance(other, QuantizedTensor) and spec.transform.paired else None
-    operator = torch.ops.ottava.quantize_drawn if _draws(spec.key) else torch.ops.ottava.quantize_behind
-    data, scale_inv, aside = operator(x, spec.key, met)
-    return QuantizedTensor(data, scale_inv, spec, x.dtype, aside=None if aside.dim() == 1 else aside)
-
-
-@constant_in_graph
-def _draws(spec: str) -> bool:
-    """Whether a cast takes numbers from torch's generator, so that compiled code may not merge two of them."""
-    parsed = spec_from_key(spec)
-    transform = parsed.transform
-    return parsed.rounding == "stochastic" or parsed.block_scale == "ms_eden" or (transform is not None and transform.draws)
-
-
-@functools.lru_cache(maxsize=256)
-def spec_from_key(key: str) -> QuantizationSpec:
-    """The spec of `QuantizationSpec.key`."""
-    return QuantizationSpec.from_dict(json.loads(key))
-
-
 def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Empty codes: contiguous on an accelerator, as its GEMMs need them; with the strides of x on a CPU."""
     if x.device.type == "cpu":
@@ -491,20 +422,6 @@ def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Te
     assert x_q is not None
     assert amax is not None  # nothing is staged
     return _as_promised(x_q.data, x), x_q.scale_inv, amax
-
-
-def _casts_as(x: Tensor) -> str:
-    """The type of device; it decides how compiled code casts x and x.T."""
-    return x.device.type
-
-
-@constant_in_graph
-def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
-    """Whether compiled code calls one operator for both casts, and whether both share each element's scale."""
-    cells = spec_from_key(spec), spec_from_key(spec_t)
-    if device == "cpu":
-        return not (cells[0] == cells[1] and cells[0].granularity.transposes), False
-    return not any(map(triton_quantize.refuses, cells)), triton_quantize.shared(*cells)
 
 
 def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator
-from ottava.casts import dequantize, keep_plan, spec_from_key
+from ottava.casts import dequantize, keep_plan
 from ottava.dispatch import (
     BATCH_INVARIANT,
     choose_accumulating,
@@ -39,7 +39,7 @@ from ottava.kernels import gemm_choice, reference, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.parts import rests, with_parts
-from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
+from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair, spec_from_key
 
 _LOGGER = logging.getLogger(__name__)
 _PLAIN = frozenset(PLAIN)
@@ -439,20 +439,9 @@ def _record(
 
 
 def _promised(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_spec: str,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_spec: str,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-    accumulator: str = "",
-    c: Tensor | None = None,
-    *rest: object,
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor, b_spec: str, out: torch.dtype, *rest: object
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out)
 
 
 @custom_operator(
@@ -479,8 +468,8 @@ def _gemm_op(
 ) -> Tensor:
     lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype, aside=a_aside)
     rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype, aside=b_aside)
-    settings: dict[str, Any] = {"fast_accum": fast_accum, "compute": compute, "c": c}
-    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, accumulator=accumulator_from_key(accumulator), **settings)
+    profile, settings = accumulator_from_key(accumulator), {"fast_accum": fast_accum, "compute": compute, "c": c}
+    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, accumulator=profile, **settings)  # type: ignore[arg-type]
 
 
 def _compiled(
@@ -494,8 +483,8 @@ def _compiled(
     c: Tensor | None = None,
 ) -> Tensor:
     _check(a, b, bias, accumulator, compute)
-    quantized = isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)
-    if quantized and (compute == "native" or a.aside is not None or b.aside is not None):  # type: ignore[union-attr]
+    apart = any(isinstance(t, QuantizedTensor) and t.aside is not None for t in (a, b))
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and (compute == "native" or apart):
         return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
             *(a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum),
             "" if accumulator is None else accumulator.key,

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -237,6 +237,12 @@ class QuantizationSpec(RefusesUnknownFields):
         return cls(**values)
 
 
+@functools.lru_cache(maxsize=256)
+def spec_from_key(key: str) -> QuantizationSpec:
+    """The spec of `QuantizationSpec.key`."""
+    return QuantizationSpec.from_dict(json.loads(key))
+
+
 def refuse_pair(
     lhs: QuantizationSpec | None, rhs: QuantizationSpec | None, accumulator: Accumulator | None = None
 ) -> str | None:
@@ -357,5 +363,18 @@ class Lent:
 
 Operand = Tensor | QuantizedTensor
 """One side of a GEMM: quantized, or passed through in high precision."""
+Beside = tuple[Operand | None, Operand | None]
+"""The operands that x and x.T meet in their GEMMs, where those were cast before."""
 RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
 """(a (M, K), b (N, K), bias (N,) or None) -> y (M, N)."""
+
+
+class Both(NamedTuple):
+    """Casts of x and of x.T."""
+
+    row: QuantizedTensor | None
+    """Of x."""
+    col: QuantizedTensor | None
+    """Of x.T."""
+    amax: Tensor | None
+    """Of the first of them, one entry per block; None: the kernel has staged it."""

@@ -39,6 +39,7 @@ class LowRank(NamedTuple):
     """fp32 (C, r)."""
 
 
+@dataclass(frozen=True)
 class OneRank:
     """How the numbers of `Transform.prepare` become those of the whole tensor: this rank has all of it. `agreement` has
     the other answer, for ranks with a shard each.

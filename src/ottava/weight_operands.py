@@ -6,9 +6,8 @@ import functools
 
 from torch import Tensor
 
-from ottava.casts import spec_from_key
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.quantized_weight import QuantizedWeight
 from ottava.turn import refuse_turn, turn
 from ottava.weight_dispatch import describe

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava import casts
+from ottava import casts, casts_in_graph
 from ottava.bench.models import Block
 from ottava.kernels import reference
 from ottava.kernels.triton import quantize as triton_quantize
@@ -292,7 +292,7 @@ def test_a_delayed_recipe_entered_for_the_first_time_is_refused_or_right() -> No
 )
 def test_compiled_code_for_a_gpu_reads_each_tensor_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operator casts x and x.T, as eager code does there; the bits and the histories stay those of eager code."""
-    monkeypatch.setattr(casts, "_casts_as", lambda x: "cuda")
+    monkeypatch.setattr(casts_in_graph, "_casts_as", lambda x: "cuda")
     monkeypatch.setattr(casts, "_CPU_CASTS", (reference,))
     called: list[str] = []
     monkeypatch.setattr(triton_quantize, "supports_quantize", lambda *a: called.append("both") or "not on a CPU")

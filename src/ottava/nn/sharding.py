@@ -239,8 +239,8 @@ class Sharding:
         spec = layer.resolved.wgrad.lhs
         if isinstance(tokens_place, Shard) and spec is not None and spec.transform and spec.transform.each_column:
             raise ValueError(
-                f"sequence parallelism: {spec} has a number for each token, and a rank that multiplies gradients of all "
-                "tokens knows those of its own. Take a recipe without that transform in wgrad"
+                f"sequence parallelism: {spec} has a number for each token, and a rank that multiplies gradients of "
+                "all tokens knows those of its own. Take a recipe without that transform in wgrad"
             )
         features, tokens = (doors.input, doors.grad_output) if self.split else (doors.grad_output, doors.input)
         doors.weight.cast = AgreedCast(self.group, self.split)

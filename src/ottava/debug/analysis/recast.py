@@ -1,8 +1,8 @@
 """What recipes would do to the tensors that a run has dumped: the real casts, where no histogram can say it.
 
 A transform mixes the elements of a tensor, and a rule for block scales looks at all of them, so their errors need the
-tensor itself. A watch writes tensors with `dump: {steps: [...], rows: 0}`. Operands of a GEMM are cast in the order of a
-training step, so that the second takes the first one's signs and factors.
+tensor itself. A watch writes tensors with `dump: {steps: [...], rows: 0}`. Operands of a GEMM are cast in the order of
+a training step, so that the second takes the first one's signs and factors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def recast(run: Path | str, predictions: Iterable[Prediction], recipes: Sequence
                     steps = sums.setdefault((recipe.name, place), {})
                     steps[step] = steps.get(step, 0) + found
     by_name = {recipe.name: recipe for recipe in wanted}
-    return [_filled(p, by_name.get(p.recipe), sums.get((p.recipe, (p.layer, p.tensor, p.direction)))) for p in predictions]
+    places = ((p.recipe, (p.layer, p.tensor, p.direction)) for p in predictions)
+    return [_filled(p, by_name.get(p.recipe), sums.get(place)) for p, place in zip(predictions, places, strict=True)]
 
 
 def _layers(files: Iterable[Path]) -> dict[str, tuple[int, dict[str, Tensor]]]:
@@ -94,7 +95,7 @@ def _casts(layer: str, recipe: Recipe, tensors: Mapping[str, Tensor]) -> dict[Pl
 def _sums(x: Tensor, x_q: QuantizedTensor) -> Any:
     exact, near = x, x_q.dequantize(torch.float32).double()
     used = exact.isfinite() & (exact != 0)
-    scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, tuple(exact.shape)).double()
+    scale_inv = x_q.spec.granularity.expand(x_q.scale_inv, (x.shape[0], x.shape[1])).double()
     clipped = x_q.spec.format.clips(exact.abs(), scale_inv) & used
     exact, near = exact[used], near[used]
     error, relative = exact - near, (exact - near).abs() / exact.abs()

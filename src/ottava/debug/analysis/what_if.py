@@ -336,7 +336,7 @@ def _untouched(key: SlotKey, recipe: str, steps: int) -> Prediction:
 def _unknown(place: tuple[str, str, str, str], spec: QuantizationSpec) -> Prediction:
     why = f'the run has no histograms for {spec}; watch with detail="blocks"'
     if spec.transform is not None or spec.block_scale != "amax":
-        why = f"no histogram says what {spec} would do, and no whole tensor was dumped; watch with dump.rows=0, dump.steps"
+        why = f"no histogram says what {spec} would do, and no whole tensor was dumped; watch with dump.rows=0"
     numbers = (math.nan,) * 5
     return Prediction(*place, str(spec), *numbers, 0, clears=False, why=why, cost=cell_cost(spec))
 
