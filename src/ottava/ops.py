@@ -33,6 +33,7 @@ from ottava.dispatch import (
     no_autocast,
     runner,
 )
+from ottava.errors import need_type
 from ottava.formats import dtype_name
 from ottava.gemm_recipe import Compute, GemmRecipe
 from ottava.kernels import gemm_choice, reference, torch_mm
@@ -380,6 +381,7 @@ def _judge(truth: Tensor, y: Tensor) -> str:
 def _check_start(a: Operand, b: Operand, c: Tensor, compute: Compute) -> None:
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)) or compute != "native":
         raise ValueError("gemm: c starts the accumulator of quantized operands; add it to the result of other GEMMs")
+    need_type("gemm: c", c, Tensor)
     shape = (a.shape[0], b.shape[0])
     if tuple(c.shape) != shape or c.dtype != torch.float32 or c.device != a.device:
         got = f"{tuple(c.shape)} in {dtype_name(c.dtype)} on {c.device}"

@@ -43,6 +43,7 @@ _TYPES: tuple[tuple[str, type], ...] = (
     ("amax_history_len", int),
     ("guard_bits", int),
     ("bootstrap", bool),
+    ("block_scale", str),
 )
 _MAX_MARGIN, _MAX_HISTORY = 126, 1 << 20  # the octaves of an fp32 scale; TransformerEngine's default is 1024
 
@@ -227,8 +228,8 @@ class QuantizationSpec(RefusesUnknownFields):
         if "format" not in values:
             raise ValueError(f"QuantizationSpec: 'format' is missing from {values}; give one such as 'E4M3'")
         values["format"] = get_format(values["format"])
-        if isinstance(values.get("granularity"), str):
-            values["granularity"] = Granularity.parse(values["granularity"])
+        if not isinstance(values.get("granularity", PER_TENSOR), Granularity):
+            values["granularity"] = Granularity.parse(str(values["granularity"]))
         if ":" in str(values.get("amax_compute_algo", "")):
             raise ValueError(
                 f"QuantizationSpec: amax_compute_algo {values['amax_compute_algo']!r} names a function; build the "

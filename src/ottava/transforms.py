@@ -335,6 +335,6 @@ def get_transform(transform: Transform | str | Mapping[str, Any]) -> Transform:
         raise TypeError(f"transform: got {transform!r}; needs a Transform, its kind, or a mapping with its fields")
     values = dict(values)
     kind: Any = values.pop("kind", None)
-    if kind not in TRANSFORMS:
+    if not isinstance(kind, str) or kind not in TRANSFORMS:
         raise ValueError(unknown_name("transform", kind, TRANSFORMS))
     return TRANSFORMS[kind](**values)
