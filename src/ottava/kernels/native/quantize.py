@@ -309,13 +309,13 @@ def _decode(
 ) -> None:
     if not codes.numel():
         return
-    library = built_decoder().library
+    library = load("decode", _declare_decoder).library
     assert library is not None  # supports_decode was asked
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
     library.ottava_decode(
         *(pointer(codes), *shape, *block, pointer(scales)),
         *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
-        *(pointer(out), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
     )
 
 
