@@ -152,6 +152,8 @@ def test_c_is_what_the_sum_starts_from() -> None:
     for wrong in (c[:3], c.double(), c.bfloat16()):
         with pytest.raises(ValueError, match=r"needs \(8, 16\) in float32 on cpu"):
             gemm(a, b, out_dtype=torch.float32, accumulator="hopper", c=wrong)
+    with pytest.raises(TypeError, match="gemm: c is 1; needs Tensor"):
+        gemm(a, b, out_dtype=torch.float32, c=1)  # type: ignore[arg-type]
 
 
 @sweep
@@ -173,12 +175,18 @@ def test_every_gemm_of_a_layer_runs_under_its_profile(recipe: Recipe) -> None:
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         for row in ottava.receipt(layer).rows:
             assert (f"under {name}" in row.operands) == row.fp8
-        fprop = recipe.fprop
-        if fprop.lhs is None or fprop.rhs is None or recipe.predicted or fprop.lhs.transform:
-            continue
-        a, b = ottava.quantize(x.detach(), fprop.lhs), ottava.quantize(layer.weight.detach(), fprop.rhs)
-        y = accumulate.gemm(a, b, torch.bfloat16, layer.bias.detach(), ACCUMULATORS[name])
-        assert torch.equal(results[0][0], y)
+        own, w = x.detach(), layer.weight.detach()
+        sides = (own, w, layer.bias.detach()), (dy, w.t(), None), (dy.t(), own.t(), None)
+        for cells, (left, right, bias), got in zip(
+            (recipe.fprop, recipe.dgrad, recipe.wgrad), sides, results[0], strict=True
+        ):
+            specs = cells.lhs, cells.rhs
+            if recipe.predicted or any(spec is None or not spec.repeatable for spec in specs):
+                continue
+            a, b = (ottava.quantize(t, spec) for t, spec in zip((left, right), specs, strict=True))
+            assert torch.equal(got, accumulate.gemm(a, b, torch.bfloat16, bias, ACCUMULATORS[name])), cells
+            if (name, recipe.name) == ("hopper", "tensorwise"):  # fp32 sums are others
+                assert not torch.equal(got, gemm(a, b, out_dtype=torch.bfloat16, bias=bias)), cells
 
 
 def test_fp32_is_what_runs_without_a_name() -> None:

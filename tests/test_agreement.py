@@ -100,10 +100,25 @@ def test_predicted_scales_ask_only_without_a_history(monkeypatch: pytest.MonkeyP
     assert broken.scale_inv.item() == 1.0
 
 
-def test_what_needs_the_whole_tensor_is_refused() -> None:
-    """Before a collective, with a way out."""
-    x = torch.randn(32, 64)
-    for recipe in ("nvfp4_rht", "four_over_six", "ms_eden", "averis"):
-        cells = ottava.RECIPES[recipe].cells("input")
-        with pytest.raises(ValueError, match="such as 'nvfp4', or shard with FSDP2"):
-            AgreedCast(GROUP, 0)(x, *cells)
+def test_transforms_and_rules_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotation inside of a rank asks nobody; NVFP4's rules ask for the tensor's amax, factors for columns'."""
+    torch.manual_seed(0)
+    whole = torch.randn(64, 128).bfloat16()
+    whole[0, 0] = 1e4
+    for dim, text in ((0, "hadamard"), (1, "hadamard"), (0, "smooth"), (1, "smooth")):
+        spec = QuantizationSpec(ottava.E4M3, Granularity.parse("1x16"), transform=text)  # type: ignore[arg-type]
+        asked, wanted = answer(monkeypatch, whole), quantize(whole, spec)
+        got = AgreedCast(GROUP, dim)(whole.chunk(2, dim)[0].contiguous(), spec, None).row
+        assert got is not None
+        assert torch.equal(got.data.view(torch.uint8), wanted.data.view(torch.uint8).chunk(2, dim)[0])
+        assert torch.equal(got.scale_inv, wanted.scale_inv.chunk(2, dim)[0])
+        assert asked == ([128] if (dim, text) == (0, "smooth") else [])
+    for rule in ("unclipped", "four_over_six"):
+        for dim in (0, 1):
+            spec = QuantizationSpec(ottava.E2M1, Granularity.parse("1x16"), "e4m3", block_scale=rule)
+            asked, wanted = answer(monkeypatch, whole), quantize(whole, spec)
+            got = AgreedCast(GROUP, dim)(whole.chunk(2, dim)[1].contiguous(), spec, None).row
+            assert got is not None
+            assert torch.equal(got.data, wanted.data.chunk(2, dim)[1]), (rule, dim)
+            assert torch.equal(got.scale_inv, wanted.scale_inv.chunk(2, dim)[1])
+            assert asked == [1]

@@ -31,7 +31,7 @@ FLOORS = (
     ("quantized_tensor",),
     ("attention_recipe", "gemm_recipe"),
     ("recipe", "kernels"),
-    ("dispatch", "batch_invariance"),
+    ("dispatch", "batch_invariance", "casts_in_graph"),
     ("casts",),
     ("parts", "turn"),
     ("ops", "ambient", "weight_storage"),

@@ -31,16 +31,16 @@ MOST_CALLS = {
     "mxfp8_floor": 38,
     "rowwise": 47,
     "rowwise_with_gw_hp": 42,
-    "nvfp4": 95,
-    # transforms and rules for block scales are emulated, with plans that are kept all the same
-    "nvfp4_rht": 104,
-    "four_over_six": 270,
-    "ms_eden": 453,
-    "averis": 168,
+    "nvfp4": 107,
+    # C++ decodes each operand with two levels of scales by itself; transforms and rules keep their plans all the same
+    "nvfp4_rht": 123,
+    "four_over_six": 132,
+    "ms_eden": 135,
+    "averis": 185,
     "mxfp4": 65,
 }
 MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 9, "nvfp4": 14, "nvfp4_rht": 15, "mxfp4": 14}
-MOST_FILES |= {"four_over_six": 16, "ms_eden": 15, "averis": 17}
+MOST_FILES |= {"four_over_six": 17, "ms_eden": 15, "averis": 17}
 OTHERS = 40, 8
 
 

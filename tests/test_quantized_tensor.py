@@ -107,7 +107,7 @@ def test_specs_print_what_differs() -> None:
         (ValueError, {"amax_compute_algo": "mx"}, "did you mean 'max'"),
         (ValueError, {"rounding": "nearest"}, "did you mean 'nearest_even'"),
         (ValueError, {"granularity": "1by128"}, "needs 'tensor', 'row' or 'ROWSxCOLS'"),
-        (TypeError, {"granularity": 128}, "granularity is 128; needs Granularity"),
+        (ValueError, {"granularity": 128}, "granularity '128': needs 'tensor', 'row'"),
         (TypeError, {"format": 8}, "format: got 8; needs a Format or the name of one"),
         (TypeError, {"margin": 0.5}, "margin is 0.5; needs a whole number"),
         (TypeError, {"amax_history_len": "16"}, "amax_history_len is '16'; needs a whole number"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ottava.accumulator import ACCUMULATORS
+from ottava.accumulator import ACCUMULATORS, Accumulator
 from ottava.formats import E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import (
@@ -25,6 +25,7 @@ from ottava.recipe import (
     get_recipe,
 )
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, PER_ROW
+from ottava.transforms import TRANSFORMS
 from sweep import sweep
 
 HP = "high precision"
@@ -438,3 +439,48 @@ def test_recipes_print_as_tables() -> None:
     assert lines[0] == "tensorwise/fp8_inputs_bf16_gemm"
     assert lines[1].strip() == "fprop  E4M3[tensor] x E4M3[tensor] in BF16"
     assert lines[-1].strip() == "lm_head: wgrad = high precision x high precision"
+
+
+EVERYTHING = """
+name: everything
+fprop:
+  lhs: {format: E4M3, granularity: 1x128, scale_format: pow2, margin: 1, transform: {kind: smooth, strength: 0.25}}
+  rhs: {format: E4M3, granularity: 128x128, scale_format: pow2, margin: 1, transform: {kind: smooth, strength: 0.25}}
+  accumulator: hopper_promoted
+  fast_accum: true
+dgrad:
+  lhs: {format: E5M2FNUZ, scaling: guarded, amax_history_len: 4, amax_compute_algo: most_recent, bootstrap: false,
+    guard_bits: 2}
+  rhs: {format: E4M3FNUZ}
+  accumulator: {name: mine, group: 16, fraction_bits: 14, kept_bits: 20, promotion: 64, rounding: nearest_even,
+    confirmed: false, source: me}
+wgrad:
+  lhs: {format: E2M1, granularity: 1x16, scale_format: e4m3, rounding: stochastic,
+    transform: {kind: hadamard, size: 32, signs: 7, rounded: false}}
+  rhs: {format: E2M1, granularity: 1x16, scale_format: e4m3, block_scale: four_over_six,
+    transform: {kind: hadamard, size: 32, signs: 7, rounded: false}}
+  compute: bf16
+attention: {qkv: {format: E4M3}}
+overrides:
+- {pattern: "*.lm_head", recipe: bf16}
+- {pattern: "*", changes: {wgrad: {}, fprop.lhs: {format: E4M3, transform: {kind: mean, tokens: columns}},
+    fprop.rhs: {format: E4M3}}}
+- {pattern: "*", changes: {fprop: {lhs: {format: E4M3}, rhs: {format: E4M3}, batch_invariant: true}, attention: null}}
+"""
+
+
+def test_every_field_can_be_written_in_yaml() -> None:
+    """Each field of a recipe, a cell, a transform and an accumulator stands above, and comes back."""
+    values = yaml.safe_load(EVERYTHING)
+    recipe = Recipe.from_dict(values)
+    assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+    assert set(values) == {f.name for f in fields(Recipe) if f.init}
+    words = set(EVERYTHING.replace("{", " ").replace(":", " ").replace(",", " ").split())
+    for kind in (QuantizationSpec, GemmRecipe, Accumulator, *TRANSFORMS.values()):
+        missing = {f.name for f in fields(kind) if f.init} - words
+        assert not missing, (kind, missing)
+    assert recipe.fprop.lhs is not None
+    assert str(recipe.fprop.lhs.transform) == "smooth 0.25"
+    for name in RECIPES:
+        for form in (RECIPES[name], RECIPES[name].under("hopper"), RECIPES[name].fp8_inputs_bf16_gemm()):
+            assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(form.to_dict()))) == form

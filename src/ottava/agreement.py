@@ -2,24 +2,27 @@
 
 A block that reaches over all ranks (a tensor, a row whose columns are split) needs the largest magnitude of all ranks.
 The ranks reduce their amaxes before the cast, so the codes of all shards joined are those of the joined matrix, bit for
-bit, and a GEMM may gather codes instead of numbers. Blocks on one rank need no agreement.
+bit, and a GEMM may gather codes instead of numbers. Blocks on one rank need no agreement. A transform comes before the
+cast: ranks sum its means and reduce its factors, one of them draws its signs, and a rotation turns columns of one rank.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ottava.casts import Beside, Both, CastPlan, cast_both
+from ottava.block_scales import BLOCK_SCALES
+from ottava.casts import CastPlan, cast_both, transformed
 from ottava.kernels.reference import factors
-from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.rounding import encode_
 from ottava.scaling import PER_TENSOR, Scale, amax
+from ottava.transforms import OneRank
 
 
 class AgreedCast:
@@ -46,40 +49,52 @@ class AgreedCast:
         plans: dict[Any, CastPlan] | None = None,
         beside: Beside = (None, None),
     ) -> Both:
-        """As `casts.cast_both`, with the largest amax of all ranks; it stages nothing.
-
-        Raises:
-            ValueError: a transform or a rule for block scales needs the whole tensor.
-        """
+        """As `casts.cast_both`, with the largest amax of all ranks; it stages nothing."""
         known = spec or spec_t
         assert known is not None
-        refuse_parts(spec, spec_t)
         if known.scaling == "delayed" and scale is not None and scale.is_cpu and bool(scale > 0):
             # predicted, and equal on all ranks; on an accelerator the host would wait for the comparison
             return cast_both(x, spec, spec_t, scale=scale, staged=staged, plans=plans)
-        row = None if spec is None else self._cast(x, spec, self.dim, scale, plans)
-        if row is not None and spec == spec_t and row.spec.granularity.transposes:
+        row = None if spec is None else self._cast(x, spec, self.dim, scale, plans, beside[0])
+        if row is not None and spec == spec_t and row.spec.granularity.transposes and row.spec.transform is None:
             col: QuantizedTensor | None = row.t()
         else:
-            col = None if spec_t is None else self._cast(x.t(), spec_t, 1 - self.dim, scale, plans)
+            col = None if spec_t is None else self._cast(x.t(), spec_t, 1 - self.dim, scale, plans, beside[1])
         one = row or col
         assert one is not None
         return Both(row, col, one.amax)
 
     def _cast(
-        self, x: Tensor, spec: QuantizationSpec, dim: int, scale: Tensor | None, plans: dict[Any, CastPlan] | None
+        self,
+        x: Tensor,
+        spec: QuantizationSpec,
+        dim: int,
+        scale: Tensor | None,
+        plans: dict[Any, CastPlan] | None,
+        other: Operand | None,
     ) -> QuantizedTensor:
         """x, split along dim, cast to spec."""
+        if spec.transform is None:
+            return self._scaled(x, spec, dim, scale, plans)
+        y, aside = transformed(x.detach(), spec.transform, other, _Ranks(self.group, dim))
+        y_q = self._scaled(y, spec, dim, scale, plans)
+        return QuantizedTensor(y_q.data, y_q.scale_inv, spec, x.dtype, y_q.amax, aside)
+
+    def _scaled(
+        self, x: Tensor, spec: QuantizationSpec, dim: int, scale: Tensor | None, plans: dict[Any, CastPlan] | None
+    ) -> QuantizedTensor:
+        """The cast behind a transform."""
         granularity, two_levels = spec.granularity, spec.scale_format == "e4m3"
         reaches_over = (granularity.rows, granularity.cols)[dim] is None
         if not reaches_over and not two_levels:
-            x_q = cast_both(x, spec, None, scale=scale, plans=plans).row
+            bare = spec if spec.transform is None else scaled_by_hand(spec)
+            x_q = cast_both(x, bare, None, scale=scale, plans=plans).row
             assert x_q is not None
             return x_q
         largest = amax(x.detach(), granularity)
         if reaches_over:
             largest = self._largest(largest)
-        factor = self._two_levels(largest, spec) if two_levels else factors(largest, spec, scale)
+        factor = self._two_levels(x, largest, spec) if two_levels else factors(largest, spec, scale)
         if granularity == PER_TENSOR:  # by the fastest kernel
             x_q = cast_both(x, scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
             assert x_q is not None
@@ -89,10 +104,13 @@ class AgreedCast:
             encode_(numbers, spec.format, rounding=spec.rounding), factor.scale_inv, spec, x.dtype, largest
         )
 
-    def _two_levels(self, largest: Tensor, spec: QuantizationSpec) -> Scale:
+    def _two_levels(self, x: Tensor, largest: Tensor, spec: QuantizationSpec) -> Scale:
         """NVFP4's scales: one a block, below the scale of the whole tensor, on which the ranks agree."""
         finite = torch.where(largest.isfinite(), largest, 0.0)
         top = self._largest(finite.amax().reshape(1, 1) if finite.numel() else finite.new_zeros(1, 1))
+        if spec.block_scale != "amax":
+            group = None if spec.transform is None else spec.transform.group
+            return BLOCK_SCALES[spec.block_scale](x, largest, spec.granularity, group, top)
         both = spec.scale_of(torch.cat([largest.reshape(-1, 1), top]))  # the tensor's amax among its blocks
         return Scale(both.scale[:-1].reshape(largest.shape), both.scale_inv[:-1].reshape(largest.shape))
 
@@ -109,19 +127,24 @@ class AgreedCast:
         )
 
 
-def refuse_parts(*specs: QuantizationSpec | None) -> None:
-    """Refuses casts that ranks with parts of a tensor cannot make together.
+@dataclass(frozen=True)
+class _Ranks(OneRank):
+    """The numbers of a transform of all ranks that hold a tensor, split along dim."""
 
-    Raises:
-        ValueError: a transform, or a rule for block scales.
-    """
-    for spec in specs:
-        if spec is not None and (spec.transform is not None or spec.block_scale != "amax"):
-            raise ValueError(
-                f"{spec}: this layer is split over ranks, and each of them holds a part of the tensor. Its transform "
-                "or its block scales need all of it: take a recipe without them, such as 'nvfp4', or shard with FSDP2, "
-                "which gathers weights"
-            )
+    group: dist.ProcessGroup
+    dim: int
+
+    def sum(self, numbers: Tensor, dim: int) -> Tensor:
+        if dim == self.dim:
+            dist.all_reduce(numbers, dist.ReduceOp.SUM, group=self.group)
+        return numbers
+
+    def largest(self, numbers: Tensor, dim: int) -> Tensor:
+        return largest_of_all(numbers, self.group) if dim == self.dim else numbers
+
+    def same(self, drawn: Tensor) -> Tensor:
+        dist.broadcast(drawn, dist.get_global_rank(self.group, 0), group=self.group)
+        return drawn
 
 
 def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,5 +156,5 @@ def largest_of_all(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def scaled_by_hand(spec: QuantizationSpec) -> QuantizationSpec:
-    """The spec without the rule that chooses its scale: the scale is given."""
-    return replace(spec, scaling="current")
+    """The spec without the rule that chooses its scale, and without its transform: scale and numbers are given."""
+    return replace(spec, scaling="current", transform=None)

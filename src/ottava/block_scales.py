@@ -17,9 +17,9 @@ from ottava.formats import E2M1, E4M3
 from ottava.rounding import round_to_format
 from ottava.scaling import Granularity, Scale
 
-ChooseScales = Callable[[Tensor, Tensor, Granularity, int | None], Scale]
-"""(x (R, C), amax of each block, the blocks, columns that a rotation has mixed) -> the factors of x before it is
-rounded to E2M1, and the scales that decode, fp32, one entry per block."""
+ChooseScales = Callable[[Tensor, Tensor, Granularity, int | None, Tensor | None], Scale]
+"""(x (R, C), amax of each block, the blocks, columns that a rotation has mixed, the tensor's largest finite amax if x
+is a part of it) -> the factors of x before it is rounded to E2M1, and the scales that decode, fp32, one per block."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _UNCLIPPED = 17 / 16  # E4M3 rounds a scale down by at most 1/17 of it
@@ -30,24 +30,28 @@ MS_EDEN_TOPS = 255.99 * E2M1.max / _EDEN_SHRINK, (E2M1.max / _EDEN_SHRINK,)
 """The same; 255.99 leaves room for the correction, which may be above 1."""
 
 
-def unclipped(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+def unclipped(
+    x: Tensor, amax: Tensor, granularity: Granularity, group: int | None, largest: Tensor | None = None
+) -> Scale:
     """Brings each block's amax to 6 * 16 / 17, so that no rounding of its scale clips it.
 
     Stochastic rounding is unbiased then. With NVIDIA's scales an amax that is clipped pulls the mean toward zero.
 
     Source: Quartet II (arXiv 2601.22813), its stochastic baseline.
     """
-    usable, encode = _tensor_scale(amax, E4M3.max * E2M1.max / _UNCLIPPED)
+    usable, encode = _tensor_scale(amax, E4M3.max * E2M1.max / _UNCLIPPED, largest)
     return _scale_of(_rounded(amax, encode, E2M1.max / _UNCLIPPED), encode, usable)
 
 
-def four_over_six(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+def four_over_six(
+    x: Tensor, amax: Tensor, granularity: Granularity, group: int | None, largest: Tensor | None = None
+) -> Scale:
     """Brings each block's amax to 6 or to 4, whichever gives the smaller squared error; at a tie to 6.
 
     Source: Four Over Six (arXiv 2512.02010).
     """
     tensor_top, tops = FOUR_OVER_SIX_TOPS
-    usable, encode = _tensor_scale(amax, tensor_top)
+    usable, encode = _tensor_scale(amax, tensor_top, largest)
     numbers = x.detach().to(torch.float32)
     candidates, errors = [], []
     for top in tops:
@@ -61,7 +65,9 @@ def four_over_six(x: Tensor, amax: Tensor, granularity: Granularity, group: int 
     return Scale(torch.where(by_four, four.scale, six.scale), torch.where(by_four, four.scale_inv, six.scale_inv))
 
 
-def ms_eden(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None) -> Scale:
+def ms_eden(
+    x: Tensor, amax: Tensor, granularity: Granularity, group: int | None, largest: Tensor | None = None
+) -> Scale:
     """Rounds elements to nearest and makes the result unbiased by its scales.
 
     With z the elements over their scale and q the nearest E2M1 numbers, each rotated group is multiplied by
@@ -72,7 +78,7 @@ def ms_eden(x: Tensor, amax: Tensor, granularity: Granularity, group: int | None
     """
     assert group is not None  # the spec has checked that a rotation comes first
     tensor_top, (top,) = MS_EDEN_TOPS
-    usable, encode = _tensor_scale(amax, tensor_top)
+    usable, encode = _tensor_scale(amax, tensor_top, largest)
     block = _rounded(amax, encode, top)
     block = torch.where(block > 0, block, 1.0)  # Quartet II: a scale that underflows is 1
     scale = _scale_of(block, encode, usable)
@@ -97,10 +103,11 @@ def _sums(x: Tensor, granularity: Granularity) -> Tensor:
     return sums.squeeze(2)
 
 
-def _tensor_scale(amax: Tensor, top: float) -> tuple[Tensor, Tensor]:
+def _tensor_scale(amax: Tensor, top: float, largest: Tensor | None) -> tuple[Tensor, Tensor]:
     """(which blocks have a scale, 1 / t (1, 1)): t brings the tensor's amax to `top`."""
     usable = (amax > 0) & amax.isfinite()
-    largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
+    if largest is None:
+        largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
     return usable, torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
 
 

@@ -8,17 +8,16 @@ keeps the `CastPlan`. Inside torch.compile casts are opaque custom operators (`o
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ottava.casts_in_graph import cast_in_graph
 from ottava.dispatch import no_autocast
 from ottava.kernels import reference
-from ottava.kernels.custom_operator import constant_in_graph, custom_operator
+from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.kernels.native import block_scales as native_block_scales
 from ottava.kernels.native import quantize as native_quantize
@@ -26,8 +25,9 @@ from ottava.kernels.native import rotate as native_rotate
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.scaling import read_scales
+from ottava.transforms import ONE_RANK, OneRank, Transform
 
 
 class QuantizeKernel(Protocol):
@@ -42,6 +42,8 @@ class QuantizeKernel(Protocol):
         """(R, C) -> codes, scale_inv, amax: the bits of the reference."""
 
 
+ApplyTransform = Callable[[Tensor, Tensor | None], Tensor]
+"""(x, aside) -> the matrix to cast in place of x."""
 Plan = TypeVar("Plan")
 MOST_PLANS = 32
 """The largest number of plans of one door or one layer."""
@@ -50,21 +52,8 @@ _CPU_CASTS: tuple[QuantizeKernel, ...] = (native_quantize, native_stochastic, na
 _ACCELERATOR_CASTS: tuple[QuantizeKernel, ...] = (triton_quantize, reference)
 
 
-class Both(NamedTuple):
-    """Casts of x and of x.T."""
-
-    row: QuantizedTensor | None
-    """Of x."""
-    col: QuantizedTensor | None
-    """Of x.T."""
-    amax: Tensor | None
-    """Of the first of them, one entry per block; None: the kernel has staged it."""
-
-
 Run = Callable[..., Both]
 """(x, scale, staged) -> its casts."""
-Beside = tuple[Operand | None, Operand | None]
-"""The operands that x and x.T meet in their GEMMs, where those were cast before."""
 
 
 class CastPlan(NamedTuple):
@@ -134,7 +123,7 @@ def cast_both(
     if isinstance(x, UnmadeRows):
         return _on_accelerator(spec, spec_t, x.dtype)(x, scale, staged)
     if torch.compiler.is_compiling():
-        return _compiled(x, spec, spec_t, scale)
+        return cast_in_graph(x, spec, spec_t, scale, beside)
     plan = key = None
     if plans is not None and type(x) in PLAIN:
         try:
@@ -245,30 +234,51 @@ def _alone(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | 
     return CastPlan(run, kernel.NAME, refusals, (spec, spec_t))
 
 
+def transformed(
+    x: Tensor,
+    transform: Transform,
+    other: Operand | None,
+    ranks: OneRank = ONE_RANK,
+    apply: ApplyTransform | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(the matrix to cast in place of x, what the transform took from x).
+
+    Args:
+        other: the other operand of the GEMM, if it was cast before.
+        ranks: who has the rest of x.
+        apply: `transform.apply`, or a kernel with its bits; None: the first that takes x.
+    """
+    apply = apply or _application(x, transform)[0]
+    met = other.aside if isinstance(other, QuantizedTensor) and transform.paired else None
+    with no_autocast(x.device):
+        aside = transform.prepare(x, met, ranks)
+        return apply(x, aside), aside
+
+
+def _application(x: Tensor, transform: Transform) -> tuple[ApplyTransform, str, str | None]:
+    """(what applies a transform to matrices like x, its name, why no kernel does)."""
+    refusal = native_rotate.supports_transform(x, transform)
+    if refusal is None:
+        return native_rotate.plan_transform(x, transform), f"{transform} ({native_rotate.NAME})", None
+    return transform.apply, str(transform), refusal
+
+
 def _transformed(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> CastPlan:
     """Casts with a transform in front of at least one of them; any kernel makes the cast behind it."""
     planned: dict[bool, CastPlan] = {}
-    applied: dict[bool, Callable[[Tensor, Tensor | None], Tensor]] = {}
+    applied: dict[bool, ApplyTransform] = {}
     names, refusals = dict[str, None](), dict[str, None]()
     for lies, side in ((x, spec), (x.t(), spec_t)):
         if side is None or side.transform is None:
             continue
-        if (refusal := native_rotate.supports_transform(lies, side.transform)) is None:
-            apply, name = native_rotate.plan_transform(lies, side.transform), f"{side.transform} ({native_rotate.NAME})"
-        else:
-            apply, name = side.transform.apply, str(side.transform)
-            refusals[refusal] = None
-        applied[lies is not x], names[name] = apply, None
+        applied[lies is not x], name, refusal = _application(lies, side.transform)
+        names[name] = None
+        refusals |= {} if refusal is None else {refusal: None}
 
     def one(x: Tensor, spec: QuantizationSpec | None, other: Operand | None, turned: bool) -> QuantizedTensor | None:
         if spec is None:
             return None
-        aside, y = None, x
-        if spec.transform is not None:
-            met = other.aside if isinstance(other, QuantizedTensor) else None
-            with no_autocast(x.device):
-                aside = spec.transform.prepare(x, met if spec.transform.paired else None)
-                y = applied[turned](x, aside)
+        y, aside = (x, None) if spec.transform is None else transformed(x, spec.transform, other, apply=applied[turned])
         if turned not in planned:  # all x of this plan are alike, so all y are
             planned[turned] = _alone(y, spec, None, None)
         y_q = planned[turned].run(y, None, None).row
@@ -382,42 +392,6 @@ def _casts(x: Tensor) -> tuple[QuantizeKernel, ...]:
     return _CPU_CASTS if x.is_cpu else _ACCELERATOR_CASTS
 
 
-def _compiled(x: Tensor, spec: QuantizationSpec | None, spec_t: QuantizationSpec | None, scale: Tensor | None) -> Both:
-    """As `cast_both`, of opaque operators."""
-    known = spec or spec_t
-    assert known is not None
-    if (spec is not None and spec.transform) or (spec_t is not None and spec_t.transform):
-        raise NotImplementedError(
-            f"quantize: {known} and {spec_t}: no operator of compiled code transforms a tensor. Cast it outside of "
-            "torch.compile; layers do so by themselves"
-        )
-    if spec is not None and spec_t is not None:
-        at_once, one_scale = _both_of(_casts_as(x), spec.key, spec_t.key)
-        if at_once:
-            data, scale_inv, amax, data_t, own = torch.ops.ottava.quantize_both(x, spec.key, spec_t.key, scale)
-            col = QuantizedTensor(data_t, scale_inv.t() if one_scale else own, spec_t, x.dtype)
-            return Both(QuantizedTensor(data, scale_inv, spec, x.dtype), col, amax)
-    if known.granularity.transposes and (spec is None or spec_t is None or spec == spec_t):
-        data, scale_inv, amax = torch.ops.ottava.quantize(x, known.key, scale)
-        x_q = QuantizedTensor(data, scale_inv, known, x.dtype)
-        return Both(None if spec is None else x_q, None if spec_t is None else x_q.t(), amax)
-    row = col_alone = seen = None
-    if spec is not None:
-        data, scale_inv, seen = torch.ops.ottava.quantize(x, spec.key, scale)
-        row = QuantizedTensor(data, scale_inv, spec, x.dtype)
-    if spec_t is not None:
-        data, scale_inv, amax = torch.ops.ottava.quantize(x.t(), spec_t.key, scale)
-        col_alone = QuantizedTensor(data, scale_inv, spec_t, x.dtype)
-        seen = amax if seen is None else seen
-    return Both(row, col_alone, seen)
-
-
-@functools.lru_cache(maxsize=256)
-def spec_from_key(key: str) -> QuantizationSpec:
-    """The spec of `QuantizationSpec.key`."""
-    return QuantizationSpec.from_dict(json.loads(key))
-
-
 def _codes_like(x: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Empty codes: contiguous on an accelerator, as its GEMMs need them; with the strides of x on a CPU."""
     if x.device.type == "cpu":
@@ -450,20 +424,6 @@ def _quantize_op(x: Tensor, spec: str, scale: Tensor | None) -> tuple[Tensor, Te
     return _as_promised(x_q.data, x), x_q.scale_inv, amax
 
 
-def _casts_as(x: Tensor) -> str:
-    """The type of device; it decides how compiled code casts x and x.T."""
-    return x.device.type
-
-
-@constant_in_graph
-def _both_of(device: str, spec: str, spec_t: str) -> tuple[bool, bool]:
-    """Whether compiled code calls one operator for both casts, and whether both share each element's scale."""
-    cells = spec_from_key(spec), spec_from_key(spec_t)
-    if device == "cpu":
-        return not (cells[0] == cells[1] and cells[0].granularity.transposes), False
-    return not any(map(triton_quantize.refuses, cells)), triton_quantize.shared(*cells)
-
-
 def _both_promised(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -> tuple[Tensor, ...]:
     data, scale_inv, amax = _promised(x, spec, scale)
     data_t, scale_inv_t, _ = _promised(x.t(), spec_t, scale)
@@ -487,3 +447,28 @@ def _quantize_both_op(x: Tensor, spec: str, spec_t: str, scale: Tensor | None) -
         codes_t = codes_t.clone(memory_format=torch.preserve_format)
     own = x.new_empty(0, dtype=torch.float32) if triton_quantize.shared(row_spec, col_spec) else col.scale_inv
     return _as_promised(row.data, x), row.scale_inv, amax, codes_t, own
+
+
+def _behind_promised(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:
+    parsed = spec_from_key(spec)
+    assert parsed.transform is not None
+    rows, cols = x.shape
+    cols += -cols % (parsed.transform.group or 1)
+    grid = parsed.granularity.grid_shape((rows, cols))
+    aside = parsed.transform.prepare(x, met)
+    data = x.new_empty(rows, cols, dtype=parsed.format.storage_dtype)
+    return data, x.new_empty(grid, dtype=torch.float32), x.new_empty(0) if aside is None else torch.empty_like(aside)
+
+
+_BEHIND = "(Tensor x, str spec, Tensor? met) -> (Tensor, Tensor, Tensor)"
+
+
+@custom_operator(f"quantize_drawn{_BEHIND}", _behind_promised, torch.Tag.nondeterministic_seeded)
+@custom_operator(f"quantize_behind{_BEHIND}", _behind_promised)
+def _quantize_behind_op(x: Tensor, spec: str, met: Tensor | None) -> tuple[Tensor, ...]:
+    """(codes, scale_inv, aside) of what the spec's transform makes of x; met: `aside` of the other operand."""
+    parsed = spec_from_key(spec)
+    other = None if met is None else QuantizedTensor(x, x, parsed, x.dtype, aside=met)
+    x_q = quantize(x, parsed, beside=other)
+    aside = x.new_empty(0) if x_q.aside is None else x_q.aside.clone() if x_q.aside is met else x_q.aside
+    return x_q.data.contiguous(), x_q.scale_inv, aside

@@ -37,7 +37,8 @@ class GemmRecipe(RefusesUnknownFields):
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
             raise ValueError(f"GemmRecipe: {unknown_name('compute', self.compute, get_args(Compute))}")
-        need_type("GemmRecipe: fast_accum", self.fast_accum, bool)
+        for name in ("fast_accum", "batch_invariant"):
+            need_type(f"GemmRecipe: {name}", getattr(self, name), bool)
         if self.accumulator is not None:
             object.__setattr__(self, "accumulator", get_accumulator(self.accumulator))
             if self.compute != "native":

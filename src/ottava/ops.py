@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator
-from ottava.casts import dequantize, keep_plan, spec_from_key
+from ottava.casts import dequantize, keep_plan
 from ottava.dispatch import (
     BATCH_INVARIANT,
     choose_accumulating,
@@ -33,13 +33,14 @@ from ottava.dispatch import (
     no_autocast,
     runner,
 )
+from ottava.errors import need_type
 from ottava.formats import dtype_name
 from ottava.gemm_recipe import Compute, GemmRecipe
 from ottava.kernels import gemm_choice, reference, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.parts import rests, with_parts
-from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair
+from ottava.quantized_tensor import Operand, QuantizedTensor, refuse_pair, spec_from_key
 
 _LOGGER = logging.getLogger(__name__)
 _PLAIN = frozenset(PLAIN)
@@ -380,6 +381,7 @@ def _judge(truth: Tensor, y: Tensor) -> str:
 def _check_start(a: Operand, b: Operand, c: Tensor, compute: Compute) -> None:
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)) or compute != "native":
         raise ValueError("gemm: c starts the accumulator of quantized operands; add it to the result of other GEMMs")
+    need_type("gemm: c", c, Tensor)
     shape = (a.shape[0], b.shape[0])
     if tuple(c.shape) != shape or c.dtype != torch.float32 or c.device != a.device:
         got = f"{tuple(c.shape)} in {dtype_name(c.dtype)} on {c.device}"
@@ -439,24 +441,15 @@ def _record(
 
 
 def _promised(
-    a: Tensor,
-    a_scale_inv: Tensor,
-    a_spec: str,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    b_spec: str,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast_accum: bool,
-    accumulator: str = "",
-    c: Tensor | None = None,
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor, b_spec: str, out: torch.dtype, *rest: object
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out)
 
 
 @custom_operator(
     "gemm(Tensor a, Tensor a_scale_inv, str a_spec, Tensor b, Tensor b_scale_inv, str b_spec, ScalarType out_dtype,"
-    " Tensor? bias, bool fast_accum, str accumulator='', Tensor? c=None) -> Tensor",
+    " Tensor? bias, bool fast_accum, str accumulator='', Tensor? c=None, Tensor? a_aside=None, Tensor? b_aside=None,"
+    " str compute='native') -> Tensor",
     _promised,
 )
 def _gemm_op(
@@ -471,11 +464,14 @@ def _gemm_op(
     fast_accum: bool,
     accumulator: str = "",
     c: Tensor | None = None,
+    a_aside: Tensor | None = None,
+    b_aside: Tensor | None = None,
+    compute: Compute = "native",
 ) -> Tensor:
-    lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype)
-    rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype)
-    profile = accumulator_from_key(accumulator)
-    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum, accumulator=profile, c=c)
+    lhs = QuantizedTensor(a, a_scale_inv, spec_from_key(a_spec), out_dtype, aside=a_aside)
+    rhs = QuantizedTensor(b, b_scale_inv, spec_from_key(b_spec), out_dtype, aside=b_aside)
+    profile, settings = accumulator_from_key(accumulator), {"fast_accum": fast_accum, "compute": compute, "c": c}
+    return gemm(lhs, rhs, out_dtype=out_dtype, bias=bias, accumulator=profile, **settings)  # type: ignore[arg-type]
 
 
 def _compiled(
@@ -489,11 +485,12 @@ def _compiled(
     c: Tensor | None = None,
 ) -> Tensor:
     _check(a, b, bias, accumulator, compute)
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and compute == "native":
+    apart = any(isinstance(t, QuantizedTensor) and t.aside is not None for t in (a, b))
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and (compute == "native" or apart):
         return torch.ops.ottava.gemm(  # type: ignore[no-any-return]
             *(a.data, a.scale_inv, a.spec.key, b.data, b.scale_inv, b.spec.key, out_dtype, bias, fast_accum),
             "" if accumulator is None else accumulator.key,
-            c,
+            *(c, a.aside, b.aside, compute),
         )
     x, w = _in_high_precision(a, b)
     with no_autocast(x.device):

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ _TYPES: tuple[tuple[str, type], ...] = (
     ("amax_history_len", int),
     ("guard_bits", int),
     ("bootstrap", bool),
+    ("block_scale", str),
 )
 _MAX_MARGIN, _MAX_HISTORY = 126, 1 << 20  # the octaves of an fp32 scale; TransformerEngine's default is 1024
 
@@ -227,14 +228,20 @@ class QuantizationSpec(RefusesUnknownFields):
         if "format" not in values:
             raise ValueError(f"QuantizationSpec: 'format' is missing from {values}; give one such as 'E4M3'")
         values["format"] = get_format(values["format"])
-        if isinstance(values.get("granularity"), str):
-            values["granularity"] = Granularity.parse(values["granularity"])
+        if not isinstance(values.get("granularity", PER_TENSOR), Granularity):
+            values["granularity"] = Granularity.parse(str(values["granularity"]))
         if ":" in str(values.get("amax_compute_algo", "")):
             raise ValueError(
                 f"QuantizationSpec: amax_compute_algo {values['amax_compute_algo']!r} names a function; build the "
                 "recipe in Python and pass the function itself"
             )
         return cls(**values)
+
+
+@functools.lru_cache(maxsize=256)
+def spec_from_key(key: str) -> QuantizationSpec:
+    """The spec of `QuantizationSpec.key`."""
+    return QuantizationSpec.from_dict(json.loads(key))
 
 
 def refuse_pair(
@@ -357,5 +364,18 @@ class Lent:
 
 Operand = Tensor | QuantizedTensor
 """One side of a GEMM: quantized, or passed through in high precision."""
+Beside = tuple[Operand | None, Operand | None]
+"""The operands that x and x.T meet in their GEMMs, where those were cast before."""
 RunGemm = Callable[[QuantizedTensor, QuantizedTensor, Tensor | None], Tensor]
 """(a (M, K), b (N, K), bias (N,) or None) -> y (M, N)."""
+
+
+class Both(NamedTuple):
+    """Casts of x and of x.T."""
+
+    row: QuantizedTensor | None
+    """Of x."""
+    col: QuantizedTensor | None
+    """Of x.T."""
+    amax: Tensor | None
+    """Of the first of them, one entry per block; None: the kernel has staged it."""

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ottava.attention_recipe import ATTENTION_TENSORS
-from ottava.casts import Beside, Both, CastPlan, cast_both, refuse_unmade
+from ottava.casts import CastPlan, cast_both, refuse_unmade
 from ottava.kernels.gate import PLAIN, is_plain
 from ottava.kernels.native.sums import checksum
 from ottava.kernels.triton.quantize import UnmadeRows
-from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
 from ottava.recipe import TENSORS, Recipe
 from ottava.scaling import PER_TENSOR, amax

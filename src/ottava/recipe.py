@@ -131,8 +131,6 @@ class Recipe(RefusesUnknownFields):
     """Whether one of the six cells is predicted, so that doors keep state. A field, because every forward reads it."""
     casts: bool = field(init=False, repr=False, compare=False)
     """Whether a GEMM is quantized, or batch invariant: torch's linear may not run. A field: every forward reads it."""
-    transforms: bool = field(init=False, repr=False, compare=False)
-    """Whether one of the six cells has a transform; such layers leave compiled code."""
 
     def __post_init__(self) -> None:
         need_type("Recipe: name", self.name, str)
@@ -141,7 +139,6 @@ class Recipe(RefusesUnknownFields):
         specs = [getattr(getattr(self, gemm), side) for gemm in GEMMS for side in ("lhs", "rhs")]
         object.__setattr__(self, "predicted", any(spec is not None and spec.predicted for spec in specs))
         object.__setattr__(self, "casts", any(spec is not None for spec in specs) or self.fprop.batch_invariant)
-        object.__setattr__(self, "transforms", any(spec is not None and spec.transform is not None for spec in specs))
         for tensor in TENSORS:
             row, col = self.cells(tensor)
             if row and col and row.predicted and col.predicted and row != col:

@@ -40,6 +40,30 @@ class LowRank(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OneRank:
+    """How the numbers of `Transform.prepare` become those of the whole tensor: this rank has all of it. `agreement` has
+    the other answer, for ranks with a shard each.
+
+    dim: the dimension of x along which the numbers were taken.
+    """
+
+    def sum(self, numbers: Tensor, dim: int) -> Tensor:
+        """The sums of all ranks, if these split `dim`."""
+        return numbers
+
+    def largest(self, numbers: Tensor, dim: int) -> Tensor:
+        """The largest of all ranks, if these split `dim`."""
+        return numbers
+
+    def same(self, drawn: Tensor) -> Tensor:
+        """What one rank has drawn for all."""
+        return drawn
+
+
+ONE_RANK = OneRank()
+
+
+@dataclass(frozen=True)
 class Transform(RefusesUnknownFields):
     """The interface of a transform. Frozen, hashable; its fields are its parameters."""
 
@@ -47,6 +71,8 @@ class Transform(RefusesUnknownFields):
     """Its name in a recipe."""
     paired: ClassVar[bool] = False
     """Whether both operands of a GEMM must have it, with equal parameters."""
+    each_column: ClassVar[bool] = False
+    """Whether `prepare` gives a number for each column, which a rank needs for its columns of both operands."""
 
     @property
     def group(self) -> int | None:
@@ -54,12 +80,22 @@ class Transform(RefusesUnknownFields):
         return None
 
     @property
+    def draws(self) -> bool:
+        """Whether `prepare` takes a number from torch's generator."""
+        return False
+
+    @property
     def centred(self) -> bool:
         """Whether the rest times `low_rank(...).right` is 0 but for rounding."""
         return False
 
-    def prepare(self, x: Tensor, other: Tensor | None) -> Tensor | None:
-        """The numbers that `apply` needs of x (R, C); other: those of the other operand, if that was cast before."""
+    def prepare(self, x: Tensor, other: Tensor | None, ranks: OneRank = ONE_RANK) -> Tensor | None:
+        """The numbers that `apply` needs of x (R, C).
+
+        Args:
+            other: those of the other operand, if that was cast before.
+            ranks: who has the rest of x.
+        """
         return None
 
     def apply(self, x: Tensor, aside: Tensor | None) -> Tensor:
@@ -126,15 +162,20 @@ class Hadamard(Transform):
         """Its size."""
         return self.size
 
+    @property
+    def draws(self) -> bool:
+        """Whether its signs are fresh."""
+        return self.signs == "fresh"
+
     def __str__(self) -> str:
         signs = "" if self.signs == "nvidia" else f", signs {self.signs}"
         return f"hadamard {self.size}{signs}{'' if self.rounded else ', fp32'}"
 
-    def prepare(self, x: Tensor, other: Tensor | None) -> Tensor | None:
+    def prepare(self, x: Tensor, other: Tensor | None, ranks: OneRank = ONE_RANK) -> Tensor | None:
         """The seed of fresh signs, int64 (); that of the other operand, if there is one."""
         if self.signs != "fresh":
             return None
-        return draw_seed(x.device) if other is None else other
+        return ranks.same(draw_seed(x.device)) if other is None else other
 
     def apply(self, x: Tensor, aside: Tensor | None) -> Tensor:
         """The rotated matrix."""
@@ -206,11 +247,12 @@ class Mean(Transform):
         """Whether the mean is along the contracted dimension."""
         return self.tokens == "columns"
 
-    def prepare(self, x: Tensor, other: Tensor | None) -> Tensor:
+    def prepare(self, x: Tensor, other: Tensor | None, ranks: OneRank = ONE_RANK) -> Tensor:
         """The mean, summed in fp64: fp32 (1, C) or (R, 1)."""
         dim = 0 if self.tokens == "rows" else 1
-        count = max(x.shape[dim], 1)
-        mean = (x.detach().sum(dim, keepdim=True, dtype=torch.float64) / count).to(torch.float32)
+        sums = x.detach().sum(dim, keepdim=True, dtype=torch.float64)
+        both = ranks.sum(torch.cat([sums.reshape(-1), sums.new_full((1,), x.shape[dim])]), dim)
+        mean = (both[:-1] / both[-1].clamp(min=1)).view_as(sums).to(torch.float32)
         return torch.where(mean.isfinite(), mean, 0.0)
 
     def apply(self, x: Tensor, aside: Tensor | None) -> Tensor:
@@ -246,6 +288,7 @@ class Smooth(Transform):
 
     kind: ClassVar[str] = "smooth"
     paired: ClassVar[bool] = True
+    each_column: ClassVar[bool] = True
 
     strength: float = 0.5
     """The share of a column's octaves that moves to the other operand."""
@@ -256,11 +299,11 @@ class Smooth(Transform):
         if not 0 < self.strength <= 1 or math.isnan(self.strength):
             raise ValueError(f"Smooth: strength is {self.strength}; needs a number above 0, at most 1")
 
-    def prepare(self, x: Tensor, other: Tensor | None) -> Tensor:
+    def prepare(self, x: Tensor, other: Tensor | None, ranks: OneRank = ONE_RANK) -> Tensor:
         """The divisors, fp32 (1, C); the inverses of the other operand's, if there is one."""
         if other is not None:
             return other.reciprocal()
-        largest = amax(x.detach(), Granularity(None, 1))
+        largest = ranks.largest(amax(x.detach(), Granularity(None, 1)), 0)
         usable = (largest > 0) & largest.isfinite()
         octaves = (floor_log2(torch.where(usable, largest, 1.0)) * self.strength).round().to(torch.int64)
         return power_of_two(octaves.clamp(-_MOST_OCTAVES, _MOST_OCTAVES)).to(torch.float32)
@@ -292,6 +335,6 @@ def get_transform(transform: Transform | str | Mapping[str, Any]) -> Transform:
         raise TypeError(f"transform: got {transform!r}; needs a Transform, its kind, or a mapping with its fields")
     values = dict(values)
     kind: Any = values.pop("kind", None)
-    if kind not in TRANSFORMS:
+    if not isinstance(kind, str) or kind not in TRANSFORMS:
         raise ValueError(unknown_name("transform", kind, TRANSFORMS))
     return TRANSFORMS[kind](**values)

@@ -137,7 +137,8 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text, of plain types only; None for an empty one.
 
     Raises:
-        UntrustedError: the text is no YAML.  LimitError: as in `parse_json`; every use of an anchor counts.
+        UntrustedError: the text is no YAML, or has a key twice.  LimitError: as in `parse_json`; every use of an
+            anchor counts.
 
     Example:
         >>> parse_yaml("a: &x [1, 2]\\nb: *x")
@@ -147,7 +148,7 @@ def parse_yaml(text: str) -> Any:
         raise LimitError(f"has {len(text):,} characters; at most {MAX_YAML_BYTES:,} are read")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except LimitError:
+    except UntrustedError:
         raise
     except Exception as error:  # a tag such as !!timestamp leads PyYAML into errors of any kind
         raise UntrustedError(f"is no YAML ({error})") from error
@@ -162,6 +163,17 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._depth = self._parts = 0
         self._sizes: dict[str, int] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's, which silently takes the last of two equal keys."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise UntrustedError(
+                    f"has the key {key.value!r} twice (line {key.start_mark.line + 1}); remove one of them"
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()

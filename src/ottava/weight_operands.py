@@ -6,9 +6,8 @@ import functools
 
 from torch import Tensor
 
-from ottava.casts import spec_from_key
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor
+from ottava.quantized_tensor import Lent, Operand, QuantizationSpec, QuantizedTensor, spec_from_key
 from ottava.quantized_weight import QuantizedWeight
 from ottava.turn import refuse_turn, turn
 from ottava.weight_dispatch import describe
@@ -31,8 +30,8 @@ def refuse_weight(stored: QuantizationSpec | None, row: QuantizationSpec | None,
     if own is None:
         return "the recipe leaves the weight in high precision"
     for cell in (row, col):
-        if cell is not None and (cell.transform is not None or cell.block_scale != "amax"):
-            return f"{cell} is made of the weight's numbers in each forward, and stored codes are made once"
+        if cell is not None and cell.transform is not None:
+            return f"{cell} casts what its transform makes of the weight's numbers, and codes have been rounded already"
     if row is not None and stored_spec(row) != own:
         return f"it is stored as {own} and the recipe casts it to {row}, a second rounding"
     if col is None or (stored_spec(col) == own and own.granularity.transposes):

@@ -19,12 +19,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def stored_spec(spec: QuantizationSpec) -> QuantizationSpec:
     """The spec to store a weight of that cell with: the amax of the numbers is known, so it predicts no scale.
 
+    A cell with a transform cannot be stored; its rule for block scales may need the transform.
+
     Example:
         >>> from ottava.formats import E4M3
         >>> str(stored_spec(QuantizationSpec(E4M3, scaling="delayed", amax_history_len=4)))
         'E4M3[tensor]'
     """
-    return QuantizationSpec(spec.format, spec.granularity, spec.scale_format, margin=spec.margin)
+    rule = spec.block_scale if spec.transform is None else "amax"
+    return QuantizationSpec(spec.format, spec.granularity, spec.scale_format, margin=spec.margin, block_scale=rule)
 
 
 def scale_dtype(spec: QuantizationSpec) -> torch.dtype:

@@ -29,7 +29,7 @@ from ottava.distributed import fully_shard
 from ottava.distributed.sharded_weight import ShardedWeight
 from ottava.recipe import RECIPES, Recipe
 from scaling_samples import state_of
-from sweep import PLAIN
+from sweep import FIXED
 
 
 def network(recipe: str | Recipe, hidden: int = 512, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -79,7 +79,7 @@ def same(world: World, *models: nn.Module, case: Any, run: Callable[..., list[Te
 def same_bits_as_a_gather_in_bf16(world: World) -> None:
     """Every recipe that casts; even, uneven and empty shards; each way of resharding; offload; mixed precision."""
     mesh = init_device_mesh("cpu", (world.size,))
-    casting = [name for name, recipe in RECIPES.items() if recipe.casts and name in PLAIN]
+    casting = [name for name, recipe in RECIPES.items() if recipe.casts and name in FIXED]
     if world.size > 2:  # a third rank makes shards uneven; what each recipe sends, two have shown
         casting = ["tensorwise", "blockwise", "delayed"]
     cases: list[tuple[str, int, dict[str, Any]]] = [
@@ -201,7 +201,7 @@ def others_are_gathered_in_bf16_and_named(world: World) -> None:
         ("bf16", 512, None, "leaves the weight in high precision"),
         (half, 512, None, "leaves W.T in high precision"),
         (random, 512, None, "random bits of its own"),
-        ("four_over_six", 512, None, "each rank would transform, or scale, rows of its own"),
+        ("ms_eden", 512, None, "each rank would transform rows of its own"),
         ("tensorwise", 512, world.size + 1, "reshards to"),
     ):
         settings = {} if again is None else {"reshard_after_forward": again}

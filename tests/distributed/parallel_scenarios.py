@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ottava.distributed import ColwiseParallel, PrepareInput, RowwiseParallel, v
 from ottava.nn.sharding import Tokens
 from ottava.quantized_tensor import QuantizedTensor
 from scaling_samples import doors, with_cells
-from sweep import PLAIN
+from sweep import FIXED
 
 WIDTH, HIDDEN, TOKENS = 128, 512, 256
 EPS = torch.finfo(torch.bfloat16).eps
@@ -89,8 +90,15 @@ def _whole(x: Any) -> Tensor:
 
 
 def nearest(name: str) -> ottava.Recipe:
-    """A registered recipe that rounds nothing at random: ranks draw other random numbers than one process does."""
-    return with_cells(name, rounding="nearest_even")
+    """A registered recipe that rounds nothing at random: ranks draw other random numbers than one process does; and one
+    whose columns are divided by factors."""
+    if name != "smooth":
+        return with_cells(name, rounding="nearest_even")
+    recipe = with_cells("tensorwise_e4m3", transform="smooth")
+    return replace(recipe, wgrad=ottava.get_recipe("tensorwise_e4m3").wgrad)
+
+
+REPEATABLE = (*FIXED, "smooth")
 
 
 def close(got: Tensor, wanted: Tensor, terms: int) -> bool:
@@ -102,7 +110,7 @@ def every_recipe_equals_one_process(world: World) -> None:
     """Our styles with and without split tokens, and torch's before the conversion; two steps of SGD."""
     x, dy = tensors(tokens=128 * world.size)
     own = [t.chunk(world.size, 1)[world.rank] for t in (x, dy)]
-    for name in PLAIN:
+    for name in REPEATABLE:
         recipe = nearest(name)
         whole = mlp(recipe)
         cases: list[tuple[str, MLP, bool]] = []
@@ -145,7 +153,7 @@ def codes_that_travel_are_those_of_the_whole(world: World) -> None:
     """Cast a shard and gather = cast the whole, bit for bit: every cell of every recipe, tokens in either dimension."""
     group = dist.group.WORLD
     assert group is not None
-    specs = {spec for name in PLAIN for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)}
+    specs = {spec for name in FIXED for t in ("input", "weight", "grad_output") for spec in nearest(name).cells(t)}
     for spec in sorted((s for s in specs if s is not None and not s.predicted), key=str):
         for batch, tokens, features in ((1, 128, 96), (3, 128, 160), (2, 256, 33)):
             x = tensors(batch, tokens * world.size, features, seed=batch)[0]
@@ -166,6 +174,20 @@ def codes_that_travel_are_those_of_the_whole(world: World) -> None:
             if spec.granularity.cols in (None, 1) and both is not None:
                 code = whole.data.chunk(world.size, 1)[world.rank]
                 assert torch.equal(both.data.contiguous().view(torch.uint8), code.contiguous().view(torch.uint8)), spec
+
+
+def one_rank_draws_the_signs_of_all(world: World) -> None:
+    """Fresh signs: tokens that ranks have rotated apart are multiplied together, so dW is wrong if signs differ."""
+    x, dy = tensors(tokens=128 * world.size)
+    own = [t.chunk(world.size, 1)[world.rank] for t in (x, dy)]
+    exact = step(mlp("bf16"), x, dy)
+    torch.manual_seed(world.rank)  # each rank would draw its own
+    for plan, given in ((SPLIT, (x, dy)), (SEQUENCE, own)):
+        model = parallelize_module(mlp("ms_eden"), mesh_of(world), plan)
+        torch.manual_seed(world.rank)
+        got = step(model, *given)
+        for i in (2, 4):
+            assert (got[i] - exact[i]).float().norm() < 0.4 * exact[i].float().norm(), (plan, i)
 
 
 def bytes_on_the_wire(world: World) -> None:
@@ -303,6 +325,10 @@ def refusals(world: World) -> None:
 
     model = parallelize_module(mlp("blockwise"), mesh, SEQUENCE)
     assert "Pad the sequence to a multiple of" in said(lambda: step(model, x[:, :72], x[:, :72]))
+    turned = parallelize_module(mlp("nvfp4_rht"), mesh, SEQUENCE)
+    assert "neighbouring tokens; got 8 tokens" in said(lambda: step(turned, x[:, :8], x[:, :8]))
+    smooth = parallelize_module(mlp(with_cells("tensorwise_e4m3", transform="smooth")), mesh, SEQUENCE)
+    assert "a number for each token" in said(lambda: smooth(x))
     assert "ottava.convert" in said(lambda: parallelize_module(mlp("tensorwise"), mesh, TORCHS))
     assert "Name the layers inside" in said(lambda: parallelize_module(nn.Conv2d(3, 3, 1), mesh, ColwiseParallel()))
     split = parallelize_module(mlp("tensorwise"), mesh, SPLIT)

@@ -76,6 +76,13 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
         ("- 1", "mapping"),
         ("fprop: {lhs: {format: E4M4}}", "E4M4"),
         ("{", "bad.yaml"),
+        ("", "is empty"),
+        ("fprop: {}\nfprop: {}", "'fprop' twice"),
+        ("fprop: {lhs: {format: E4M3, granularity: 128}}", "granularity '128'"),
+        ("fprop: {lhs: {format: E4M3, block_scale: [a]}}", "block_scale is .* needs a text"),
+        ("fprop: {lhs: {format: E4M3, transform: {kind: [1]}}}", "unknown transform"),
+        ("fprop: {lhs: {format: E4M3}, rhs: {format: E4M3}, batch_invariant: 'no'}", "needs true or false"),
+        ("fprop: {lhs: {format: E4M3}, rhs: {format: E4M3}, accumulator: {name: m, grp: 3}}", "did you mean 'group'"),
     ):
         bad.write_text(text)
         with pytest.raises((ValueError, TypeError), match=match):

@@ -35,10 +35,13 @@ def what_if(
     what-if computes underflow, SQNR and element SQNR (every element has the same weight) from the recorded histograms.
     A recipe clears a layer if no tensor misses a floor in a recorded step: at most 1 % underflow, SQNR of 25 dB in E4M3
     and 20 in E5M2, element SQNR 5 dB below that. The last table names the cheapest recipe that clears each layer.
+    Recipes with transforms or rules for block scales are cast for real, on tensors that the watch has dumped whole
+    (dump: {steps: [100, 500], rows: 0}).
 
     Exit code 0; 1 if no recipe clears some layer; 2 for an unknown recipe or a pattern that matches no layer; 4 if the
     folder has no histograms.
     """
+    from ottava.debug.analysis.recast import recast
     from ottava.debug.analysis.what_if import cheapest, default_recipes, predict, summary
     from ottava.debug.recording import recorded
     from ottava.debug.run.reader import Run
@@ -54,7 +57,7 @@ def what_if(
             examples = ", ".join(list(dict.fromkeys(table["layer"]))[:8])
             raise ValueError(f"--layers {layers!r} matches no layer of {run}; it has {examples}, ...")
         table = table.where(layer=names)
-    predictions = predict(table, candidates, recording=recorded(run))
+    predictions = recast(run, predict(table, candidates, recording=recorded(run)), candidates)
     if not predictions:
         raise RunError(f"{run}: holds no histograms to predict from ({table.not_recorded() or 'of other layers only'})")
     best = cheapest(predictions)

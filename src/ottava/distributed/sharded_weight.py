@@ -267,8 +267,8 @@ def refuse_cells(cells: tuple[QuantizationSpec | None, QuantizationSpec | None],
     if row.predicted != col.predicted:
         return f"one of {row} and {col} has a predicted scale"
     for side, spec in enumerate((row, col)):
-        if spec.transform is not None or spec.block_scale != "amax":
-            return f"{spec}: each rank would transform, or scale, rows of its own"
+        if spec.transform is not None:
+            return f"{spec}: each rank would transform rows of its own"
         if spec.rounding != "nearest_even":
             return f"{spec}: each rank would draw random bits of its own"
         extent = _rows_of(spec, side)

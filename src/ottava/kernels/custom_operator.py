@@ -31,13 +31,14 @@ def constant_in_graph(function: Run) -> Run:
     return function
 
 
-def custom_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Run], Run]:
+def custom_operator(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> Callable[[Run], Run]:
     """Makes a function the implementation of `torch.ops.ottava.NAME` on any device, and returns it unchanged.
 
     Args:
         schema: "NAME(Tensor x, str spec) -> Tensor", as torch writes it. The function must not write to an argument or
             return one. It must not keep its result either: compiled code overwrites results after their last use.
         fake: takes the same arguments as fake tensors; returns tensors with the shapes, dtypes and strides to expect.
+        tags: what torch should know of it: two equal calls of a `nondeterministic_seeded` one are two results.
     Edge cases: no gradient flows through the operator. torch refuses a second definition of a name.
 
     Example:
@@ -51,7 +52,7 @@ def custom_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Run], Ru
     """
     name, bracket, rest = schema.partition("(")
     qualified = f"ottava::{name}"
-    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.define(qualified, bracket + rest, tags=(torch.Tag.pt2_compliant_tag, *tags))
     torch.library.register_fake(qualified, fake)
 
     def register(run: Run) -> Run:

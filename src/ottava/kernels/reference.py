@@ -76,7 +76,7 @@ def factors_of(
     if spec.block_scale == "amax":
         return factors(block_amax, spec, scale)
     group = None if spec.transform is None else spec.transform.group
-    return BLOCK_SCALES[spec.block_scale](x, block_amax, granularity, group)
+    return BLOCK_SCALES[spec.block_scale](x, block_amax, granularity, group, None)
 
 
 def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) -> Scale:

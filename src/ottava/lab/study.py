@@ -108,7 +108,10 @@ def read_recipe(text: str) -> Recipe:
     path = Path(text)
     if path.suffix not in (".yaml", ".yml"):
         return get_recipe(text)
-    values = read_yaml(path)
+    if not (values := read_yaml(path)):
+        raise ConfigError(
+            f"{path}: is empty; needs a recipe such as `fprop: {{lhs: {{format: E4M3}}, rhs: {{format: E4M3}}}}`"
+        )
     try:
         return Recipe.from_dict({"name": path.stem, **values})
     except (ValueError, TypeError, KeyError) as error:

@@ -98,7 +98,7 @@ class Layer(QuantizedLayer):
                 self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            apart = lent or settings.session is not None or settings.accumulator is not None or call.recipe.transforms
+            apart = lent or settings.session is not None or settings.accumulator is not None
             apart = apart or settings.batch_invariant or call.recipe.fprop.batch_invariant
             if apart or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from ottava.agreement import AgreedCast, refuse_parts
+from ottava.agreement import AgreedCast
 from ottava.casts import cast_both
 from ottava.functional import produced
 from ottava.nn.norms import LayerNorm, RMSNorm
 from ottava.nn.pieces import local, split_pieces
 from ottava.quantized_tensor import Operand, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
-from ottava.recipe import TENSORS
 
 
 def all_gather(everything: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
@@ -93,21 +92,20 @@ class Tokens:
     def _gather(self, operand: Operand, dim: int) -> Operand:
         if isinstance(operand, Tensor):
             return self._joined(operand, dim, 1)
-        granularity = operand.spec.granularity
-        if operand.spec.transform is not None:
-            raise ValueError(
-                f"{operand.spec}: the tokens of this layer are gathered as codes, and each rank has transformed its "
-                "own. Take a recipe without transforms, such as 'nvfp4'"
-            )
+        granularity, transform = operand.spec.granularity, operand.spec.transform
         block = (granularity.rows, granularity.cols)[dim]
-        if block is not None and self.inner % block:
+        turned = transform.group if transform is not None and dim == 1 else None
+        together = math.lcm(block or 1, turned or 1)
+        if self.inner % together:
+            does = "rotates" if turned is not None and turned % (block or 1) == 0 else "shares a scale between"
             raise ValueError(
-                f"sequence parallelism: {operand.spec} shares a scale between {block} neighbouring tokens; got "
+                f"sequence parallelism: {operand.spec} {does} {together} neighbouring tokens; got "
                 f"{self.inner} tokens of a sequence on each rank, which is no multiple. Pad the sequence to a multiple "
-                f"of {block * self.ranks}, or take a recipe per tensor or per row"
+                f"of {together * self.ranks}, or take a recipe per tensor or per row"
             )
         scale_inv = operand.scale_inv if block is None else self._joined(operand.scale_inv, dim, block)
-        return QuantizedTensor(self._joined(operand.data, dim, 1), scale_inv, operand.spec, operand.dtype)
+        data = self._joined(operand.data, dim, 1)
+        return QuantizedTensor(data, scale_inv, operand.spec, operand.dtype, aside=operand.aside)  # of all ranks
 
     def _joined(self, x: Tensor, dim: int, block: int) -> Tensor:
         """Entries of all ranks along dim, one for each block of tokens."""
@@ -238,7 +236,12 @@ class Sharding:
     def _settle(self, layer: Any, tokens_place: Placement) -> None:
         """Lets the doors of a layer cast shards as the whole matrix would be cast."""
         doors = layer.quantizers
-        refuse_parts(*(spec for tensor in TENSORS for spec in layer.resolved.cells(tensor)))
+        spec = layer.resolved.wgrad.lhs
+        if isinstance(tokens_place, Shard) and spec is not None and spec.transform and spec.transform.each_column:
+            raise ValueError(
+                f"sequence parallelism: {spec} has a number for each token, and a rank that multiplies gradients of "
+                "all tokens knows those of its own. Take a recipe without that transform in wgrad"
+            )
         features, tokens = (doors.input, doors.grad_output) if self.split else (doors.grad_output, doors.input)
         doors.weight.cast = AgreedCast(self.group, self.split)
         features.cast = AgreedCast(self.group, 1)

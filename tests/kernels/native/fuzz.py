@@ -47,7 +47,7 @@ from ottava.transforms import Hadamard
 
 NATIVE = (native_quantize, native_gemm, native_measure, native_sample, native_stochastic, native_sums)
 NATIVE += (native_block_scales, native_rotate)
-SMALL = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.has_negative_zero)
+SMALL = tuple(fmt for fmt in FORMATS.values() if fmt.bits <= 8 and fmt.signed)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 EDGES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 97, 127, 128, 129, 130, 191, 192, 255, 256, 257)
 GRANULARITIES = tuple(value for value in vars(scaling).values() if isinstance(value, Granularity))

@@ -30,8 +30,9 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_c_plus_plus_has_the_bits_of_torch() -> None:
+def test_c_plus_plus_has_the_bits_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns than a panel, more rows than a task, more k than is packed at once; strided codes; any threads."""
+    monkeypatch.setattr(native, "_SMALLEST_SHARE", 1)  # several threads at these sizes, too
     for number_of, profile in enumerate([p for p in ACCUMULATORS.values() if p.emulated] + [NEAREST]):
         for m, n, k in ((129, 3, 1030), (5, 130, 515)):
             of_a, of_b = GRIDS[number_of % len(GRIDS)]

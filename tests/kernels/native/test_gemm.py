@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import gemm as native_gemm
@@ -147,7 +147,7 @@ def test_rows_of_a_batch_do_not_know_each_other(pair: Pair, level: int) -> None:
     assert torch.equal(native_gemm.run(few, b, torch.bfloat16, None, level)[0], y[64:77])
 
 
-@sweep(fmt=[E4M3, E5M2, E2M1, E2M3, E3M2], level=LEVELS.values())
+@sweep(fmt=[E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ], level=LEVELS.values())
 def test_every_code_is_decoded(fmt: object, level: int) -> None:
     """All codes of a format times 1, in rows and in columns: what they stand for, -0 and NaN included."""
     spec = QuantizationSpec(fmt)  # type: ignore[arg-type]

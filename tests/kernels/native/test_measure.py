@@ -263,7 +263,7 @@ def test_what_it_cannot_measure_it_refuses() -> None:
     for fmt in (BF16, E8M0):
         x_q = quantize(x, QuantizationSpec(fmt))
         reason = native_measure.supports_measure(x, x_q)
-        assert reason == f"native_measure: takes formats of at most 8 bits with a -0; got {fmt}"
+        assert reason == f"native_measure: takes signed formats of at most 8 bits; got {fmt}"
         assert measure_packed(x, x_q).tally().n == 160
     x_q = quantize(x[:0], QuantizationSpec(E4M3))
     assert native_measure.supports_measure(x[:0], x_q) == "native_measure: an empty matrix"

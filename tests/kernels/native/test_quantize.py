@@ -19,7 +19,7 @@ from kernels.native.older_builds import for_each_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava import casts
 from ottava.casts import cast_both, explain_quantize, quantize
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
+from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
@@ -31,7 +31,7 @@ from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity
 from sweep import sweep
 
-SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
+SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
 needs_library = pytest.mark.skipif(bool(native_quantize.built().reason), reason=native_quantize.built().reason)
 
 
@@ -324,8 +324,8 @@ def test_only_matrices_are_cast(shape: tuple[int, ...]) -> None:
 
 REFUSED = {
     "stochastic": (QuantizationSpec(E4M3, rounding="stochastic"), "rounds to nearest even; got stochastic"),
-    "bf16": (QuantizationSpec(BF16), "casts to formats of at most 8 bits with a -0; got BF16"),
-    "e8m0": (QuantizationSpec(E8M0), "casts to formats of at most 8 bits with a -0; got E8M0"),
+    "bf16": (QuantizationSpec(BF16), "casts to signed formats of at most 8 bits; got BF16"),
+    "e8m0": (QuantizationSpec(E8M0), "casts to signed formats of at most 8 bits; got E8M0"),
     "margin": (QuantizationSpec(E4M3, margin=100), "takes at most 64 octaves; got margin 100, guard 3"),
 }
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.native.older_builds import for_each_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.casts import explain_quantize, quantize
-from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from ottava.kernels import reference
 from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
@@ -29,7 +29,7 @@ from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X16, Granularity
 from sweep import sweep
 
-SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2)
+SMALL = (E4M3, E5M2, E2M1, E2M3, E3M2, E4M3FNUZ, E5M2FNUZ)
 STOCHASTIC = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", rounding="stochastic")
 needs_library = pytest.mark.skipif(bool(native_stochastic.built().reason), reason=native_stochastic.built().reason)
 
@@ -176,7 +176,7 @@ def test_what_it_cannot_cast_it_refuses() -> None:
         "native_stochastic: rounds stochastically; got nearest_even"
     )
     bf16 = QuantizationSpec(BF16, rounding="stochastic")
-    assert "formats of at most 8 bits with a -0; got BF16" in str(native_stochastic.supports_quantize(x, bf16))
+    assert "signed formats of at most 8 bits; got BF16" in str(native_stochastic.supports_quantize(x, bf16))
     meta = native_stochastic.supports_quantize(torch.ones(2, 2, device="meta"), STOCHASTIC)
     assert meta == "native_stochastic: runs on a cpu; got meta"
     with FakeTensorMode():

@@ -172,7 +172,10 @@ def predict(
                 numbers[name] = expect(recorded.tallies, worst, scale=scale) if enough else None
             notes = [scales.note] if spec.predicted and scales.note else []
             notes += ["worst case: the run has no cast of x.T"] if assumed and not spec.granularity.transposes else []
-            predictions.append(_prediction(key, recipe.name, spec, recorded, numbers[name], notes))
+            place, expected = (key.layer, key.tensor, key.direction, recipe.name), numbers[name]
+            predictions.append(
+                _unknown(place, spec) if expected is None else judged(place, spec, recorded["step"], expected, notes)
+            )
     return predictions
 
 
@@ -330,18 +333,24 @@ def _untouched(key: SlotKey, recipe: str, steps: int) -> Prediction:
     return Prediction(*place, 0.0, 0.0, math.inf, math.inf, 0.0, steps, clears=True, why="", cost=cell_cost(None))
 
 
-def _prediction(
-    key: SlotKey, recipe: str, spec: QuantizationSpec, rows: Table, expected: Expected | None, notes: list[str]
+def _unknown(place: tuple[str, str, str, str], spec: QuantizationSpec) -> Prediction:
+    why = f'the run has no histograms for {spec}; watch with detail="blocks"'
+    if spec.transform is not None or spec.block_scale != "amax":
+        why = f"no histogram says what {spec} would do, and no whole tensor was dumped; watch with dump.rows=0"
+    numbers = (math.nan,) * 5
+    return Prediction(*place, str(spec), *numbers, 0, clears=False, why=why, cost=cell_cost(spec))
+
+
+def judged(
+    place: tuple[str, str, str, str], spec: QuantizationSpec, steps: Array, expected: Expected, notes: list[str]
 ) -> Prediction:
-    place = (key.layer, key.tensor, key.direction, recipe, str(spec))
-    if expected is None:
-        why = f'the run has no histograms for {spec}; watch with detail="blocks"'
-        if spec.transform is not None or spec.block_scale != "amax":
-            why = f"no histogram says what {spec} would do; train with it"
-        unknown = math.nan
-        return Prediction(
-            *place, unknown, unknown, unknown, unknown, unknown, 0, clears=False, why=why, cost=cell_cost(spec)
-        )
+    """The prediction of one cell from the sums of each step.
+
+    Args:
+        place: layer, tensor, direction, recipe.
+        steps: (rows,).
+        notes: what the numbers stand on.
+    """
     whole = Expected(*(np.asarray([column.sum()]) for column in vars(expected).values()))
     failures = []
     for floor in FLOORS:
@@ -350,16 +359,17 @@ def _prediction(
         if len(failed):
             worst = int(failed[np.argmin(values[failed]) if floor.above else np.argmax(values[failed])])
             sign, limit = "<" if floor.above else ">", floor.limit(spec.format)
-            step = int(rows["step"][worst])
+            step = int(steps[worst])
             failures.append(f"{floor.metric} {values[worst]:.1f} {sign} {limit:g} {floor.unit} at step {step}")
     return Prediction(
         *place,
+        str(spec),
         underflow_pct=float(_underflow(whole)[0]),
         overflow_pct=float(100 * _share(whole.clipped, whole.elements)[0]),
         sqnr_db=float(_sqnr(whole)[0]),
         element_sqnr_db=float(_element_sqnr(whole)[0]),
         mean_relative_error=float(_share(whole.relative, whole.elements)[0]),
-        steps=len(rows),
+        steps=len(steps),
         clears=not failures,
         why="; ".join([*failures, *notes]),
         cost=cell_cost(spec),

@@ -25,6 +25,7 @@ NAME = "native_accumulator"
 NATIVE = False
 
 _CALL = struct.Struct("=33q")  # struct Call of src/accumulate.cpp: two sides, the rule, the result, three numbers
+_SMALLEST_SHARE = 1 << 22  # products that pay for waking another thread, about a millisecond
 _EXPONENTS = 16  # larger ones would not fit in the bytes of the kernel
 
 
@@ -75,7 +76,8 @@ def plan_accumulate(
         y = torch.empty(m, n, dtype=torch.float32, device="cpu")
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
         c = None if c is None else c.detach().contiguous()
-        arrays = (pointer(y), pointer(c), pointer(bias), k, step, torch.get_num_threads())
+        team = min(torch.get_num_threads(), max(m * n * k // _SMALLEST_SHARE, 1))
+        arrays = (pointer(y), pointer(c), pointer(bias), k, step, team)
         if library.ottava_accumulate(_CALL.pack(*side(a, tables[0]), *side(b, tables[1]), *numbers, *arrays)):
             raise RuntimeError(f"{NAME}: no memory for the operands of ({m}, {k}) x ({n}, {k})")
         return y.to(out_dtype)

@@ -97,11 +97,11 @@ def supports_measure(x: Tensor, cast: QuantizedTensor | QuantizationSpec) -> str
         >>> import ottava
         >>> x = torch.ones(2, 2)
         >>> supports_measure(x, ottava.quantize(x, ottava.QuantizationSpec(ottava.formats.BF16)))
-        'native_measure: takes formats of at most 8 bits with a -0; got BF16'
+        'native_measure: takes signed formats of at most 8 bits; got BF16'
     """
     spec = cast if isinstance(cast, QuantizationSpec) else cast.spec
-    if spec.format.bits > 8 or not spec.format.has_negative_zero:
-        return f"{NAME}: takes formats of at most 8 bits with a -0; got {spec.format}"
+    if spec.format.bits > 8 or not spec.format.signed:
+        return f"{NAME}: takes signed formats of at most 8 bits; got {spec.format}"
     if isinstance(cast, QuantizedTensor):
         if any(not t.is_cpu or refusal(t) for t in (cast.data, cast.scale_inv)):
             return f"{NAME}: takes plain tensors on a cpu"

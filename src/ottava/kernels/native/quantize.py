@@ -246,8 +246,8 @@ def supports_decode(codes: Tensor, fmt: Format) -> str | None:
         return f"{NAME}: decodes on a cpu; got {codes.device.type}"
     if reason := refusal(codes):
         return f"{NAME}: decodes plain tensors; {reason}"
-    if fmt.bits > 8 or not fmt.has_negative_zero:
-        return f"{NAME}: decodes formats of at most 8 bits with a -0; got {fmt}"
+    if fmt.bits > 8 or not fmt.signed:
+        return f"{NAME}: decodes signed formats of at most 8 bits; got {fmt}"
     if reason := built_decoder().reason:
         return f"{NAME}: {reason}"
     return None
@@ -309,14 +309,26 @@ def _decode(
 ) -> None:
     if not codes.numel():
         return
-    library = built_decoder().library
+    library = load("decode", _declare_decoder).library
     assert library is not None  # supports_decode was asked
     largest = int((fmt.max / 2.0**fmt.emax - 1 + fmt.emax + fmt.bias) * 2**fmt.mantissa_bits)  # as a code
     library.ottava_decode(
         *(pointer(codes), *shape, *block, pointer(scales)),
         *(fmt.mantissa_bits, fmt.bias, fmt.bits, largest + 1 if fmt.has_nan else -1),
-        *(pointer(out), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
+        *(out.data_ptr(), int(out.dtype == torch.bfloat16), torch.get_num_threads()),
     )
+
+
+def nan_code(fmt: Format) -> int:
+    """The code that C++ writes for NaN, of either sign; -1 for a format without one.
+
+    Example:
+        >>> from ottava.formats import E2M1, E4M3FNUZ
+        >>> nan_code(E4M3), nan_code(E4M3FNUZ), nan_code(E2M1)
+        (127, 128, -1)
+    """
+    sign_bit = 1 << (fmt.bits - 1)
+    return -1 if not fmt.has_nan else sign_bit - 1 if fmt.has_negative_zero else sign_bit
 
 
 class CastSettings(NamedTuple):
@@ -341,8 +353,8 @@ def settings(spec: QuantizationSpec) -> CastSettings:
         refusal = f"{NAME}: rounds to nearest even; got {spec.rounding}"
     elif spec.block_scale != "amax":
         refusal = f"{NAME}: scales blocks by their amax; got {spec.block_scale}"
-    elif fmt.bits > 8 or not fmt.has_negative_zero:
-        refusal = f"{NAME}: casts to formats of at most 8 bits with a -0; got {fmt}"
+    elif fmt.bits > 8 or not fmt.signed:
+        refusal = f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
     elif abs(spec.margin) > _MOST_OCTAVES or spec.guard_bits > _MOST_OCTAVES:
         refusal = f"{NAME}: takes at most {_MOST_OCTAVES} octaves; got margin {spec.margin}, guard {spec.guard_bits}"
     if refusal is not None:
@@ -353,7 +365,7 @@ def settings(spec: QuantizationSpec) -> CastSettings:
         emax=fmt.emax,
         bias=fmt.bias,
         bits=fmt.bits,
-        nan_code=(1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1,
+        nan_code=nan_code(fmt),
         scale_format=_SCALE_FORMATS.index(spec.scale_format),
         guarded=int(spec.scaling == "guarded"),
         margin=spec.margin,

@@ -50,8 +50,8 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
         return f"{NAME}: rounds stochastically; got {spec.rounding}"
     if not x.is_cpu:
         return f"{NAME}: runs on a cpu; got {x.device.type}"
-    if fmt.bits > 8 or not fmt.has_negative_zero:
-        return f"{NAME}: casts to formats of at most 8 bits with a -0; got {fmt}"
+    if fmt.bits > 8 or not fmt.signed:
+        return f"{NAME}: casts to signed formats of at most 8 bits; got {fmt}"
     if reason := refusal(x):
         return f"{NAME}: takes plain tensors; {reason}"
     if reason := built(x.dtype).reason:
@@ -81,7 +81,7 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
     shape, granularity, fmt = (x.shape[0], x.shape[1]), spec.granularity, spec.format
     block, library = granularity.block_shape(shape), built(x.dtype).library
-    numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, (1 << (fmt.bits - 1)) - 1 if fmt.has_nan else -1, fmt.max
+    numbers = fmt.mantissa_bits, fmt.emin, fmt.bits, native_quantize.nan_code(fmt), fmt.max
     assert library is not None  # supports_quantize was asked
 
     def run(x: Tensor, scale: Tensor | None, staged: Tensor | None) -> Cast:

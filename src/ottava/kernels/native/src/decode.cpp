@@ -20,6 +20,8 @@ template <int N, bool EACH, class Out>  // EACH: a factor for each column
 inline void piece(const uint8_t* __restrict codes, Out* __restrict out, const float* __restrict factor, Decoder decode) {
   const float one = *factor;
   for (int i = 0; i < N; i++) out[i] = finished(float_of(decode(codes[i])) * (EACH ? factor[i] : one), out);
+  if (decode.lone_nan())
+    for (int i = 0; i < N; i++) out[i] = codes[i] == decode.magnitudes + 1 ? finished(float_of(INFINITE + 1), out) : out[i];
 }
 
 template <bool EACH, class Out>  // the last piece ends with the row, over elements already done

@@ -11,6 +11,7 @@ constexpr int64_t CLOSE = 2048;  // elements that stay in a first-level cache un
 
 struct Encoder {  // constants of a format, by value: a store through uint8_t* may alias anything behind a pointer
   int32_t shift, largest, smallest, magic, nan_code, sign_shift, sign_bit, nan_sign;
+  bool lone_nan;  // where others have -0 this format has its NaN (FNUZ), and -0 becomes 0
 
   explicit Encoder(const Cast& c) {
     shift = 23 - c.mantissa_bits;
@@ -22,6 +23,7 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
     sign_bit = 1 << (c.bits - 1);
     nan_code = c.nan_code < 0 ? (1 << (c.bits - 1)) - 1 : c.nan_code;  // without a NaN code: the largest number
     nan_sign = c.nan_code < 0 ? 0 : sign_bit;
+    lone_nan = c.nan_code == sign_bit;
   }
 
   // Adding 2**(e + 23 - mantissa bits) to a number of exponent e rounds it to a whole number of quanta, which the sum's
@@ -32,6 +34,8 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
     const int32_t quanta = bits_of(float_of(clamped) + float_of(exponent + magic));  // + bias, in the low byte
     return ((quanta + (exponent >> shift)) & ~sign_bit) | ((b >> sign_shift) & sign_bit);
   }
+
+  inline uint8_t without_sign_of_zero(uint8_t code) const { return lone_nan && code == sign_bit ? 0 : code; }
 
   inline uint8_t of_nan(float v) const { return uint8_t(nan_code | ((bits_of(v) >> sign_shift) & nan_sign)); }
 };
@@ -64,6 +68,8 @@ struct FactorEach {  // a factor for each column
 template <class T, int N, class Factor>
 inline void encode_piece(const typename T::Int* __restrict x, uint8_t* __restrict out, Factor factor, Encoder code) {
   for (int i = 0; i < N; i++) out[i] = uint8_t(code(T::value(x[i]) * factor[i]));
+  if (code.lone_nan)  // a pass of its own: other formats need not wait for it
+    for (int i = 0; i < N; i++) out[i] = code.without_sign_of_zero(out[i]);
 }
 
 template <class T, int N, class Factor>  // the last piece ends with the row, over elements already done
@@ -75,7 +81,7 @@ inline void encode_pieces(const typename T::Int* x, uint8_t* out, int64_t n, Fac
 template <class T>
 __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, Encoder code) {
   const float v = T::value(x) * factor;
-  return is_nan(v) ? code.of_nan(v) : uint8_t(code(v));
+  return is_nan(v) ? code.of_nan(v) : code.without_sign_of_zero(uint8_t(code(v)));
 }
 
 // Pieces of a known length: the compiler would repeat a loop of unknown length for each length of its rest.
@@ -104,6 +110,7 @@ Steps steps_of([[maybe_unused]] float factor, [[maybe_unused]] const Cast& c) {
     encode<BFloat16>(x, out, n, OneFactor{factor}, code);
   };
   const uint8_t largest = encode_one<BFloat16>(BFloat16::infinity, 1.0f, code);
+  steps.lone_nan = code.lone_nan;
   steps.make(factor, c.mantissa_bits, c.emin, largest, uint8_t(code.sign_bit), encode_some);
 #endif
   return steps;

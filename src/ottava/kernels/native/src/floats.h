@@ -68,6 +68,9 @@ struct Decoder {
     special = special_code < 0 ? MAGNITUDE : special_code << shift;
   }
 
+  // Whether the sign alone is the NaN of the format (FNUZ); the operator below takes it for -0.
+  inline bool lone_nan() const { return special == (magnitudes + 1) << shift; }
+
   inline int32_t operator()(int32_t code) const {
     const int32_t magnitude = (code & magnitudes) << shift, sign = int32_t(uint32_t(code) << sign_shift) & ~MAGNITUDE;
     const int32_t normal = magnitude + (magnitude >= special ? 2 * rebias : rebias);

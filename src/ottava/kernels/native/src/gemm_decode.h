@@ -8,12 +8,17 @@ namespace {
 #define OTTAVA_FAST_PACK 1
 struct Decoder {  // 64 codes -> 2 x 32 bf16 numbers, by two tables of bytes
   Z low0, low1, high0, high1, order, sign;
+  bool lone_nan;  // the sign alone is no -0 but NaN (FNUZ)
   explicit Decoder(const Tables& t)
       : low0(load(t.low)), low1(load(t.low + 64)), high0(load(t.high)), high1(load(t.high + 64)),
-        order(Z{0, 4, 1, 5, 2, 6, 3, 7}), sign(all8(0x80)) {}
+        order(Z{0, 4, 1, 5, 2, 6, 3, 7}), sign(all8(0x80)), lone_nan(is_nan(t.fp32[128])) {}
   OTTAVA_INLINE void operator()(const uint8_t* codes, int64_t n, Z& x, Z& y) const {
     const Z c = ordered64(order, n >= 64 ? load(codes) : load8(codes, n <= 0 ? 0 : ~0ull >> (64 - n)));
-    const Z l = chosen8(low0, c, low1), h = a_or_b_and_c(chosen8(high0, c, high1), c, sign);
+    Z l = chosen8(low0, c, low1), h = a_or_b_and_c(chosen8(high0, c, high1), c, sign);
+    if (lone_nan) {
+      const uint64_t nans = is_zero8(c ^ sign);
+      l = replaced8(l, nans, all8(0xC0)), h = replaced8(h, nans, all8(0x7F));
+    }
     x = low8(l, h);
     y = high8(l, h);
   }

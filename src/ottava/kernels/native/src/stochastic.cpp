@@ -28,7 +28,7 @@ constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking anoth
 
 struct Encoder {
   uint32_t to_fixed;  // too large for an int32_t until an exponent is subtracted
-  int32_t largest, smallest, shift, sign_shift, sign_bit, nan_code, nan_sign;
+  int32_t largest, smallest, shift, sign_shift, sign_bit, nan_code, nan_sign, no_code;
 
   explicit Encoder(const Job& job) {
     largest = bits_of(job.max);
@@ -39,6 +39,7 @@ struct Encoder {
     sign_bit = 1 << (job.bits - 1);
     nan_code = job.nan_code < 0 ? sign_bit - 1 : job.nan_code;
     nan_sign = job.nan_code < 0 ? 0 : sign_bit;
+    no_code = job.nan_code == sign_bit ? sign_bit : -1;  // FNUZ has its NaN there, and -0 becomes 0
   }
 
   // Quanta with 24 bits behind the point: the product is exact, and no random number reaches the bits that are cut off.
@@ -48,7 +49,7 @@ struct Encoder {
     const int32_t quanta = (int32_t(float_of(clamped) * float_of(int32_t(to_fixed - uint32_t(exponent)))) + random) >> 24;
     const int32_t sign = b >> sign_shift;
     const int32_t code = (quanta + ((exponent - smallest) >> shift)) | (sign & sign_bit);
-    return uint8_t(a > INFINITE ? nan_code | (sign & nan_sign) : code);
+    return uint8_t(a > INFINITE ? nan_code | (sign & nan_sign) : code == no_code ? 0 : code);
   }
 };
 

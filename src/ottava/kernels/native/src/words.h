@@ -22,6 +22,7 @@ constexpr int32_t LEAST_FACTOR = 27 << 23, LARGEST_FACTOR = 227 << 23;  // beyon
 
 struct Steps {  // for one factor
   bool made = false;
+  bool lone_nan = false;           // -0 becomes 0, see Encoder
   alignas(64) uint8_t table[128];  // for each mantissa: the addend to the magnitude's upper bits
   int16_t first;                   // from base: the magnitude at which code 1 begins
   // For codes 1, 2, .. with equal steps between them: from_on has the distance from the code's origin, an earlier code or
@@ -114,7 +115,9 @@ struct Table {  // the constants of encoding, in registers
     code = min8_unsigned(code, largest);
     code = min8_unsigned(code, packed_unsigned(past_a, past_b));  // 0 before the first step, 255 where all are equal
     if (less16_unsigned(min16_unsigned(past_a, past_b), steps_end)) code = counted(past_a, past_b, code);
-    return ordered64(order, a_or_b_and_c(code, shifted(packed_signed(a, b), sign_shift), sign));
+    Z with_sign = a_or_b_and_c(code, shifted(packed_signed(a, b), sign_shift), sign);
+    if (steps.lone_nan) with_sign = replaced8(with_sign, is_zero8(code), Z{});
+    return ordered64(order, with_sign);
   }
 
   // Counts steps for the numbers among them. Past the last step `code` is right.
