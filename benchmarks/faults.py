@@ -115,10 +115,14 @@ def _other(folder: Path, fault: Fault, strength: float, size: str, rank: int, se
 def _made(cache: Path, train: Callable[[Path], object], *facts: object) -> Run:
     """The run of these facts; `train` makes it where the cache lacks it."""
     folder = cache / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    if not (folder / "done").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        train(folder / "run")
-        (folder / "done").touch()
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=cache))
+        train(scratch / "run")
+        try:
+            scratch.rename(folder)
+        except OSError:  # another process has made it meanwhile
+            shutil.rmtree(scratch)
     return Run.open(folder / "run")
 
 

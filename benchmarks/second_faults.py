@@ -139,7 +139,7 @@ def cured(case: Case, found: Diagnosis, cache: Path) -> str:
         return "remains"
     before, twin = (Run.open(_trained(case, cache, twin=twin)) for twin in (False, True))
     gaps = [_gap(run, twin) for run in (before, after)]
-    said = f"loss {gaps[0]:+.1%} -> {gaps[1]:+.1%} of the BF16 twin's"
+    said = f"loss {gaps[0]:+.1%} -> {gaps[1]:+.1%} of the BF16 twin's, which changes by {_change(twin):.1%} a step"
     worst = _worst_cast(after, first)
     if worst:
         return f"casts: {worst}; {said}"

@@ -216,6 +216,7 @@ EFFECTS: dict[str, Callable[[Pasted], object]] = {
     "wgrad_bf16": lambda p: p.off(p.layers, {"wgrad"}),
     "dgrad_bf16": lambda p: p.off(p.layers, {"dgrad"}),
     "check_data": unchanged,
+    "check_inference": unchanged,
     "skip_batch": lambda p: isinstance(p.scope["guard"], ottava.debug.SpikeGuard) or pytest.fail("no guard"),
     "check_labels": lambda p: torch.isclose(p.scope["loss"], torch.tensor(3.0).log()) or pytest.fail("other mean"),
     "check_start": unchanged,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ottava.debug.analysis.diagnose import diagnose
 from ottava.debug.analysis.facts import context_of
@@ -119,3 +120,32 @@ def test_steps_tell_of_few_batches_idle_steps_and_a_start_above_a_guess(tmp_path
     found = diagnose(Run.open(tmp_path))
     assert found.verdict == "none"
     assert {"L6", "L19", "L21", "L31", "L32", "L33"} <= {note.id for note in found.notes}
+
+
+@pytest.mark.parametrize(
+    "dtypes, config, speed, expected",
+    [
+        (["float32", "float32", "bfloat16"], {}, "yes", "C5"),
+        (["float32", "bfloat16"], {}, "yes", ""),  # half of the casts is not more than half
+        (["bfloat16", "bfloat16"], {}, "yes", ""),
+        (["float32", "float32"], {}, "no", ""),  # nobody complains
+        ([None, None], {"params_dtype": "fp32"}, "yes", "C5"),  # an older record; the framework's setting says so
+        ([None, None], {}, "yes", "untested"),
+    ],
+)
+def test_c5_reads_the_dtypes_that_casts_read(
+    tmp_path: Path, dtypes: list[str | None], config: dict[str, str], speed: str, expected: str
+) -> None:
+    layers: list[dict[str, object]] = [
+        {"name": f"fc{i}", "source": "door", "seen": True, "shape": [16, 16], **({"dtypes": {"input": d}} if d else {})}
+        for i, d in enumerate(dtypes)
+    ]
+    with RunWriter(tmp_path) as writer:
+        writer.describe(layers=layers, config=config)
+        writer.step(1, loss=1.0)
+    found = diagnose(Run.open(tmp_path), answers={"speed_problem": speed})
+    assert [f.id for f in found.findings if f.id == "C5"] == (["C5"] if expected == "C5" else [])
+    assert ("C5" in [rule["id"] for rule in found.untested]) == (expected == "untested")
+    if expected == "C5":
+        assert "model = model.bfloat16()" in found.findings[0].remedies[0]["patch"]["ottava"]
+    assert ("L22" in [note.id for note in found.notes]) == (dtypes.count("float32") * 2 > len(dtypes))

@@ -338,6 +338,13 @@ def _fp32_casts(context: Context) -> float:
     return 100.0 * float(np.mean([kind == "float32" for kind in kinds]))
 
 
+def _reads_fp32(context: Context) -> str:
+    try:
+        return "yes" if _fp32_casts(context) > 50 else "no"
+    except Missing:  # an older record, or another tool's
+        return "yes" if context.scalar("config.dtype") in ("float32", "fp32", "torch.float32") else "no"
+
+
 RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
     {
         "steps": Fact("optimizer steps on record", lambda c: float(len(c.run.steps["step"]))),
@@ -353,6 +360,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
         "start_ratio": Fact("first loss over ln(classes)", lambda c: Progress(c).start_ratio),
+        "reads_fp32": Fact("whether most casts read FP32, as recorded or else as the config says", _reads_fp32),
         "fp32_casts_pct": Fact("layers whose casts read FP32 [%]", _fp32_casts),
         "clip_norm": Fact("gradient norm that nearly all steps have", lambda c: Progress(c).clip_norm),
         "loss_spread": Fact("range of the loss over its magnitude", lambda c: Progress(c).loss_spread),

@@ -230,14 +230,14 @@ class _Replay:
         return cleared / len(known), left
 
     def _gain(self, known: list[Prediction]) -> tuple[float, str]:
-        """Of casts that clear the floors already: the share that gets better, and the smallest gain."""
+        """Of casts that clear the floors already: the share that gets better in FP8, and the smallest gain."""
         before = {_place(p): p for p in self._own}
         gains = [(_badness(p) - _badness(before[_place(p)]), p) for p in known if _place(p) in before]
-        least, worst = min(gains, key=lambda gain: gain[0])
         said = "these casts clear the floors already"
-        if math.isfinite(least):
+        if finite := [(gain, p) for gain, p in gains if math.isfinite(gain)]:
+            least, worst = min(finite, key=lambda gain: gain[0])
             said += f"; {_name(worst)} changes by {least:+.1f} dB"
-        return sum(gain >= _BETTER_DB for gain, _ in gains) / len(gains), said
+        return sum(p.spec != HIGH_PRECISION and gain >= _BETTER_DB for gain, p in gains) / max(len(gains), 1), said
 
     def finest(self) -> dict[str, str | None]:
         """GEMM -> the first of FINER under which all casts of the finding in it clear, or None for BF16; only GEMMs

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from ottava.debug.analysis.conditions import Missing
 from ottava.debug.analysis.rows import Context, RunRows
 from ottava.debug.analysis.rules import Remedy
@@ -85,6 +87,8 @@ def render(
     original = written(own)
     change = remedy.change
     margin = str(change.get("margin", "+1"))
+    rates = np.asarray(context.run.steps.get("lr", ()), dtype=np.float64)
+    lr = float(rates[np.isfinite(rates)].max(initial=0.0))
     values = {
         "id": re.sub(r"\W", "_", id.lower()),
         "symbol": SYMBOLS.get(tensor, "all operands"),
@@ -99,6 +103,8 @@ def render(
         "finest": _finest(change),
         "scales": _scales(change),
         "first": next(iter(layers), "LAYER"),
+        "lr": f" (its largest is {lr:.3g})" if lr else "",
+        "half_lr": f"{lr / 2:.3g}" if lr else "HALF_OF_IT",
         "gemms": ", ".join(gemms),
         "gemms_off": ", ".join(f"{gemm}=None" for gemm in gemms),
         "names": ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""),
