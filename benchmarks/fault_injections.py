@@ -30,7 +30,7 @@ NOT_INJECTED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("D1", "D2", "D3", "D4", "D5", "D6", "D7", "M1", "M2", "M3", "M4", "M5", "N19", "N20", "O1", "TW", "W1"),
-            *(f"L{i}" for i in range(1, 60)),
+            *(f"L{i}" for i in range(1, 61)),
         ),
         "the second lab has it (second_faults.py)",
     ),

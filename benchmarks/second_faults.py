@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, str] = {
     "L44": "growth", "L45": "betas", "L46": "sign lr", "L47": "start", "L48": "nonfinite_compute", "L49": "dropout",
     "L50": "same_batch blank", "L51": "blank", "L52": "blank", "L53": "lr_zero frozen_parameters", "L54": "start",
     "L55": "frozen_parameters", "L56": "nonfinite_compute", "L57": "no_learning labels constant_loss",
-    "L58": "labels", "L59": "lr",
+    "L58": "labels", "L59": "lr", "L60": "frozen_parameters no_gradient",
 }  # fmt: skip
 """Rule -> families of causes that its text names."""
 

@@ -271,6 +271,7 @@ PARAMETER_FACTS: Mapping[str, Fact] = MappingProxyType(
         "dims": Fact("its dimensions", ParameterRows.dims),
         "beside": Fact("its update over its weight, over the median of the step", ParameterRows.beside),
         "moved": Fact("whether it ever got a gradient", ParameterRows.moved),
+        "ended": Fact("whether it had updates, and then none any more", ParameterRows.ended),
         "frozen_late": Fact("whether it is frozen, behind parameters that train", ParameterRows.frozen_late),
         "trains_before": Fact(
             "whether a frozen one's namesake in an earlier block trains", ParameterRows.trains_before
@@ -359,6 +360,9 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "onset": Fact("first step with a wrong loss", lambda c: c.loss.onset),
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
+        "twin_recovers": Fact(
+            "whether the BF16 twin learned, and this run ends far above it", lambda c: Progress(c).twin_recovers
+        ),
         "start_ratio": Fact("first loss over ln(classes)", lambda c: Progress(c).start_ratio),
         "reads_fp32": Fact("whether most casts read FP32, as recorded or else as the config says", _reads_fp32),
         "fp32_casts_pct": Fact("layers whose casts read FP32 [%]", _fp32_casts),

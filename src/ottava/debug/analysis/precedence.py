@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ottava.debug.analysis.conditions import Missing
 from ottava.debug.analysis.fired import Fired
 from ottava.debug.analysis.rows import CastRows, RunRows, StepRows
 
@@ -19,7 +20,8 @@ def explained(fired: list[Fired]) -> list[Fired]:
     # of numerics and training that which came first explains what came later; at one step training is asked first
     order = sorted(fired, key=_precedence)
     for hit in order:
-        if not len(hit.index):
+        # a twin that learned met the same training: this does not explain why the casts fail
+        if not len(hit.index) or (hit.rule.stage == "training" and _twin_recovers(hit)):
             continue
         for name in hit.rule.explains:
             other = by_id.get(name)
@@ -30,6 +32,13 @@ def explained(fired: list[Fired]) -> list[Fired]:
                 other.index = np.array(unexplained, dtype=int)
                 hit.also.append(f"{other.rule.id} {other.rule.title}")
     return [hit for hit in fired if len(hit.index)]
+
+
+def _twin_recovers(hit: Fired) -> bool:
+    try:
+        return hit.rows.context.scalar("run.twin_recovers") == "yes"
+    except Missing:
+        return False
 
 
 def _precedence(hit: Fired) -> tuple[float, ...]:

@@ -12,12 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from ottava.debug.analysis.conditions import Missing, Values
+from ottava.debug.analysis.loss import LossCurve
 from ottava.debug.analysis.rows import Context
 from ottava.debug.analysis.training import ParameterRows
 from ottava.debug.layer_names import starred
 from ottava.debug.run.reader import Run
 
-_FAR_ABOVE = 3.0  # times ln(classes)
+_FAR_ABOVE = 8.0  # times ln(classes); a sharp temperature makes 5
+_BETTER = 50.0  # percent of the twin's loss
 _IDLE = 2e-6
 
 
@@ -140,15 +142,31 @@ class Progress:
     def twin_agrees(self) -> str:
         """Whether the BF16 twin goes wrong at the same time; a loss far above a guess is wrong from its start."""
         loss, other = self.context.loss, self.context.baseline_loss
-        if self.context.twin_casts:
+        if self.context.twin_casts or self.twin_recovers == "yes":
             return "no"
         if math.isfinite(loss.onset):
             return "yes" if abs(loss.onset - other.onset) <= max(2.0, 0.1 * loss.onset) else "no"
+        return "yes" if self._starts_high(other) else "no"
+
+    def _starts_high(self, other: LossCurve) -> bool:
+        """Whether both begin far above a guess."""
         try:
             starts = self.start_ratio, _start(other.loss, self.context.run)
         except Missing:
+            return False
+        return min(starts) > _FAR_ABOVE and max(starts) < 1.1 * min(starts)
+
+    @cached_property
+    def twin_recovers(self) -> str:
+        """Whether the BF16 twin learned, and this run ends half as high again: what both met does not explain that."""
+        loss, other = self.context.loss, self.context.baseline_loss
+        if self.context.twin_casts or self._starts_high(other):
             return "no"
-        return "yes" if min(starts) > _FAR_ABOVE and max(starts) < 1.1 * min(starts) else "no"
+        gap, _, noise = loss.gap(other)
+        start, end = (
+            float(np.nanmedian(part)) for part in (other.loss[:3], other.loss[-max(len(other.loss) // 4, 2) :])
+        )
+        return "yes" if gap > max(_BETTER, 3 * noise) and end < start else "no"
 
     @property
     def loss_first(self) -> str:

@@ -120,6 +120,20 @@ class ParameterRows(AnyRows):
         graded = {name for name, about in self.about.items() if (about.get("held") or {}).get("gradient", "?")}
         return np.array(["no" if seen and row[1] not in seen | graded else "yes" for row in self.rows], dtype=object)
 
+    def ended(self) -> Values:
+        """ "yes" for a parameter with updates at every look up to one, and at none of the last third, where others go on."""
+        looks = sorted({row[0] for row in self.rows if math.isfinite(row[0])})
+        seen: dict[str, set[float]] = {}
+        for row in self.rows:
+            seen.setdefault(row[1], set()).add(row[0])
+        late = min(2 * len(looks) // 3, len(looks) - 3)
+        ended = {
+            name
+            for name, steps in seen.items()
+            if len(looks) > 4 and max(steps) < looks[late] and steps == {step for step in looks if step <= max(steps)}
+        }
+        return np.array(["yes" if row[1] in ended else "no" for row in self.rows], dtype=object)
+
     def trains_before(self) -> Values:
         """ "yes" if a frozen parameter's namesake in an earlier block trains: people freeze first blocks, or all."""
         first: dict[str, int] = {}
