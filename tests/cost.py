@@ -75,7 +75,7 @@ class Prices:
         terminalreporter.section(f"{self.seconds.total():.0f} s of CPU time")
         for name, seconds in (*folders.most_common(12), *self.seconds.most_common(15)):
             terminalreporter.write_line(f"{seconds:8.1f} s  {name}")
-        if self.config.cache is not None:
+        if getattr(self.config, "cache", None) is not None:  # -p no:cacheprovider
             self.config.cache.set("ottava/cpu_seconds", dict(self.seconds.most_common()))
 
 

@@ -36,7 +36,7 @@ def explained(fired: list[Fired]) -> list[Fired]:
 
 def _twin_recovers(hit: Fired) -> bool:
     try:
-        return hit.rows.context.scalar("run.twin_recovers") == "yes"
+        return bool(hit.rows.context.scalar("run.twin_recovers") == "yes")
     except Missing:
         return False
 

@@ -121,7 +121,7 @@ class ParameterRows(AnyRows):
         return np.array(["no" if seen and row[1] not in seen | graded else "yes" for row in self.rows], dtype=object)
 
     def ended(self) -> Values:
-        """ "yes" for a parameter with updates at every look up to one, and at none of the last third, where others go on."""
+        """ "yes" for a parameter with updates at every look up to one, and at none of the last third."""
         looks = sorted({row[0] for row in self.rows if math.isfinite(row[0])})
         seen: dict[str, set[float]] = {}
         for row in self.rows:
