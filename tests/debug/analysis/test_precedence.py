@@ -54,3 +54,21 @@ def test_what_came_later_is_explained_within_reach(tmp_path: Path) -> None:
     early = Fired(rule("E", explains=["L"], reach="run"), casts, np.array([at["a", 1]]))
     assert began(early) < began(late)
     assert left(late, early) == {"E": 1}
+
+
+def test_what_a_twin_survived_explains_nothing(tmp_path: Path) -> None:
+    """Both met the learning rate; the twin learned, and this run did not: the casts keep their finding."""
+    for name, slope in (("run", 0.0), ("twin", 0.1)):
+        with RunWriter(tmp_path / name) as writer:
+            for step in range(1, 21):
+                writer.step(step, loss=4.0 - slope * step)
+                key = SlotKey("a", "input", "row", "tensorwise", "E4M3", "tensor", "fp32", "current", "door")
+                writer.tally(step, key, Tally())
+    run, twin = Run.open(tmp_path / "run"), Run.open(tmp_path / "twin")
+    for baseline, kept in ((None, 1), (twin, 20), (run, 1)):
+        context = context_of(run, baseline=baseline)
+        lr = Fired(
+            rule("C", explains=["E"], reach="run", over="steps", stage="training"), StepRows(context), np.array([0])
+        )
+        hits = explained([lr, Fired(rule("E"), CastRows(context), np.arange(20))])
+        assert {hit.rule.id: len(hit.index) for hit in hits} == {"C": 1, "E": kept}

@@ -42,3 +42,22 @@ def test_the_course_of_a_run_is_told_by_its_steps_and_casts(tmp_path: Path) -> N
     assert start_gain(context) == pytest.approx(2**-3 * math.sqrt(64))
     with pytest.raises(Missing):
         over_depth(context, "grad_output")
+
+
+def test_a_twin_that_learned_is_told_from_one_that_fails_alike(tmp_path: Path) -> None:
+    """It ends half as high again as the twin, whose loss fell; without a twin nothing is known."""
+    twins = {
+        "learned": [4.0 - 0.1 * i for i in range(20)],
+        "as it": [4.0] * 20,
+        "worse": [4.0 + 0.1 * i for i in range(20)],
+        "a little better": [4.0 - 0.05 * i for i in range(20)],
+    }
+    for name, losses in {"run": [4.0] * 20, **twins}.items():
+        with RunWriter(tmp_path / name) as writer:
+            for step, loss in enumerate(losses, 1):
+                writer.step(step, loss=loss)
+    run = Run.open(tmp_path / "run")
+    said = {name: Progress(context_of(run, baseline=Run.open(tmp_path / name))).twin_recovers for name in twins}
+    assert said == {"learned": "yes", "as it": "no", "worse": "no", "a little better": "no"}
+    with pytest.raises(Missing):
+        _ = Progress(context_of(run)).twin_recovers

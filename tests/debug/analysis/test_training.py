@@ -105,6 +105,21 @@ def test_parameters_that_are_frozen_between_others_or_never_get_a_gradient(tmp_p
     assert found == {"L26": ["blocks.1.a"], "L27": ["idle"], "L30": ["blocks.2.a"]}
 
 
+def test_parameters_that_stop_training_are_named(tmp_path: Path) -> None:
+    """Updates at each look up to one, and at none of the last third; an expert that rests now and then goes on."""
+    held = {"lr": 0.1, "weight_decay": 0.0, "gradient": "torch.float32"}
+    about = {"shape": [4, 4], "dtype": "float32", "trains": True, "held": held}
+    updates = {"lasts": range(1, 10), "ends": range(1, 5), "late": range(1, 9), "rests": (1, 2, 4, 5)}
+    with RunWriter(tmp_path) as writer:
+        writer.describe(parameters=[{"name": f"{name}.weight", **about} for name in updates])
+        for step in range(1, 10):
+            there = [f"{name}.weight" for name, steps in updates.items() if step in steps]
+            facts = {"ratio": 0.01, "still": 0.0, "gradient": 1.0, "weight": 1.0}
+            writer.training(step, "updates", parameters=there, **{k: [v] * len(there) for k, v in facts.items()})
+    found = {note.id: note.layers for note in diagnose(Run.open(tmp_path)).notes}
+    assert found == {"L60": ["ends"]}
+
+
 def test_steps_tell_of_few_batches_idle_steps_and_a_start_above_a_guess(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         writer.describe(parameters=[{"name": "fc.weight", "shape": [4, 4], "trains": True}], classes=8)
