@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import eighth_injections  # noqa: F401  # adds its cases
 import fifth_injections  # noqa: F401  # adds its cases
 import fifth_lab
 import fourth_injections  # noqa: F401  # adds its cases
@@ -180,7 +181,7 @@ def _worst_cast(run: Run, finding: Any) -> str:
 def main() -> int:
     """Prints a line for each case, totals, and the rules that were said in place of others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", default="A", choices=tuple("ABCDEFGH"))
+    parser.add_argument("--half", default="A", choices=tuple("ABCDEFGHI"))
     parser.add_argument("--only", default="", help="part of a case's name")
     parser.add_argument("--cache", type=Path, default=Path("runs/second-lab"))
     parser.add_argument("--cure", action="store_true", help="train again with the first remedy")
