@@ -239,7 +239,7 @@ def levels_in_cents_and_changes_in_shares(lab: Lab) -> None:
 @case("I", "forecast", "clip jump growth old_spike two_sites", "read",
       recipe=get_recipe("delayed", amax_history_len=1), steps=24, every=1)  # fmt: skip
 def two_sources_by_turns(lab: Lab) -> None:
-    """Even steps read a source whose unit is 2 ** 14 times smaller; the scale of the last step is used."""
+    """Numbers of the source of even steps are 2 ** 14 times as large; the scale of the last step is used."""
     lab.change_input("read", lambda x: x * (2.0**14 if lab.step % 2 == 0 else 1.0))
 
 
