@@ -83,7 +83,8 @@ def _flushed_in_blocks(rows: CastRows) -> Values:
 
 def _at_block_amax(rows: CastRows) -> Values:
     bins = _below(rows, "below_1x32")
-    return np.asarray(100 * ratio(bins[:, :2].sum(1), bins.sum(1)))
+    tallies = rows.table.tallies  # the histogram has no zeros, and a block of zeros but one is no cluster
+    return np.asarray(100 * ratio(bins[:, :2].sum(1), bins.sum(1)) * ratio(tallies.n_nonzero, tallies.n_total))
 
 
 def _by_direction(rows: CastRows, of_x: str, of_transpose: str) -> Values:
@@ -360,6 +361,7 @@ RUN_FACTS: Mapping[str, Fact] = MappingProxyType(
         "onset": Fact("first step with a wrong loss", lambda c: c.loss.onset),
         "loss_first": Fact("whether the loss went wrong before any cast", lambda c: Progress(c).loss_first),
         "twin_agrees": Fact("whether the BF16 twin goes wrong at the same time", lambda c: Progress(c).twin_agrees),
+        "end_ratio": Fact("median loss of the last third over ln(classes)", lambda c: Progress(c).end_ratio),
         "twin_recovers": Fact(
             "whether the BF16 twin learned, and this run ends far above it", lambda c: Progress(c).twin_recovers
         ),

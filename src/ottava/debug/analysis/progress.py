@@ -138,6 +138,12 @@ class Progress:
         """The first loss over that of a guess, ln(classes)."""
         return _start(self.context.loss.loss, self.context.run)
 
+    @property
+    def end_ratio(self) -> float:
+        """The median loss of the last third over that of a guess."""
+        loss = self.context.loss.loss
+        return self.start_ratio * float(np.nanmedian(loss[-max(len(loss) // 3, 1) :])) / float(loss[0])
+
     @cached_property
     def twin_agrees(self) -> str:
         """Whether the BF16 twin goes wrong at the same time; a loss far above a guess is wrong from its start."""
