@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.native.older_builds import for_each_older_build
+from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.casts import explain_quantize, quantize
 from ottava.formats import E2M1
 from ottava.kernels import reference
 from ottava.kernels.native import block_scales as native_block_scales
-from ottava.kernels.native import build as native_build
-from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native.build import Built
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.scaling import BLOCK_1X16, BLOCK_16X16, Granularity
@@ -98,13 +93,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    source, made = native_build.SOURCES / "block_scales.cpp", tmp_path / "made.so"
-    variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
-    subprocess.run([compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
-    native_block_scales._declare(library)
-    monkeypatch.setattr(native_block_scales, "built", lambda *_: Built(library, ""))
+    use_older_build(native_block_scales, "block_scales.cpp", flags, dtype, tmp_path, monkeypatch)
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
     for spec in SPECS:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.native.older_builds import for_each_older_build
+from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava import casts
 from ottava.casts import cast_both, explain_quantize, quantize
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from ottava.kernels import reference
-from ottava.kernels.native import build as native_build
 from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import sums as native_sums
 from ottava.kernels.native.build import Built
@@ -171,14 +167,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    source, made = native_build.SOURCES / "quantize.cpp", tmp_path / "made.so"
-    variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
-    command = [compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)]
-    subprocess.run(command, check=True, timeout=800)
-    library = ctypes.CDLL(str(made))
-    native_quantize._declare(library)
-    monkeypatch.setattr(native_quantize, "built", lambda *_: Built(library, ""))
+    use_older_build(native_quantize, "quantize.cpp", flags, dtype, tmp_path, monkeypatch)
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
     for fmt in SMALL:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.native.older_builds import for_each_older_build
+from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.casts import explain_quantize, quantize
-from ottava.kernels.native import build as native_build
-from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import rotate
 from ottava.kernels.native.build import Built
 from ottava.recipe import RECIPES
@@ -80,13 +75,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the definition; the default build is what all other tests run."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    source, made = native_build.SOURCES / "rotate.cpp", tmp_path / "made.so"
-    variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
-    subprocess.run([compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
-    rotate._declare(library)
-    monkeypatch.setattr(rotate, "built", lambda *_: Built(library, ""))
+    use_older_build(rotate, "rotate.cpp", flags, dtype, tmp_path, monkeypatch)
     for rotation in ROTATIONS:
         assert_same(tiles(140, 300, dtype), rotation)
         assert_same(tiles(140, 300, dtype).t(), rotation)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels.native.older_builds import for_each_older_build
+from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
 from ottava.casts import explain_quantize, quantize
 from ottava.formats import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from ottava.kernels import reference
-from ottava.kernels.native import build as native_build
-from ottava.kernels.native import quantize as native_quantize
 from ottava.kernels.native import stochastic as native_stochastic
 from ottava.kernels.native.build import Built
 from ottava.quantized_tensor import QuantizationSpec
@@ -99,13 +94,7 @@ def test_instruction_sets_change_no_bit(
     flags: tuple[str, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three older builds against the reference; the default build is what all other tests run."""
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-    source, made = native_build.SOURCES / "stochastic.cpp", tmp_path / "made.so"
-    variant = [f"-D{name}" for name in [native_quantize.VARIANTS[dtype]] if name]
-    subprocess.run([compiler, *native_build._FLAGS, *flags, *variant, str(source), "-o", str(made)], check=True)
-    library = ctypes.CDLL(str(made))
-    native_stochastic._declare(library)
-    monkeypatch.setattr(native_stochastic, "built", lambda *_: Built(library, ""))
+    use_older_build(native_stochastic, "stochastic.cpp", flags, dtype, tmp_path, monkeypatch)
     x = tiles(140, 300, dtype)
     x[0, 5], x[3, 7] = math.inf, math.nan
     for fmt in SMALL:
