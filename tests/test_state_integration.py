@@ -331,6 +331,7 @@ def test_compiled_training_has_the_bits_of_eager_training(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "autocast"])
+@pytest.mark.slow
 def test_a_compiled_model_moves_its_scales_under_an_autocast(update: Any) -> None:
     """Converted with another recipe: the first forward makes the buffers, uncompiled. TE's timing never is compiled."""
     eager, compiled = network("tensorwise"), network("tensorwise")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ottava.bench import cpu
 from ottava.bench.block_memory import FFN, HEADS, KV_HEADS, TOKENS, WIDTH, blocks
 
 
+@pytest.mark.slow
 def test_a_block_keeps_what_the_table_says() -> None:
     """Bytes a token, added up by hand: inputs of two norms, q, k, v, the output of attention, codes, and `save`."""
     torch.manual_seed(0)

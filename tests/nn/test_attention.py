@@ -194,6 +194,7 @@ def test_empty_tensors() -> None:
         assert not y.any()
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_eager_results_and_says_so() -> None:
     q, k, v, dy = heads(2, 16, 16, 4, 2, 16, torch.float32)
     for options in ({}, {"window": (3, 0)}, {"sink": 0.5}, {"backend": "flash"}):

@@ -94,6 +94,7 @@ def test_one_graph_gives_the_bits_of_eager(recipe: str) -> None:
     assert_same(train(model, compiled(model)), train(eager, eager))
 
 
+@pytest.mark.slow
 def test_transforms_stay_in_the_graph() -> None:
     """Rotations, means and factors: the bits of eager, in one graph. Fresh signs are drawn in the order in which the
     compiled code runs, so those are other signs: the same from one seed, and gradients as good."""
@@ -240,6 +241,7 @@ def test_equal_blocks_share_a_graph(recipe: str) -> None:
     assert counter.graphs == 1
 
 
+@pytest.mark.slow
 def test_evaluation_in_compiled_code_leaves_no_trace() -> None:
     """no_grad is another graph: it casts with the training scales and stages nothing."""
     model = network("delayed")

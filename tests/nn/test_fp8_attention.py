@@ -143,6 +143,7 @@ def test_the_whole_is_within_what_its_formats_round_away() -> None:
         assert (y.double() - exact.y).norm() > 2.0**-8 * exact.y.norm()  # it is not exact attention that ran
 
 
+@pytest.mark.slow
 def test_a_recipe_says_where_it_is_on() -> None:
     """By autocast and by convert; padded, empty, compiled and recomputed."""
     q, k, v, dy = heads(torch.bfloat16)

@@ -126,6 +126,7 @@ def test_recomputation_runs_the_recipe_of_its_forward(recipe: Recipe) -> None:
 
 
 @sweep(recipe=RECIPES)
+@pytest.mark.slow
 def test_recomputation_under_torch_autocast(recipe: Recipe) -> None:
     """FP32 parameters: torch restores its own autocast for the recomputation, ottava its recipe."""
     expected = train(network("mxfp8").float(), plain, recipe, low=True)

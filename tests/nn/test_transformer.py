@@ -103,6 +103,7 @@ def test_dropout_and_stochastic_depth() -> None:
     assert torch.equal(layer.eval()(x), made()(x))
 
 
+@pytest.mark.slow
 def test_every_recipe_compiles_recomputes_and_trains() -> None:
     """Compiled and recomputed steps have eager's numbers; each recipe's receipts say what ran."""
     torch.manual_seed(0)

@@ -121,6 +121,7 @@ def test_a_row_with_numbers_that_a_unit_would_make_subnormal(largest: int, small
 
 
 @sweep(octaves=[6, 7, 8, 9, 23, 24, 25, 60, 100, 130], by=["rows of a block", "parts of a row", "elements"])
+@pytest.mark.slow
 def test_histograms_of_numbers_far_apart_are_those_of_the_torch_walk(octaves: int, by: str, dtype: torch.dtype) -> None:
     """Elements are counted in two blocks at once, and two neighbours at once, where they lie close to each other and to
     the largest of all; so at every limit of that, beyond it, among zeros, and where not even inverses are normal."""

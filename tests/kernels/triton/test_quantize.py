@@ -238,6 +238,7 @@ def test_a_linear_on_triton_has_the_bits_of_one_on_the_reference(
     spec=[DELAYED, GUARDED, replace(GUARDED, scale_format="pow2")],
     scale=[0.0, 448 / 8, 448 / 8 * 1.0000002, 448 / 64, 448 / 64 * 0.999999, 1e-30, 1e30],
 )
+@pytest.mark.slow
 def test_a_given_scale_is_taken_or_not_as_in_the_reference(spec: QuantizationSpec, scale: float) -> None:
     """amax 8: 0 is no history; 56 reaches the top exactly, 7 lies three octaves lower; an ulp beyond either fires."""
     x = torch.randn(70, 150).clamp(-7, 7)
@@ -258,6 +259,7 @@ STRANGE = (0.0, float("nan"), float("inf"), 1e-45, 3.0)
 
 
 @sweep(spec=[DELAYED, GUARDED], scale=[0.0, 1.0, 448 / 8, 1e-30, 1e30, float("inf")])
+@pytest.mark.slow
 def test_a_cast_notes_what_a_door_would_note(spec: QuantizationSpec, scale: float) -> None:
     """Finite amax, whether one was not finite, whether the guard fired: as the door says in torch; only upwards."""
     for value in STRANGE:
