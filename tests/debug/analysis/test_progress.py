@@ -61,3 +61,19 @@ def test_a_twin_that_learned_is_told_from_one_that_fails_alike(tmp_path: Path) -
     assert said == {"learned": "yes", "as it": "no", "worse": "no", "a little better": "no"}
     with pytest.raises(Missing):
         _ = Progress(context_of(run)).twin_recovers
+
+
+def test_losses_of_zero_and_of_nothing_are_no_crash(tmp_path: Path) -> None:
+    for name, losses in {"zero": [0.0] * 12, "nan": [math.nan] * 12, "short": [1.0]}.items():
+        with RunWriter(tmp_path / name) as writer:
+            writer.describe(classes=8)
+            for step, loss in enumerate(losses, 1):
+                writer.step(step, loss=loss)
+    for name in ("zero", "nan", "short"):
+        for other in ("zero", "nan", "short"):
+            run, twin = Run.open(tmp_path / name), Run.open(tmp_path / other)
+            progress = Progress(context_of(run, baseline=twin))
+            assert progress.twin_recovers == "no"
+            assert progress.end_ratio == pytest.approx(
+                {"zero": 0.0, "nan": math.nan}.get(name, 1 / math.log(8)), nan_ok=True
+            )

@@ -187,7 +187,8 @@ class LossCurve:
         if len(common) < 8:
             return math.nan, math.nan, math.nan
         a, b = self.loss[mine], other.loss[theirs]
-        percent = 100 * (a - b) / np.abs(b)
+        with np.errstate(all="ignore"):  # a loss of 0 has no percent
+            percent = 100 * (a - b) / np.abs(b)
         quarter = max(len(common) // 4, 2)
         last, earlier = percent[-quarter:], percent[-2 * quarter : -quarter]
         last, earlier = last[np.isfinite(last)], earlier[np.isfinite(earlier)]

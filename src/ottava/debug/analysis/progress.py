@@ -142,7 +142,9 @@ class Progress:
     def end_ratio(self) -> float:
         """The median loss of the last third over that of a guess."""
         loss = self.context.loss.loss
-        return self.start_ratio * float(np.nanmedian(loss[-max(len(loss) // 3, 1) :])) / float(loss[0])
+        late = loss[-max(len(loss) // 3, 1) :]
+        late = late[np.isfinite(late)]
+        return float(np.median(late)) / _guess(self.context.run) if len(late) else math.nan
 
     @cached_property
     def twin_agrees(self) -> str:
@@ -169,10 +171,9 @@ class Progress:
         if self.context.twin_casts or self._starts_high(other):
             return "no"
         gap, _, noise = loss.gap(other)
-        start, end = (
-            float(np.nanmedian(part)) for part in (other.loss[:3], other.loss[-max(len(other.loss) // 4, 2) :])
-        )
-        return "yes" if gap > max(_BETTER, 3 * noise) and end < start else "no"
+        if not gap > max(_BETTER, 3 * noise):  # too few steps in common, too
+            return "no"
+        return "yes" if np.median(other.loss[-max(len(other.loss) // 4, 2) :]) < np.median(other.loss[:3]) else "no"
 
     @property
     def loss_first(self) -> str:
@@ -220,9 +221,15 @@ def over_depth(context: Context, tensor: str) -> float:
 
 def _start(loss: Values, run: Run) -> float:
     """The first loss over ln(classes)."""
+    guess = _guess(run)
+    if not len(loss) or int(run.steps["step"][0]) != 1:
+        raise Missing("the first step of the training")
+    return float(loss[0]) / guess
+
+
+def _guess(run: Run) -> float:
+    """The loss of a guess, ln(classes)."""
     classes = run.manifest.get("classes")
     if not isinstance(classes, int) or classes < 2:
         raise Missing("the classes of the loss in watch.json")
-    if not len(loss) or int(run.steps["step"][0]) != 1:
-        raise Missing("the first step of the training")
-    return float(loss[0]) / math.log(classes)
+    return math.log(classes)
