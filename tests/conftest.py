@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton_mode  # noqa: F401  # isort: skip
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.rounding import decode
 from ottava.scaling import Granularity, ScaleFormat
+from published import hold
 from sweep import AXES, PAIRS
 from witnesses import GFLOAT, ML_DTYPES
 
@@ -31,6 +33,10 @@ pytest_plugins = ["cost"]
 # A busy machine makes no example wrong, and two runs of one commit try the same examples.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--publish", action="store_true", help="write the tables of docs/guarantees.md from this run")
 
 
 def pytest_collection() -> None:
@@ -69,6 +75,12 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """table(name, header, rows): holds a table of docs/guarantees.md against what ran."""
+    return functools.partial(hold, publish=request.config.getoption("--publish"))
 
 
 @pytest.fixture(params=AXES["fmt"], ids=str)
