@@ -81,14 +81,16 @@ def test_every_cast_is_that_of_its_definition() -> None:
             same(by(spec), fp4.nvfp4(numbers - mean, 1, fp4.at_random(seed)), name)
 
 
-def test_blocks_without_an_amax_have_scale_1() -> None:
-    """Zeros and what is not finite; tensors without rows or columns have no block."""
-    x = torch.tensor([[0.0] * 16 + [torch.inf] * 16 + [3.0] * 16])
+def test_blocks_without_an_amax_have_scale_1_or_nan() -> None:
+    """Zeros 1; what is not finite decodes to NaN; its neighbours keep their scale. No block: no row or column."""
+    x = torch.tensor([[0.0] * 16 + [torch.inf] * 16 + [torch.nan] * 16 + [3.0] * 16])
     rules = {"unclipped": UNCLIPPED, "four_over_six": RECIPES["four_over_six"].fprop.lhs}
     rules |= {"ms_eden": RECIPES["ms_eden"].dgrad.lhs}
     for name, rule in BLOCK_SCALES.items():
         found = rule(x, amax(x, BLOCK_1X16), BLOCK_1X16, 16)
-        assert [t[:, :2].tolist() for t in found] == [[[1.0, 1.0]]] * 2, name
+        assert found.scale[0, :3].tolist() == [1, 1, 1], name
+        assert found.scale_inv[0].isnan().tolist() == [False, True, True, False], name
+        assert found.scale_inv[0, 0] == 1, name
         for shape in ((0, 32), (3, 0)):
             x_q = quantize(torch.empty(shape), rules[name])
             assert (x_q.data.shape[0], x_q.data.numel()) == (shape[0], 0), name

@@ -20,7 +20,7 @@ from ottava.block_scales import BLOCK_SCALES
 from ottava.casts import CastPlan, cast_both, transformed
 from ottava.kernels.reference import factors
 from ottava.quantized_tensor import Beside, Both, Operand, QuantizationSpec, QuantizedTensor
-from ottava.rounding import encode_
+from ottava.rounding import encode_, infinities_to_nan_
 from ottava.scaling import PER_TENSOR, Scale, amax
 from ottava.transforms import OneRank
 
@@ -99,7 +99,8 @@ class AgreedCast:
             x_q = cast_both(x, scaled_by_hand(spec), None, scale=factor.scale.reshape(()), plans=plans).row
             assert x_q is not None
             return QuantizedTensor(x_q.data, factor.scale_inv, spec, x.dtype, largest)
-        numbers = granularity.multiply_(x.detach().to(torch.float32, copy=True), factor.scale)
+        numbers = infinities_to_nan_(x.detach().to(torch.float32, copy=True), spec.format)
+        numbers = granularity.multiply_(numbers, factor.scale)
         return QuantizedTensor(
             encode_(numbers, spec.format, rounding=spec.rounding), factor.scale_inv, spec, x.dtype, largest
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ottava.formats import E2M1, E4M3
 from ottava.rounding import round_to_format
-from ottava.scaling import Granularity, Scale
+from ottava.scaling import Granularity, Scale, with_nan
 
 ChooseScales = Callable[[Tensor, Tensor, Granularity, int | None, Tensor | None], Scale]
 """(x (R, C), amax of each block, the blocks, columns that a rotation has mixed, the tensor's largest finite amax if x
@@ -39,8 +39,8 @@ def unclipped(
 
     Source: Quartet II (arXiv 2601.22813), its stochastic baseline.
     """
-    usable, encode = _tensor_scale(amax, E4M3.max * E2M1.max / _UNCLIPPED, largest)
-    return _scale_of(_rounded(amax, encode, E2M1.max / _UNCLIPPED), encode, usable)
+    encode = _tensor_scale(amax, E4M3.max * E2M1.max / _UNCLIPPED, largest)
+    return _scale_of(_rounded(amax, encode, E2M1.max / _UNCLIPPED), encode, amax)
 
 
 def four_over_six(
@@ -51,11 +51,11 @@ def four_over_six(
     Source: Four Over Six (arXiv 2512.02010).
     """
     tensor_top, tops = FOUR_OVER_SIX_TOPS
-    usable, encode = _tensor_scale(amax, tensor_top, largest)
+    encode = _tensor_scale(amax, tensor_top, largest)
     numbers = x.detach().to(torch.float32)
     candidates, errors = [], []
     for top in tops:
-        scale = _scale_of(_rounded(amax, encode, top), encode, usable)
+        scale = _scale_of(_rounded(amax, encode, top), encode, amax)
         rounded = round_to_format(granularity.multiply_(numbers.clone(), scale.scale), E2M1)
         error = (granularity.multiply_(rounded, scale.scale_inv) - numbers).to(torch.float64).square_()
         candidates.append(scale)
@@ -78,10 +78,10 @@ def ms_eden(
     """
     assert group is not None  # the spec has checked that a rotation comes first
     tensor_top, (top,) = MS_EDEN_TOPS
-    usable, encode = _tensor_scale(amax, tensor_top, largest)
+    encode = _tensor_scale(amax, tensor_top, largest)
     block = _rounded(amax, encode, top)
     block = torch.where(block > 0, block, 1.0)  # Quartet II: a scale that underflows is 1
-    scale = _scale_of(block, encode, usable)
+    scale = _scale_of(block, encode, amax)
     z = granularity.multiply_(x.detach().to(torch.float32, copy=True), scale.scale)
     q = round_to_format(z, E2M1)
     groups = Granularity(1, group)
@@ -89,7 +89,7 @@ def ms_eden(
     correction = torch.where(overlap > 0, length / overlap, 1.0).to(torch.float32)
     wide = correction.repeat_interleave(group // (granularity.cols or group), 1)[:, : block.shape[1]]
     stored = round_to_format(block * wide, E4M3, rounding="stochastic")
-    return Scale(scale.scale, torch.where(usable, stored * encode.reciprocal(), 1.0))
+    return Scale(scale.scale, torch.where(_usable(amax), stored * encode.reciprocal(), scale.scale_inv))
 
 
 def _sums(x: Tensor, granularity: Granularity) -> Tensor:
@@ -103,12 +103,15 @@ def _sums(x: Tensor, granularity: Granularity) -> Tensor:
     return sums.squeeze(2)
 
 
-def _tensor_scale(amax: Tensor, top: float, largest: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(which blocks have a scale, 1 / t (1, 1)): t brings the tensor's amax to `top`."""
-    usable = (amax > 0) & amax.isfinite()
+def _usable(amax: Tensor) -> Tensor:
+    return (amax > 0) & amax.isfinite()
+
+
+def _tensor_scale(amax: Tensor, top: float, largest: Tensor | None) -> Tensor:
+    """1 / t (1, 1), where t brings the tensor's largest finite amax to `top`."""
     if largest is None:
-        largest = torch.where(usable, amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
-    return usable, torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
+        largest = torch.where(_usable(amax), amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
+    return torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
 
 
 def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:
@@ -116,10 +119,11 @@ def _rounded(amax: Tensor, encode: Tensor, top: float) -> Tensor:
     return round_to_format((amax * encode.div(torch.full_like(encode, top))).clamp(max=_FP32_MAX), E4M3)
 
 
-def _scale_of(block: Tensor, encode: Tensor, usable: Tensor) -> Scale:
+def _scale_of(block: Tensor, encode: Tensor, amax: Tensor) -> Scale:
+    """1 for blocks of zeros, NaN as the scale of blocks with an infinity or a NaN."""
     scale_inv = block * encode.reciprocal()
-    scale = scale_inv.reciprocal().clamp(max=_FP32_MAX)
-    return Scale(torch.where(usable, scale, 1.0), torch.where(usable, scale_inv, 1.0))
+    scale, usable = scale_inv.reciprocal().clamp(max=_FP32_MAX), _usable(amax)
+    return with_nan(Scale(torch.where(usable, scale, 1.0), torch.where(usable, scale_inv, 1.0)), amax, E2M1)
 
 
 BLOCK_SCALES: Mapping[str, ChooseScales] = MappingProxyType(

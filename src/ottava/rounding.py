@@ -2,9 +2,10 @@
 
 The rule, the same on every device and every torch from 2.11 on:
 - nearest-even (default) or stochastic, subnormals included, exact: no double rounding, no flush to zero;
-- numbers beyond the format's range, infinity included, saturate to its last number, as in satfinite hardware; so code
-  must count non-finite values before the cast;
-- NaN stays NaN; a format without NaN (E2M1, E2M3, E3M2) takes its largest number instead, as NVIDIA's `cvt` does;
+- finite numbers beyond the format's range saturate to its last number, as in satfinite hardware;
+- NaN stays NaN and an infinity becomes NaN, in formats that have infinities, too: what BF16 would show stays visible;
+- a format without NaN (E2M1, E2M3, E3M2) takes its largest number in their place, as NVIDIA's `cvt` does. A scaled cast
+  to it has a place: the scale of the block is NaN (`scaling.compute_scale`). Bare `round_to_format` and `encode` have none;
 - -0 keeps its sign, if the format has one. The payload and sign of a NaN are not specified.
 
 torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2 overflow
@@ -52,7 +53,7 @@ def round_to_format(
         fp32, shape of x; every entry is a number of `fmt`, or NaN.
     Raises:
         TypeError: x has another dtype.  ValueError: unknown rounding.
-    Source: OFP8 v1.0 section 5 (RNE, saturation mode), extended to infinity as PTX `cvt.rn.satfinite` does.
+    Source: OFP8 v1.0 section 5 (RNE, saturation mode); an infinity is NaN, as where 0 * x is added to x.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -62,8 +63,22 @@ def round_to_format(
     check_input_dtype(x, "round_to_format")
     if rounding == "nearest_even" and fmt.dtype is not None and fmt != E8M0:
         # in fp32: the bounds of FP32 and BF16 are not numbers of every input dtype; NaN passes through clamp
-        return x.to(torch.float32).clamp(fmt.lowest, fmt.max).to(fmt.dtype).to(torch.float32)
+        y = infinities_to_nan_(x.to(torch.float32, copy=True), fmt)
+        return y.clamp_(fmt.lowest, fmt.max).to(fmt.dtype).to(torch.float32)
+    x = infinities_to_nan_(x.to(torch.float32, copy=True), fmt)
     return _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
+
+
+def infinities_to_nan_(x: Tensor, fmt: Format) -> Tensor:
+    """Makes NaN of the infinities of an fp32 tensor, in place, if `fmt` has NaN; other numbers keep their bits.
+
+    A cast does so before it multiplies by a scale: a finite number whose product is infinite saturates.
+
+    Example:
+        >>> infinities_to_nan_(torch.tensor([1.0, -torch.inf]), E4M3)
+        tensor([1., nan])
+    """
+    return x.add_(x, alpha=0) if fmt.has_nan else x  # 0 * x is a zero with the sign of x, but NaN for an infinity
 
 
 def encode(
@@ -79,13 +94,13 @@ def encode(
         tensor([ 1, 15,  7], dtype=torch.uint8)
     """
     check_input_dtype(x, "encode")
-    return encode_(x.to(torch.float32, copy=True), fmt, rounding=rounding, generator=generator)
+    return encode_(infinities_to_nan_(x.to(torch.float32, copy=True), fmt), fmt, rounding=rounding, generator=generator)
 
 
 def encode_(
     x: Tensor, fmt: Format, *, rounding: Rounding = "nearest_even", generator: torch.Generator | None = None
 ) -> Tensor:
-    """As `encode`, of an fp32 tensor that it may overwrite, which saves a pass over memory."""
+    """As `encode`, of products in fp32 that it may overwrite; infinite ones saturate (see `infinities_to_nan_`)."""
     if fmt.dtype is not None and fmt != E8M0:
         y = x if rounding == "nearest_even" else _round_on_grid(x, fmt, rounding, generator)[0].to(torch.float32)
         return y.clamp_(fmt.lowest, fmt.max).to(fmt.dtype)  # NaN passes through clamp

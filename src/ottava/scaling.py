@@ -34,6 +34,7 @@ e4m3        NVFP4's two levels: an fp32 scale for the tensor times an E4M3 scale
 _MAX_EXTENT = 1 << 16  # of a block: the reference pads a tensor to whole blocks
 _FP32_MANTISSA_BITS = 23
 _SMALLEST_BITS = 0x00400000  # 2**-127, which E8M0 holds as code 0 and fp32 as a subnormal number
+_INFINITE_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -191,8 +192,8 @@ def compute_scale(amax: Tensor, fmt: Format, *, scale_format: ScaleFormat = "fp3
         margin: headroom in octaves.
     Returns:
         Scale(scale, scale_inv), fp32, shape of amax. "fp32": both rounded to nearest; powers of two are exact.
-    Edge cases: amax 0, inf or nan -> 1: zeros stay zeros, NaN stays visible, infinity saturates (and is counted
-        elsewhere); a scale beyond fp32 -> the largest one of its kind.
+    Edge cases: amax 0, inf or nan -> 1: zeros stay zeros, and the codes of the others are NaN. For a format without NaN
+        scale_inv is NaN where amax is inf or nan, see `with_nan`. A scale beyond fp32 -> the largest one of its kind.
     Raises:
         ValueError: unknown scale_format.
     Source: TransformerEngine's recipe_common (fp32, pow2) and quantize_mxfp8 (e8m0); OCP MX v1.0 section 6.3
@@ -204,6 +205,24 @@ def compute_scale(amax: Tensor, fmt: Format, *, scale_format: ScaleFormat = "fp3
         >>> compute_scale(torch.tensor([[500.0]]), E4M3, scale_format="pow2").scale
         tensor([[0.5000]])
     """
+    return with_nan(_scale_of_usable(amax, fmt, scale_format, margin), amax, fmt)
+
+
+def with_nan(scale: Scale, amax: Tensor, fmt: Format) -> Scale:
+    """NaN as scale_inv of the blocks whose amax is infinite or NaN, if `fmt` has no code for NaN.
+
+    E8M0 and E4M3, the scales of such formats in memory, have NaN, so the block decodes to NaN as in torchao.
+
+    Example:
+        >>> from ottava.formats import E2M1
+        >>> compute_scale(torch.tensor([[6.0, torch.inf, torch.nan]]), E2M1).scale_inv
+        tensor([[1., nan, nan]])
+    """
+    return scale if fmt.has_nan else Scale(scale.scale, torch.where(amax.isfinite(), scale.scale_inv, torch.nan))
+
+
+def _scale_of_usable(amax: Tensor, fmt: Format, scale_format: ScaleFormat, margin: int) -> Scale:
+    """The scales of `compute_scale`, 1 where amax is 0, infinite or NaN."""
     usable = (amax > 0) & amax.isfinite()
     amax = torch.where(usable, amax, 1.0)
     if scale_format in ("e8m0", "e8m0_floor"):
@@ -247,11 +266,11 @@ def _two_level_scale(amax: Tensor, fmt: Format, margin: int) -> Scale:
 
 
 def exponent_bytes(scale_inv: Tensor) -> Tensor:
-    """E8M0's bytes of fp32 scales that are powers of two from 2**-127 to 2**127: the exponent fields, uint8.
+    """E8M0's bytes of fp32 scales that are NaN or powers of two from 2**-127 to 2**127: the exponent fields, uint8.
 
     Example:
-        >>> exponent_bytes(torch.tensor([[0.5, 1.0]]))
-        tensor([[126, 127]], dtype=torch.uint8)
+        >>> exponent_bytes(torch.tensor([[0.5, 1.0, torch.nan]]))
+        tensor([[126, 127, 255]], dtype=torch.uint8)
     """
     return (scale_inv.view(torch.int32) >> _FP32_MANTISSA_BITS).to(torch.uint8)
 
@@ -260,10 +279,11 @@ def read_scales(scales: Tensor) -> Tensor:
     """The fp32 scales: the same memory, or those of E8M0's bytes, exactly.
 
     Example:
-        >>> read_scales(torch.tensor([[0, 126, 127]], dtype=torch.uint8))
-        tensor([[5.8775e-39, 5.0000e-01, 1.0000e+00]])
+        >>> read_scales(torch.tensor([[0, 126, 127, 255]], dtype=torch.uint8))
+        tensor([[5.8775e-39, 5.0000e-01, 1.0000e+00,        nan]])
     """
     if scales.dtype == torch.float32:
         return scales
     bits = scales.to(torch.int32) << _FP32_MANTISSA_BITS
+    bits = torch.where(bits == _INFINITE_BITS, _NAN_BITS, bits)
     return torch.where(bits == 0, _SMALLEST_BITS, bits).view(torch.float32)

@@ -1,6 +1,6 @@
 """The truth: quantize and GEMM in plain torch on any device. Tests compare every other kernel with this file.
 
-    quantize   q = round_to_format(x * scale)                     in fp32, block by block
+    quantize   q = round_to_format(x * scale)                     in fp32, block by block; NaN where x is infinite
     gemm       y = round_once(sum_k qa * qb * scale_inv_a * scale_inv_b + bias)
 
 The GEMM emulates a tensor core with a full fp32 accumulator. It decodes codes exactly. Products are exact in fp32 (E4M3
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ottava.block_scales import BLOCK_SCALES
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.rounding import check_input_dtype, decode, encode_
-from ottava.scaling import Granularity, Scale, amax, column_major, compute_scale
+from ottava.rounding import check_input_dtype, decode, encode_, infinities_to_nan_
+from ottava.scaling import Granularity, Scale, amax, column_major, compute_scale, with_nan
 
 NAME = "reference"
 NATIVE = False
@@ -65,7 +65,7 @@ def quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = None) -> 
 def _quantize(x: Tensor, spec: QuantizationSpec, granularity: Granularity, scale: Tensor | None) -> Cast:
     block_amax = amax(x, granularity)
     factor, scale_inv = factors_of(x, block_amax, spec, granularity, scale)
-    y = granularity.multiply_(x.to(torch.float32, copy=True), factor)
+    y = granularity.multiply_(infinities_to_nan_(x.to(torch.float32, copy=True), spec.format), factor)
     return Cast(encode_(y, spec.format, rounding=spec.rounding), scale_inv, block_amax)
 
 
@@ -90,7 +90,8 @@ def factors(block_amax: Tensor, spec: QuantizationSpec, scale: Tensor | None) ->
         top = block_amax * given
         inside = (top <= spec.format.max) & (top >= spec.format.max * 2.0**-spec.guard_bits)
         taken = taken & (inside | (block_amax == 0))
-    return Scale(torch.where(taken, given, current.scale), torch.where(taken, given.reciprocal(), current.scale_inv))
+    chosen = Scale(torch.where(taken, given, current.scale), torch.where(taken, given.reciprocal(), current.scale_inv))
+    return with_nan(chosen, block_amax, spec.format)
 
 
 def supports_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None) -> str | None:
