@@ -4,8 +4,8 @@ The rule, the same on every device and every torch from 2.11 on:
 - nearest-even (default) or stochastic, subnormals included, exact: no double rounding, no flush to zero;
 - finite numbers beyond the format's range saturate to its last number, as in satfinite hardware;
 - NaN stays NaN and an infinity becomes NaN, in formats that have infinities, too: what BF16 would show stays visible;
-- a format without NaN (E2M1, E2M3, E3M2) takes its largest number in their place, as NVIDIA's `cvt` does. A scaled cast
-  to it has a place: the scale of the block is NaN (`scaling.compute_scale`). Bare `round_to_format` and `encode` have none;
+- a format without NaN (E2M1, E2M3, E3M2) takes its largest number in their place, as NVIDIA's `cvt` does. A cast with
+  scales makes the scale of their block NaN (`scaling.with_nan`); `round_to_format` and `encode` lose them;
 - -0 keeps its sign, if the format has one. The payload and sign of a NaN are not specified.
 
 torch's own casts are not enough: E4M3 overflow is NaN in torch 2.11 and 448 in 2.13 (pytorch #178817), E5M2 overflow
@@ -53,7 +53,7 @@ def round_to_format(
         fp32, shape of x; every entry is a number of `fmt`, or NaN.
     Raises:
         TypeError: x has another dtype.  ValueError: unknown rounding.
-    Source: OFP8 v1.0 section 5 (RNE, saturation mode); an infinity is NaN, as where 0 * x is added to x.
+    Source: OFP8 v1.0 section 5 (RNE, saturation mode); infinities are ours.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -78,7 +78,7 @@ def infinities_to_nan_(x: Tensor, fmt: Format) -> Tensor:
         >>> infinities_to_nan_(torch.tensor([1.0, -torch.inf]), E4M3)
         tensor([1., nan])
     """
-    return x.add_(x, alpha=0) if fmt.has_nan else x  # 0 * x is a zero with the sign of x, but NaN for an infinity
+    return x.nan_to_num_(math.nan, math.nan, math.nan) if fmt.has_nan else x
 
 
 def encode(

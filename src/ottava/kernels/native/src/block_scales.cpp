@@ -56,6 +56,9 @@ inline double e4m3_at_random(float v, int32_t random) {  // of a number that is 
   return is_nan(v) ? double(v) : smaller(__builtin_floor(steps) * quantum, 448.0);
 }
 
+// The scale that decodes a block of zeros; NaN where the block has an infinity or a NaN.
+inline float unusable(float amax) { return is_finite(amax) ? 1.0f : float_of(INFINITE + (1 << 22)); }
+
 inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
 
 inline double folded_16(double* x) {  // as `folded`, without loops of unknown length
@@ -161,7 +164,7 @@ inline float better_16(const typename T::Int* x, float amax, const Level& level,
   uint8_t codes[2][16];
   Scales s[2];
   for (int candidate = 0; candidate < 2; candidate++) {
-    s[candidate] = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, 1};
+    s[candidate] = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, unusable(amax)};
     with_errors<T>(x, 16, s[candidate], codes[candidate], squares);
     errors[candidate] = folded_16(squares);
   }
@@ -184,7 +187,7 @@ void four_over_six(const Job& job, Level level, int64_t row, double* squares, ui
     }
     double least = 0;
     for (int candidate = 0; candidate < 2; candidate++) {
-      const Scales s = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, 1};
+      const Scales s = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, unusable(amax)};
       if (height < job.block_rows || width < job.block_cols) fill(squares, n, 0.0);
       for (int64_t i = 0; i < height; i++)
         with_errors<T>(static_cast<const typename T::Int*>(job.x) + (first + i) * job.cols + begin, width, s,
@@ -228,7 +231,7 @@ void round_at_random(const Job& job, Level level, const Keys& keys, int64_t begi
     random_words(keys, uint64_t(at) / 4, random);
     for (int64_t i = at; i < smaller(at + PIECE, end); i++) {
       const float stored = float(e4m3_at_random(job.scale_inv[i], int32_t(random[i - at] >> 8)));
-      job.scale_inv[i] = usable(job.amax[i]) ? stored * level.decode : 1.0f;
+      job.scale_inv[i] = usable(job.amax[i]) ? stored * level.decode : unusable(job.amax[i]);
     }
   }
 }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 extern "C" struct Cast {  // native.quantize._Cast
-  int32_t mantissa_bits, emin, emax, bias, bits, nan_code;  // nan_code -1: NaN becomes the largest number
+  int32_t mantissa_bits, emin, emax, bias, bits, nan_code;  // nan_code -1: there is none, and NaN becomes the largest number
   int32_t scale_format, guarded, margin;
   float max, top, guard_floor, tensor_top;
 };

@@ -12,6 +12,7 @@ constexpr int64_t CLOSE = 2048;  // elements that stay in a first-level cache un
 struct Encoder {  // constants of a format, by value: a store through uint8_t* may alias anything behind a pointer
   int32_t shift, largest, smallest, magic, nan_code, sign_shift, sign_bit, nan_sign;
   bool lone_nan;  // where others have -0 this format has its NaN (FNUZ), and -0 becomes 0
+  bool has_nan;   // then an infinity becomes NaN, too
 
   explicit Encoder(const Cast& c) {
     shift = 23 - c.mantissa_bits;
@@ -24,6 +25,7 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
     nan_code = c.nan_code < 0 ? (1 << (c.bits - 1)) - 1 : c.nan_code;  // without a NaN code: the largest number
     nan_sign = c.nan_code < 0 ? 0 : sign_bit;
     lone_nan = c.nan_code == sign_bit;
+    has_nan = c.nan_code >= 0;
   }
 
   // Adding 2**(e + 23 - mantissa bits) to a number of exponent e rounds it to a whole number of quanta, which the sum's
@@ -37,7 +39,12 @@ struct Encoder {  // constants of a format, by value: a store through uint8_t* m
 
   inline uint8_t without_sign_of_zero(uint8_t code) const { return lone_nan && code == sign_bit ? 0 : code; }
 
-  inline uint8_t of_nan(float v) const { return uint8_t(nan_code | ((bits_of(v) >> sign_shift) & nan_sign)); }
+  // Whether x becomes NaN. An infinite product of a finite x saturates.
+  inline bool loses(float x, float product) const { return is_nan(product) || (has_nan && !is_finite(x)); }
+
+  inline uint8_t of_nan(float x, float product) const {  // positive, but for 0 times an infinite scale
+    return uint8_t(nan_code | (is_finite(x) ? (bits_of(product) >> sign_shift) & nan_sign : 0));
+  }
 };
 
 template <class T>
@@ -81,7 +88,7 @@ inline void encode_pieces(const typename T::Int* x, uint8_t* out, int64_t n, Fac
 template <class T>
 __attribute__((noinline)) uint8_t encode_one(typename T::Int x, float factor, Encoder code) {
   const float v = T::value(x) * factor;
-  return is_nan(v) ? code.of_nan(v) : code.without_sign_of_zero(uint8_t(code(v)));
+  return code.loses(T::value(x), v) ? code.of_nan(T::value(x), v) : code.without_sign_of_zero(uint8_t(code(v)));
 }
 
 // Pieces of a known length: the compiler would repeat a loop of unknown length for each length of its rest.
@@ -94,11 +101,11 @@ __attribute__((noinline)) void encode(const typename T::Int* x, uint8_t* out, in
   for (int64_t i = 0; i < n; i++) out[i] = encode_one<T>(x[i], factor[i], code);
 }
 
-template <class T, class Factor>  // corrects the codes of NaN after `encode`: NaN is too rare for a check of every number
+template <class T, class Factor>  // corrects codes after `encode`: what is not finite is too rare for a check of every number
 __attribute__((noinline)) void encode_nans(const typename T::Int* x, uint8_t* out, int64_t n, Factor factor, Encoder code) {
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++)
-    if (const float v = T::value(x[i]) * factor[i]; is_nan(v)) out[i] = code.of_nan(v);
+    if (const float v = T::value(x[i]) * factor[i]; code.loses(T::value(x[i]), v)) out[i] = code.of_nan(T::value(x[i]), v);
 }
 
 // The state of encoding by words, see words.h; empty if that way does not run.
@@ -109,14 +116,14 @@ Steps steps_of([[maybe_unused]] float factor, [[maybe_unused]] const Cast& c) {
   const auto encode_some = [=](const int16_t* x, uint8_t* out, int64_t n) {
     encode<BFloat16>(x, out, n, OneFactor{factor}, code);
   };
-  const uint8_t largest = encode_one<BFloat16>(BFloat16::infinity, 1.0f, code);
+  const uint8_t largest = encode_one<BFloat16>(BFloat16::infinity - 1, 1.0f, code);  // the largest finite number
   steps.lone_nan = code.lone_nan;
   steps.make(factor, c.mantissa_bits, c.emin, largest, uint8_t(code.sign_bit), encode_some);
 #endif
   return steps;
 }
 
-// As `encode`, without NaN; `steps`: of that factor, or not made.
+// As `encode`, of finite numbers; `steps`: of that factor, or not made.
 template <class T>
 inline void encode_by(const Steps& steps, const typename T::Int* x, uint8_t* out, int64_t n, float factor, Encoder code) {
   if (!steps.made) return encode<T>(x, out, n, OneFactor{factor}, code);
@@ -133,7 +140,7 @@ __attribute__((noinline)) typename T::Int encode_and_look(const Steps& steps, co
     most = larger(most, largest_of_many<T>(x + i, count));
     encode<T>(x + i, out + i, count, OneFactor{factor}, code);
   }
-  if (is_nan(T::value(most)) || !is_finite(factor)) encode_nans<T>(x, out, n, OneFactor{factor}, code);
+  if (!is_finite(T::value(most)) || !is_finite(factor)) encode_nans<T>(x, out, n, OneFactor{factor}, code);
   return most;
 }
 

@@ -1,7 +1,8 @@
 // Quantize on a CPU: amax, scale and codes of a row-major matrix, bit for bit those of kernels/reference.py.
 //
 //   scale = top / amax         one a block, rounded as the scale format asks; 1 where amax is 0, infinite or NaN
-//   code  = round(x * scale)   in fp32, nearest even, saturating
+//   code  = round(x * scale)   in fp32, nearest even, saturating; NaN where x is infinite or NaN. A format without NaN
+//                              has the NaN in the scale that decodes the block
 //
 // Floats are taken apart as signed integers throughout: magnitudes are ordered like their bits, NaN on top, and SSE2
 // and AVX2 have signed compares only. No loop sums anything, so neither threads nor vector widths can change a bit.
@@ -81,7 +82,7 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
   return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
 }
 
-// Whether a product may be NaN: x has a NaN, or 0 meets an infinite scale.
+// Whether a code may be NaN: x has an infinity or a NaN, or 0 meets an infinite scale.
 __attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n) {
   int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
   OTTAVA_ROLLED
@@ -89,7 +90,7 @@ __attribute__((noinline)) bool may_have_nan(const float* amax, const float* fact
     largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
     largest_factor = larger(largest_factor, bits_of(factor[i]) & MAGNITUDE);
   }
-  return largest > INFINITE || largest_factor >= INFINITE;
+  return largest >= INFINITE || largest_factor >= INFINITE;
 }
 
 enum Phase { AMAX = 1, SCALE = 2, ENCODE = 4, ALL = 7 };

@@ -2,6 +2,7 @@
 //
 //   |x * factor| = (quanta + fraction) * quantum,   code = quanta + (fraction + random / 2**24 >= 1)
 //
+// If the format has NaN, an infinity becomes NaN. A product that overflows saturates.
 // The random bits of an element are a word of Philox4x32-10, keyed by a seed and counted by the element's place.
 
 #include "base.h"
@@ -57,6 +58,7 @@ template <class T>
 void cast(const Job& job, const Keys& keys, Encoder code, int64_t begin, int64_t end) {  // elements, in pieces
   const auto* x = static_cast<const typename T::Int*>(job.x);
   const int64_t grid_cols = (job.cols + job.block_cols - 1) / job.block_cols;
+  const bool has_nan = job.nan_code >= 0;
   int64_t row = begin / job.cols, col = begin % job.cols;
   for (int64_t at = begin; at < end; at += PIECE) {
     const int n = int(smaller<int64_t>(PIECE, end - at));
@@ -72,7 +74,10 @@ void cast(const Job& job, const Keys& keys, Encoder code, int64_t begin, int64_t
     uint32_t random[PIECE];
     random_words(keys, uint64_t(at) / 4, random);
     uint8_t codes[PIECE];
-    for (int i = 0; i < n; i++) v[i] *= T::value(x[at + i]);
+    for (int i = 0; i < n; i++) {
+      const float number = T::value(x[at + i]);
+      v[i] *= has_nan && !is_finite(number) ? float_of(INFINITE + (1 << 22)) : number;
+    }
     for (int i = 0; i < PIECE; i++) codes[i] = code(v[i], int32_t(random[i] >> 8));
     std::memcpy(job.out + at, codes, size_t(n));
   }

@@ -105,7 +105,7 @@ struct Table {  // the constants of encoding, in registers
 
   static OTTAVA_INLINE Z shifted(Z x, int n) { return (Z)((U16x32)x >> n); }
 
-  // 64 numbers, none of them NaN, and how far their magnitudes are from the base. Bytes are packed in the order of 128
+  // 64 finite numbers, and how far their magnitudes are from the base. Bytes are packed in the order of 128
   // bits of a, 128 of b, ..; the last step puts them right.
   OTTAVA_INLINE Z codes(Z a, Z b, Z from_a, Z from_b) const {
     const Z past_a = minus16(from_a, before_first), past_b = minus16(from_b, before_first);
@@ -137,7 +137,7 @@ struct Table {  // the constants of encoding, in registers
   }
 };
 
-// Encodes n numbers of a row. LOOK: returns their largest magnitude; if it is NaN, the codes mean nothing.
+// Encodes n numbers of a row. LOOK: returns their largest magnitude; if it is not finite, some codes mean nothing.
 template <bool LOOK>
 __attribute__((noinline)) int16_t encode_words(const int16_t* x, uint8_t* out, int64_t n, Bases bases, const Steps& steps) {
   Table table(steps);  // not const: g++ 12 would keep it in memory
