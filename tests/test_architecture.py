@@ -90,7 +90,7 @@ PUBLIC_NAMES = frozenset(
 )
 """What `import ottava` offers."""
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
 MAX_PUBLIC_NAMES = 30
 

@@ -125,6 +125,7 @@ def facts(binary: Any) -> dict[str, Any]:
         "stores16": len(re.findall(r"st\.global[\w.]*\.v4\.b32", ptx)),
         "byte_stores": len(re.findall(r"st\.global[\w.]*\.b8", ptx)),
         "conversions": len(re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)),
+        "zero_products": len(re.findall(r"fma\.rn\.f32\s[^;]*, 0f00000000, ", ptx)),
         "flushes": ".ftz" in ptx,
         "approximate": len(re.findall(r"div\.(?:full|approx)|rcp\.approx", ptx)),
         "barriers": len(re.findall(r"bar\.sync|barrier\.sync", ptx)),

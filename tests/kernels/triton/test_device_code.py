@@ -35,6 +35,11 @@ def compiled(capability: int, cache: Path) -> Facts:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def casts(name: str) -> bool:
+    """Whether a launch encodes."""
+    return not name.startswith(("adamw", "amax", "roll", "rows", "row statistics", "statistics", "one element"))
+
+
 def nothing_spills(found: Facts, capability: int) -> None:
     """No register goes to memory, in no launch."""
     spilled = {name: facts for name, facts in found.items() if facts["STACK"] or facts["LOCAL"]}
@@ -68,8 +73,14 @@ def arithmetic_is_exact(found: Facts, capability: int) -> None:
 def conversions_are_the_hardwares_where_it_has_them(found: Facts, capability: int) -> None:
     """Two numbers an instruction from sm_90 on; before, integers round: sm_89's way is another in each Triton."""
     for name, facts in found.items():
-        casts = not name.startswith(("adamw", "amax", "roll", "rows", "row statistics", "statistics", "one element"))
-        assert (facts["conversions"] > 0) == (capability >= 90 and casts), name
+        assert (facts["conversions"] > 0) == (capability >= 90 and casts(name)), name
+
+
+def infinity_times_zero_is_not_folded(found: Facts, capability: int) -> None:
+    """To each number that is cast 0 times itself is added; a conversion takes two."""
+    for name, facts in found.items():
+        assert (facts["zero_products"] > 0) == casts(name), name
+        assert facts["zero_products"] == 2 * facts["conversions"] or capability < 90, name
 
 
 def one_amax_a_program_is_atomic(found: Facts, capability: int) -> None:
@@ -101,6 +112,7 @@ LAWS = (
     memory_is_moved_16_bytes_at_a_time,
     arithmetic_is_exact,
     conversions_are_the_hardwares_where_it_has_them,
+    infinity_times_zero_is_not_folded,
     one_amax_a_program_is_atomic,
     statistics_round_the_error_as_a_cpu_does,
     adamw_fuses_what_torch_fuses,

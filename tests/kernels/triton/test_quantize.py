@@ -23,6 +23,7 @@ from ottava.kernels.triton import quantize as triton_quantize
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer
 from ottava.recipe import RECIPES, Recipe
+from ottava.rounding import decode
 from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_128X128, PER_ROW, Granularity
 from sweep import sweep
 
@@ -146,6 +147,54 @@ def test_scales_of_every_magnitude(fmt: Format, margin: int, scale_format: Any) 
     random = torch.randint(0, 2**31 - 1, (100,), dtype=torch.int32).view(torch.float32)
     x = torch.cat([powers, *beside, top, torch.nextafter(top, torch.tensor(torch.inf)), random])
     assert agrees(x[:, None], QuantizationSpec(fmt, PER_ROW, scale_format, margin=margin))
+
+
+# --- numbers that are not finite, and finite ones that leave fp32 -----------------------------------------------------
+
+PLACES = {(0, 3): "nan", (2, 9): "inf", (4, 1): "-inf"}
+"""(row, column) -> what stands there; columns are in three blocks of 4."""
+
+
+@sweep(fmt=[E4M3, E5M2, E2M1, E2M3, E3M2], converts=[True, False])
+def test_nothing_that_is_not_finite_ends_as_a_number(fmt: Format, converts: bool) -> None:
+    """As NaN codes, or as a NaN scale of the block where no code is NaN; finite numbers keep theirs, also in products
+    beyond fp32."""
+    for cols, scale_format, scale in ((4, "fp32", None), (4, "e8m0", None), (None, "pow2", None), (None, "fp32", 1e30)):
+        rows = 1 if scale is None else None
+        spec = QuantizationSpec(fmt, Granularity(rows, cols), scale_format, scaling="current" if rows else "delayed")
+        x = torch.full((6, 12), 3.0)
+        x[1], x[5] = -1e20, 1e20
+        given = None if scale is None else torch.tensor(scale)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_quantize, "_converts", lambda device: converts)
+            assert agrees(x, spec, given)
+            y = run(x, spec, given).data.cpu()
+            assert scale is None or decode(y, fmt)[[1, 5], 0].tolist() == [-fmt.max, fmt.max]
+            lost = torch.zeros(6, 12, dtype=torch.bool)
+            for (r, c), value in PLACES.items():
+                x[r, c] = float(value)
+                block = slice(c // 4 * 4, c // 4 * 4 + 4) if cols else slice(None)
+                lost[(r, c) if fmt.has_nan else (r if rows else slice(None), block)] = True
+            assert agrees(x, spec, given)
+            cast = run(x, spec, given)
+        decoded = decode(cast.data.cpu(), fmt) * spec.granularity.expand(cast.scale_inv.cpu(), (6, 12))
+        assert torch.equal(decoded.isnan(), lost), (cols, scale_format, scale)
+        assert decoded[~lost].isfinite().all()
+
+
+@pytest.mark.parametrize("converts", [True, False], ids=["converts", "integers"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=str)
+def test_every_exponent_of_fp32_under_every_exponent_of_a_scale(
+    fmt: Format, converts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both signs, mantissas at both ends and at random: zeros, subnormals, NaN, products that underflow or overflow."""
+    monkeypatch.setattr(triton_quantize, "_converts", lambda device: converts)
+    exponents = torch.arange(256, dtype=torch.int32) << 23
+    mantissas = torch.cat([torch.tensor([0, 1, 0x7FFFFF]), torch.randint(2**23, (29,))]).int()
+    x = (exponents[:, None] | mantissas).view(torch.float32)
+    spec = QuantizationSpec(fmt, scaling="delayed")
+    for scale in (2.0**-126, 3e-30, 1.0, 3e30, 2.0**127):
+        assert agrees(torch.cat([x, -x]), spec, torch.tensor(scale)), scale
 
 
 # --- x and x.T from one reading --------------------------------------------------------------------------------------

@@ -36,9 +36,18 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _scale_of(magnitude, top, SCALE_FORMAT: tl.constexpr, E8M0_SHIFT: tl.constexpr, E8M0_MANTISSA: tl.constexpr):
-    """(scale, scale_inv) from the bits of an amax."""
-    usable = (magnitude > 0) & (magnitude < 0x7F800000)
+def _scale_of(
+    magnitude,
+    top,
+    SCALE_FORMAT: tl.constexpr,
+    E8M0_SHIFT: tl.constexpr,
+    E8M0_MANTISSA: tl.constexpr,
+    HAS_NAN: tl.constexpr,
+):
+    """(scale, scale_inv) from the bits of an amax: 1 if it is 0 or not finite, but then NaN as scale_inv if the codes
+    have no NaN."""
+    finite = magnitude < 0x7F800000
+    usable = (magnitude > 0) & finite
     amax = _float(tl.where(usable, magnitude, 0x3F800000))
     if SCALE_FORMAT == "e8m0" or SCALE_FORMAT == "e8m0_floor":
         subnormal = amax < 1.1754943508222875e-38
@@ -47,47 +56,53 @@ def _scale_of(magnitude, top, SCALE_FORMAT: tl.constexpr, E8M0_SHIFT: tl.constex
         if SCALE_FORMAT == "e8m0":
             exponent += tl.where((wide & 0x007FFFFF) > E8M0_MANTISSA, 1, 0)
         exponent = tl.where(usable, tl.minimum(tl.maximum(exponent, -127), 127), 0)
-        return _power_of_two(-exponent), _power_of_two(exponent)
-    scale = tl.minimum(tl.math.div_rn(tl.zeros_like(amax) + top, amax), 3.4028234663852886e38)
-    if SCALE_FORMAT == "pow2":
-        subnormal = scale < 1.1754943508222875e-38
-        wide = tl.where(subnormal, scale * 4294967296.0, scale)
-        power = _float(_bits(wide) & 0x7F800000)
-        scale = tl.where(subnormal, power * 2.3283064365386963e-10, power)
-    scale = tl.where(usable, scale, 1.0)
-    return scale, tl.math.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        scale, scale_inv = _power_of_two(-exponent), _power_of_two(exponent)
+    else:
+        scale = tl.minimum(tl.math.div_rn(tl.zeros_like(amax) + top, amax), 3.4028234663852886e38)
+        if SCALE_FORMAT == "pow2":
+            subnormal = scale < 1.1754943508222875e-38
+            wide = tl.where(subnormal, scale * 4294967296.0, scale)
+            power = _float(_bits(wide) & 0x7F800000)
+            scale = tl.where(subnormal, power * 2.3283064365386963e-10, power)
+        scale = tl.where(usable, scale, 1.0)
+        scale_inv = tl.math.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return scale, scale_inv if HAS_NAN else tl.where(finite, scale_inv, float("nan"))
 
 
 @triton.jit
 def _encode(
-    y,
+    x,
+    factor,
     MAX: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
-    NAN: tl.constexpr,
+    HAS_NAN: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Codes, one a byte: clamped first, then rounded to nearest even.
+    """Codes of x * factor, one a byte, rounded to nearest even. What is beyond MAX saturates; NaN stays NaN, and an
+    infinity of x becomes NaN. Without HAS_NAN infinity saturates, too, and NaN becomes MAX.
 
-    NATIVE: "E4M3" or "E5M2" by the conversion of sm_89 and later; "": any format of at most 8 bits, by integers.
+    NATIVE: "E4M3" or "E5M2" by the conversion of sm_89 and later, which saturates all but NaN; "": any format of at
+    most 8 bits, by integers.
     """
-    nan = y != y
-    y = tl.where(nan, y, tl.minimum(tl.maximum(y, -MAX), MAX))
+    y = x * factor
+    if HAS_NAN:
+        y = tl.fma(x, tl.zeros_like(x), y)  # x * 0 is a zero with the sign of y, or NaN: one instruction
     if NATIVE == "E4M3":
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if NATIVE == "E5M2":
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
     SHIFT: tl.constexpr = 23 - MANTISSA
-    bits = _bits(y)
-    magnitude = bits & 0x7FFFFFFF
+    nan, bits = y != y, _bits(y)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, _bits(tl.zeros_like(y) + MAX))
     rounded = magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)
     normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
     # an ulp of this power of two is the smallest subnormal: the addition rounds, and the last bits are the code
     POWER: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     tiny = _bits(_float(magnitude) + _float(tl.zeros_like(magnitude) + POWER)) - POWER
     code = tl.where(magnitude < ((128 - BIAS) << 23), tiny, normal)
-    code = tl.where(nan, NAN, code)
+    code = tl.where(nan, (1 << SIGN) - 1, code)  # all ones; without NaN that is the largest number
     negative = tl.where(nan, 0, (bits >> 31) & 1)
     return (code | (negative << SIGN)).to(tl.uint8)
 
@@ -135,6 +150,7 @@ def _factor(
     SCALE_FORMAT: tl.constexpr,
     E8M0_SHIFT: tl.constexpr,
     E8M0_MANTISSA: tl.constexpr,
+    HAS_NAN: tl.constexpr,
 ):
     """The factor of each element of a tile; writes scale_inv, and amax where the tile holds whole blocks.
 
@@ -142,7 +158,7 @@ def _factor(
     """
     if MODE == "blocks":
         amax = _block_amax(magnitude, TR, TC, BR, BC)
-        scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+        scale, scale_inv = _scale_of(amax, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
         i = row_tile * (TR // BR) + tl.arange(0, TR // BR)
         j = col_tile * (TC // BC) + tl.arange(0, TC // BC)
         inside = (i[:, None] < tl.cdiv(rows, BR)) & (j[None, :] < tl.cdiv(cols, BC))
@@ -152,19 +168,19 @@ def _factor(
         return _per_element(scale, TR, TC, BR, BC)
     if MODE == "rows":
         scale, scale_inv = _scale_of(
-            tl.load(amax_ptr + r, mask=r < rows, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA
+            tl.load(amax_ptr + r, mask=r < rows, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN
         )
         if col_tile == 0:
             tl.store(scale_inv_ptr + r, scale_inv, mask=r < rows)
         return tl.broadcast_to(scale[:, None], (TR, TC))
     if MODE == "cols":
         scale, scale_inv = _scale_of(
-            tl.load(amax_ptr + c, mask=c < cols, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA
+            tl.load(amax_ptr + c, mask=c < cols, other=0), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN
         )
         if row_tile == 0:
             tl.store(scale_inv_ptr + c, scale_inv, mask=c < cols)
         return tl.broadcast_to(scale[None, :], (TR, TC))
-    scale, scale_inv = _scale_of(tl.load(amax_ptr), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+    scale, scale_inv = _scale_of(tl.load(amax_ptr), top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
     if row_tile + col_tile == 0:
         tl.store(scale_inv_ptr, scale_inv)
     return tl.zeros((TR, TC), tl.float32) + scale
@@ -232,7 +248,7 @@ def cast_kernel(
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
-    NAN: tl.constexpr,
+    HAS_NAN: tl.constexpr,
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
@@ -255,9 +271,9 @@ def cast_kernel(
         grid_cols = tl.cdiv(cols, BC)
         factor = _factor(
             magnitude, amax_ptr, scale_inv_ptr, r, c, row_tile, col_tile, rows, cols, grid_cols, 1, top,
-            MODE, BR, BC, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA,
+            MODE, BR, BC, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
-        codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         _store(q_ptr, codes, r, c, rows, cols)
         if SHARED:
             _store(qt_ptr, tl.trans(codes), c, r, cols, rows)
@@ -265,9 +281,9 @@ def cast_kernel(
         grid_rows = tl.cdiv(rows, BR_T)
         factor_t = _factor(
             magnitude, amax_t_ptr, scale_inv_t_ptr, r, c, row_tile, col_tile, rows, cols, 1, grid_rows, top,
-            MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA,
+            MODE_T, BR_T, BC_T, TR, TC, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN,
         )  # fmt: skip
-        codes_t = _encode(x * factor_t, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        codes_t = _encode(x, factor_t, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         _store(qt_ptr, tl.trans(codes_t), c, r, cols, rows)
 
 
@@ -298,7 +314,7 @@ def predicted_kernel(
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
-    NAN: tl.constexpr,
+    HAS_NAN: tl.constexpr,
     NATIVE: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
@@ -326,13 +342,14 @@ def predicted_kernel(
         if GUARDED:
             reached = _float(magnitude) * given
             taken = taken & (((reached <= MAX) & (reached >= lowest_top)) | (magnitude == 0))
-        scale, scale_inv = _scale_of(magnitude, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA)
+        scale, scale_inv = _scale_of(magnitude, top, SCALE_FORMAT, E8M0_SHIFT, E8M0_MANTISSA, HAS_NAN)
         predicted_inv = tl.math.div_rn(tl.zeros_like(given) + 1.0, given)
+        finite = magnitude < 0x7F800000
+        used_inv = tl.where(taken & (HAS_NAN | finite), predicted_inv, scale_inv)
         if tile == 0:
-            tl.store(scale_inv_ptr, tl.where(taken, predicted_inv, scale_inv))
+            tl.store(scale_inv_ptr, used_inv)
             if STAGES:
-                finite = magnitude < 0x7F800000
-                fired = (given > 0) & (taken == 0) & (scale_inv != predicted_inv)
+                fired = (given > 0) & (used_inv != predicted_inv)
                 seen = _float(tl.where(finite, magnitude, 0))
                 tl.store(staged_ptr, tl.maximum(tl.load(staged_ptr), seen))
                 tl.store(staged_ptr + 1, tl.maximum(tl.load(staged_ptr + 1), tl.where(finite, 0.0, 1.0)))
@@ -344,7 +361,7 @@ def predicted_kernel(
         x = load_rows(x_ptr, beside_ptr, gamma_ptr, beta_ptr, r, c, rows, cols, stride_r, stride_c, MAKE, FLAG, DTYPE)
         if not REDO:
             tl.atomic_max(amax_ptr, tl.max(tl.max(_bits(x) & 0x7FFFFFFF, axis=1), axis=0))
-        codes = _encode(x * factor, MAX, MANTISSA, BIAS, SIGN, NAN, NATIVE)
+        codes = _encode(x, factor, MAX, MANTISSA, BIAS, SIGN, HAS_NAN, NATIVE)
         if ROW:
             _store(q_ptr, codes, r, c, rows, cols)
         if COL:
@@ -385,7 +402,7 @@ def roll_kernel(
     window = tl.where(touched, tl.where(j == 0, last, before), here)
     tl.store(window_ptr, window, mask=inside)
     magnitude = tl.max(tl.where((j == 0) | (not NEWEST), _bits(window), 0), axis=0)
-    scale, _ = _scale_of(magnitude, top, SCALE_FORMAT, 0, 0)
+    scale, _ = _scale_of(magnitude, top, SCALE_FORMAT, 0, 0, True)
     usable = touched & (magnitude > 0) & (magnitude < 0x7F800000)
     tl.store(scale_ptr + tensor, tl.where(usable, scale, tl.load(scale_ptr + tensor)))
     nonfinite = tl.load(nonfinite_ptr + tensor) + tl.load(lane + doors).to(tl.int64)

@@ -356,7 +356,7 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
         "MANTISSA": fmt.mantissa_bits,
         "BIAS": fmt.bias,
         "SIGN": fmt.bits - 1,
-        "NAN": (1 << (fmt.bits - 1)) - 1,  # all ones; without NaN that is the largest number
+        "HAS_NAN": fmt.has_nan,
         "NATIVE": fmt.name if converts and fmt in (E4M3, E5M2) else "",
     }
 
