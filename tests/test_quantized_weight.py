@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.casts import quantize
-from ottava.formats import E4M3
+from ottava.formats import E2M1, E4M3
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantized_weight import (
     QuantizedWeight,
@@ -20,8 +20,9 @@ from ottava.quantized_weight import (
     quantized_weight,
 )
 from ottava.recipe import RECIPES
+from ottava.scaling import BLOCK_1X32
 from ottava.weight_operands import stored_as
-from ottava.weight_storage import stored_spec
+from ottava.weight_storage import adopt_scales, stored_spec
 from sweep import sweep
 
 CELLS = {row: col for recipe in RECIPES.values() for row, col in [recipe.cells("weight")] if row is not None}
@@ -132,11 +133,24 @@ def test_data_can_be_read_and_set() -> None:
     assert same(weight, other)
 
 
-def test_infinities_saturate_and_nan_stays() -> None:
-    weight = quantized_weight(torch.ones(2, 4), QuantizationSpec(E4M3))
-    weight.requantize_(torch.tensor([[float("inf"), -float("inf"), float("nan"), 1.0]] * 2))
-    assert weight.dequantize()[0].tolist()[:2] == [448.0, -448.0]
-    assert weight.dequantize()[0, 2:].isnan().tolist() == [True, False]
+def test_what_is_not_finite_is_nan() -> None:
+    """At its place, or in all of a block whose format has no NaN; also beside a known amax, which leaves it out."""
+    values = torch.ones(2, 64)
+    values[0, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    wide, narrow = QuantizationSpec(E4M3), QuantizationSpec(E2M1, BLOCK_1X32, "e8m0")
+    whole = QuantizationSpec(E2M1)
+    for spec, amax, lost in (
+        (wide, None, 3),
+        (wide, torch.ones(()), 3),
+        (narrow, None, 32),
+        (whole, torch.ones(()), 128),
+    ):
+        weight = quantized_weight(torch.ones(2, 64), spec)
+        weight.requantize_(values, amax=amax)
+        nan = weight.dequantize().isnan()
+        assert (int(nan.sum()), bool(nan[0, :3].all())) == (lost, True), spec
+        loaded = adopt_scales(weight.scales.clone(), spec)
+        assert torch.equal(loaded.view(torch.uint8), weight.scales.view(torch.uint8)), spec
 
 
 def test_what_it_does_not_take_is_refused_by_name() -> None:

@@ -85,7 +85,8 @@ def quantize(
         QuantizedTensor: .data codes (R, C) | .scale_inv fp32, one entry per block | .dequantize().
     Raises:
         TypeError: dtype.  ValueError: not a matrix.
-    Edge cases: zero blocks have scale 1; infinities saturate; NaN stays; see `scaling.compute_scale`, `rounding`.
+    Edge cases: zero blocks have scale 1; NaN stays NaN, and infinities become NaN: in the codes, or in the scale of the
+        block where the format has no NaN (`scaling.with_nan`). Finite numbers saturate.
 
     Example:
         >>> from ottava.formats import E4M3

@@ -111,8 +111,9 @@ class QuantizedWeight(Coded):
                 Rows and blocks find their own. A smaller one saturates.
         Raises:
             TypeError: no tensor.  ValueError: another shape.
-        Edge cases: as in every cast, an infinity saturates to the format's largest number, NaN stays NaN, and a block
-            with either has scale 1: its small numbers lose bits. Nothing is raised, since that would wait for a GPU.
+        Edge cases: as in every cast, NaN stays NaN and an infinity becomes NaN. A block with either has scale 1, so its
+            small numbers lose bits; in a format without NaN all of it is NaN. Nothing is raised, since that would wait
+            for a GPU.
             The shards of one weight under FSDP2 share the scale of a whole tensor, so there every rank has to call it
             (one all-reduce of a number).
         """
@@ -123,12 +124,16 @@ class QuantizedWeight(Coded):
         if not self.is_meta:
             rows = values.view(self.matrix)
             known = self._known_amax(rows, amax)
+            given = None if known is None else self.spec.scale_of(known)
             for (codes, scales), part in zip(
                 self._stored(), rows.unbind() if rows.dim() == 3 else (rows,), strict=True
             ):
-                cast = quantize(part, self.spec, scale=None if known is None else self.spec.scale_of(known).scale)
+                cast = quantize(part, self.spec, scale=None if given is None else given.scale)
                 codes.copy_(cast.data)
-                scales.copy_(store_scales(cast.scale_inv, self.spec))
+                scale_inv = (
+                    cast.scale_inv if given is None else given.scale_inv.maximum(cast.scale_inv)
+                )  # NaN of either
+                scales.copy_(store_scales(scale_inv, self.spec))
         if self.high_precision is not None:
             self.high_precision = _kept(values)
         torch.autograd.graph.increment_version(self)
@@ -190,7 +195,7 @@ class QuantizedWeight(Coded):
         if self.group is None:
             return None if amax is None else amax.to(torch.float32).reshape(1, 1)
         own = values.abs().amax() if amax is None and values.numel() else values.new_zeros(()) if amax is None else amax
-        shared = own.to(torch.float32).reshape(1, 1).clone()
+        shared = own.to(torch.float32).reshape(1, 1).nan_to_num(torch.inf, torch.inf)  # collectives do not order NaN
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
         return shared
 

@@ -65,7 +65,8 @@ def adopt_scales(found: Tensor, spec: QuantizationSpec) -> Tensor:
     found = found.view(torch.uint8) if found.dtype == torch.float8_e8m0fnu else found
     scale_inv = read_scales(found) if found.dtype == torch.uint8 else found.to(torch.float32)
     fits = {"pow2": powers_only, "e8m0": fit_bytes, "e8m0_floor": fit_bytes}.get(spec.scale_format)
-    if fits is not None and not found.is_meta and not fits(scale_inv):
+    # NaN decodes a block that has become NaN
+    if fits is not None and not found.is_meta and not fits(torch.where(scale_inv.isnan(), 1.0, scale_inv)):
         raise ValueError(f"got scales that are no powers of two; this model stores {spec}")
     return store_scales(scale_inv, spec)
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import ml_dtypes
@@ -80,8 +81,8 @@ def histogram(bins: Array, size: int, weights: Array | None = None) -> Array:
 
 
 def oracle(x: Tensor, x_q: QuantizedTensor) -> dict[str, Any]:
-    """Every field of a `Tally` by its definition."""
-    fmt = x_q.spec.format
+    """Every field of a `Tally` by its definition; codes of a block that NaN decodes were made with scale 1."""
+    fmt, x_q = x_q.spec.format, replace(x_q, scale_inv=x_q.scale_inv.nan_to_num(1.0))
     codes = x_q.data.contiguous().view(torch.uint8).numpy().view(CODES[fmt.name]).astype(np.float32)
     scale_inv = per_element(x_q)
     value, cast = x.double().numpy(), (codes * scale_inv).astype(np.float64)

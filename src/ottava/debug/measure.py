@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -150,6 +151,7 @@ def measure_all(looks: Sequence[Look], *, detail: Detail = "blocks") -> Packed:
     """
     if detail == "anatomy":
         return _with_anatomy(looks)
+    looks = [look._replace(cast=cast_of(look)) if isinstance(look.cast, QuantizedTensor) else look for look in looks]
     if all(native_measure.supports_measure(look.x, look.cast) is None for look in looks):
         return Packed(*native_measure.measure(looks, _layout(detail), DETAILS.index(detail)))
     return Packed(*(torch.stack(parts) for parts in zip(*(_walked(look, detail) for look in looks), strict=True)))
@@ -169,15 +171,22 @@ def _with_anatomy(looks: Sequence[Look]) -> Packed:
 def cast_of(look: Look) -> QuantizedTensor:
     """The cast of a look, which is made now if necessary, without changing the random generators of the process."""
     if isinstance(look.cast, QuantizedTensor):
-        return look.cast
+        return _with_scales(look.cast)
     spec, scale = look.cast, look.scale
     if look.by_whole:
         largest = look.extent[:1].to(torch.float32).reshape(1, 1)
         scale = spec.scale_of(largest).scale
     if spec.repeatable:
-        return quantize(look.x, spec, scale=scale)
+        return _with_scales(quantize(look.x, spec, scale=scale))
     with torch.random.fork_rng([look.x.device] if look.x.device.type == "cuda" else []):
-        return quantize(look.x, spec, scale=scale)
+        return _with_scales(quantize(look.x, spec, scale=scale))
+
+
+def _with_scales(cast: QuantizedTensor) -> QuantizedTensor:
+    """The cast with scale 1 where NaN decodes a block, as its codes were made: the finite elements are measured."""
+    if cast.spec.format.has_nan:
+        return cast
+    return replace(cast, scale_inv=torch.where(cast.scale_inv.isnan(), 1.0, cast.scale_inv))
 
 
 @torch.no_grad()

@@ -294,7 +294,11 @@ def _cast(
     """This rank's rows of W, or columns of W.T, with the scales of the whole weight."""
     if spec.granularity == PER_TENSOR and not spec.predicted:
         assert largest is not None
-        cast = quantize(values, spec, scale=spec.scale_of(largest).scale)
+        given = spec.scale_of(largest)
+        cast = quantize(values, spec, scale=given.scale)
+        cast = QuantizedTensor(
+            cast.data, given.scale_inv, spec, cast.dtype, cast.amax
+        )  # NaN where another rank has one
         return cast.t() if side else cast
     row, col = (spec, None) if side == W else (None, spec)
     both = _KnownCast(largest)(values, row, col, scale=scale)

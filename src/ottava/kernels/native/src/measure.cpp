@@ -131,6 +131,7 @@ void cast_and_measure(Job job, const Library& library, Scratch* scratch, int thr
   const CastJob cast{job.x,     rows,        cols,         job.x_row,    job.block_rows, job.block_cols, job.cast,
                      job.given, codes.get(), scales.get(), amaxes.get(), nullptr,        0,              threads};
   need(library.quantize(&cast) == 0);
+  for (int64_t i = 0; i < job.scale_count; i++) scales[i] = is_nan(scales[i]) ? 1.0f : scales[i];  // measure._with_scales
   job.codes = codes.get(), job.code_row = cols, job.code_col = 1;
   job.scale_inv = scales.get();
   measure<T>(job, library, scratch, threads);
