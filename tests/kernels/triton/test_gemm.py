@@ -172,13 +172,20 @@ def test_gradients_in_e5m2(formats: tuple[object, object], float64_gemm: Float64
     assert ((y.double() - exact).abs() <= bound + short_accumulator(200) * bound).all()
 
 
-def test_nan_and_infinite_codes_stay() -> None:
-    """A NaN in a row of a is a row of NaNs in y, and nowhere else; E5M2's infinity likewise."""
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    """A NaN code or an infinite one of E5M2 in a row of a, or a NaN scale, is a row of such in y, and nowhere else."""
+    for name, where in (("row", "codes"), ("1x128 x 128x128", "codes"), ("row", "scales"), ("1x128 x 1x128", "scales")):
+        a, b = (integers(rows, 130, side) for rows, side in zip((70, 40), SIDES[name], strict=True))
+        (a.data if where == "codes" else a.scale_inv)[3, -1] = torch.nan
+        y = triton(a, b, torch.bfloat16, None, configs(a, b, torch.bfloat16)[-1])
+        assert y[3].isnan().all(), (name, where)
+        assert y.isnan().sum() == 40, (name, where)
     a, b = integers(70, 130, PER_TENSOR), integers(40, 130, PER_TENSOR)
-    a.data[3, 129] = float("nan")
+    a, b = replace(a, data=a.data.float().to(torch.float8_e5m2), spec=QuantizationSpec(E5M2)), b
+    a.data[3, 0], b.data[:, 0] = torch.inf, 1.0
     y = triton(a, b, torch.bfloat16, None, CONFIGS[-1])
-    assert y[3].isnan().all()
-    assert y.isnan().sum() == 40
+    assert y[3].isposinf().all()
+    assert y.isfinite().sum() == 69 * 40
 
 
 def test_layouts_of_the_operands_do_not_matter() -> None:

@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ottava
 from ottava.formats import E4M3, E5M2
+from ottava.kernels.triton import quantize as triton_quantize
 from ottava.kernels.triton import roll as triton_roll
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantizer import Quantizer
 from ottava.windows import roll_windows
 from scaling_samples import BUFFERS, network, noise, sgd
+from sweep import sweep
 
 pytest.importorskip("triton", reason="Triton has no build for this machine")
 ON_GPU = torch.cuda.is_available()
@@ -86,6 +88,26 @@ def test_windows_scales_and_counts_have_the_bits_of_torch_operations(
         results.append(seen)
     assert len(results[0]) == 12 * 4 * 5
     assert all(map(torch.equal, *results))
+
+
+@sweep(spec=SPECS[:3] + [replace(DELAYED, scaling="guarded")], value=["nan", "inf", "-inf"])
+def test_what_is_not_finite_is_counted_and_enters_no_window(spec: QuantizationSpec, value: str) -> None:
+    """From the cast that stages it to the boundary: only what was finite in that step enters; the scale is finite."""
+    for finite in ([], [2.0]):
+        with pytest.MonkeyPatch.context() as patch:
+            with_triton(patch, True)
+            (door,) = prepared([spec])
+            before, counted = door.amax_history.clone(), int(door.nonfinite_count)
+            door.staged.zero_()
+            for number in (*finite, float(value)):
+                x = torch.full((3, 5), number, device=DEVICE)
+                triton_quantize.quantize_both(x, spec, spec, door.scale, door.staged)
+            assert door.staged.tolist()[:2] == [sum(finite), 1]
+            roll_windows([door], torch.cat([door.staged, torch.ones(1, device=DEVICE)])[:, None])
+        assert int(door.nonfinite_count) == counted + 1
+        window = torch.cat([torch.tensor(finite, device=DEVICE), before])[: len(before)]
+        assert torch.equal(door.amax_history, window)
+        assert door.scale.isfinite()
 
 
 def test_one_launch_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:

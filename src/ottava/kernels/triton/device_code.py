@@ -482,6 +482,7 @@ def statistics_kernel(
         codes = tl.where(finite, tl.load(q_ptr + where, mask=inside, other=0).to(tl.int32), 0)
         blocks = (r // BR)[:, None] * scale_stride_r + (c // BC)[None, :] * scale_stride_c
         scale_inv = tl.load(scale_inv_ptr + blocks, mask=inside, other=1.0)
+        scale_inv = tl.where(scale_inv == scale_inv, scale_inv, 1.0)  # of the codes, where NaN decodes a whole block
         numbers = _decode(codes, MANTISSA, BIAS, SIGN)
         q = numbers * scale_inv
         magnitude, error = tl.abs(x), x - q
