@@ -57,7 +57,7 @@ inline double e4m3_at_random(float v, int32_t random) {  // of a number that is 
 }
 
 // The scale that decodes a block of zeros; NaN where the block has an infinity or a NaN.
-inline float unusable(float amax) { return is_finite(amax) ? 1.0f : float_of(INFINITE + (1 << 22)); }
+inline float unusable(float amax) { return is_finite(amax) ? 1.0f : float_of(QUIET_NAN); }
 
 inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
 

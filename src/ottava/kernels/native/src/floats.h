@@ -9,7 +9,7 @@
 #include <omp.h>
 #endif
 
-constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;
+constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000, QUIET_NAN = 0x7fc00000;
 
 inline float float_of(int32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline int32_t bits_of(float f) { int32_t bits; std::memcpy(&bits, &f, 4); return bits; }

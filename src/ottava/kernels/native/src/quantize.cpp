@@ -82,13 +82,18 @@ inline bool bases_of(const Walk& w, const float* factor, int64_t n, int16_t* bas
   return w.steps->made && (w.block_cols >= 32 || w.block_cols == 1) && w.steps->bases(factor, n, base);
 }
 
-// Whether a code may be NaN: x has an infinity or a NaN, or 0 meets an infinite scale.
-__attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n) {
+// Whether a code may be NaN: x has an infinity or a NaN, or 0 meets an infinite scale. If the format has none, NaN goes to
+// the scales that decode such blocks.
+__attribute__((noinline)) bool may_have_nan(const float* amax, const float* factor, int64_t n, const Cast& c, float* scale_inv) {
   int32_t largest = 0, largest_factor = 0;  // as bits, without branches: blocks may be small
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     largest = larger(largest, bits_of(amax[i]) & MAGNITUDE);
     largest_factor = larger(largest_factor, bits_of(factor[i]) & MAGNITUDE);
+  }
+  if (largest >= INFINITE && c.nan_code < 0) {
+    OTTAVA_ROLLED
+    for (int64_t i = 0; i < n; i++) scale_inv[i] = is_finite(amax[i]) ? scale_inv[i] : float_of(QUIET_NAN);
   }
   return largest >= INFINITE || largest_factor >= INFINITE;
 }
@@ -141,7 +146,7 @@ void blocks(const Walk& w, int phases, Area a, typename T::Int* most, Encoder co
   for (int64_t band = a.top; band < a.bottom; band += step) {
     const int64_t place = band * w.grid_cols + a.first;
     if (phases & SCALE) scales(w.amax + place, step * n, *w.cast, w.given, w.factor + place, w.scale_inv + place);
-    nans |= may_have_nan(w.amax + place, w.factor + place, step * n);
+    nans |= may_have_nan(w.amax + place, w.factor + place, step * n, *w.cast, w.scale_inv + place);
     by_bases = by_bases && !nans && bases_of(w, w.factor + place, step * n, base + (band - a.top) * n);
   }
   for (int64_t band = a.top; phases & ENCODE && band < a.bottom; band++)
@@ -236,8 +241,8 @@ bool tall(const Walk& w) {
     w.amax[g] = T::value(all);
   }
   scales(w.amax, w.grid_cols, *w.cast, w.given, w.factor, w.scale_inv);
+  const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols, *w.cast, w.scale_inv), one = w.grid_cols == 1;
   if (known) return true;
-  const bool nans = may_have_nan(w.amax, w.factor, w.grid_cols), one = w.grid_cols == 1;
   int16_t* const base = reinterpret_cast<int16_t*>(scratch.get());  // the amaxes are used up
   const bool by_bases = !one && !nans && bases_of(w, w.factor, w.grid_cols, base);
   if (one && !nans && total >= WORTH_STEPS) steps = steps_of(*w.factor, *w.cast);

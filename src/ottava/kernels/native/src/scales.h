@@ -12,9 +12,6 @@ namespace {
 
 enum ScaleFormat : int32_t { FP32 = 0, POW2 = 1, E8M0_UP = 2, E8M0_FLOOR = 3, TWO_LEVEL = 4 };
 
-// Formats without NaN leave it to the scale: what decodes a block with an infinity or a NaN.
-inline float lost(const Cast& c) { return c.nan_code < 0 ? float_of(INFINITE + (1 << 22)) : 1.0f; }
-
 inline bool usable(float amax) { return bits_of(amax) > 0 && bits_of(amax) < INFINITE; }
 
 // A power of two in fp32 from its exponent, down to 2**-127, the smallest scale, which is subnormal.
@@ -27,7 +24,6 @@ inline float floor_power_of_two(float x) {
 
 void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   const int32_t top = bits_of(c.max) & 0x7fffff, up = c.scale_format == E8M0_UP, offset = c.margin - c.emax;
-  const float none = lost(c);
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f;
@@ -36,20 +32,19 @@ void e8m0_scales(const float* amax, int64_t n, const Cast& c, float* scale, floa
     // one octave more exactly where amax's significand exceeds that of the largest number
     const int32_t wanted = (b >> 23) - (tiny ? 127 + 24 : 127) + offset + (up & int32_t((b & 0x7fffff) > top));
     const int32_t exponent = between(wanted, -127, 127);
-    scale_inv[i] = is_finite(amax[i]) ? (usable(amax[i]) ? power_of_two(exponent) : 1.0f) : none;
+    scale_inv[i] = usable(amax[i]) ? power_of_two(exponent) : 1.0f;
     scale[i] = usable(amax[i]) ? power_of_two(-exponent) : 1.0f;
   }
 }
 
 void float_scales(const float* amax, int64_t n, const Cast& c, float* scale, float* scale_inv) {
   const bool rounded = c.scale_format == POW2;
-  const float none = lost(c);
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f;
     const float exact = smaller(c.top / a, FLT_MAX), s = rounded ? floor_power_of_two(exact) : exact;
     scale[i] = usable(amax[i]) ? s : 1.0f;
-    scale_inv[i] = is_finite(amax[i]) ? 1.0f / scale[i] : none;
+    scale_inv[i] = 1.0f / scale[i];
   }
 }
 
@@ -59,14 +54,14 @@ void two_level_scales(const float* amax, int64_t n, const Cast& c, float* scale,
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) tensor = usable(amax[i]) ? larger(tensor, amax[i]) : tensor;
   const float encode = tensor > 0 ? smaller(c.tensor_top / tensor, FLT_MAX) : 1.0f;
-  const float per_block = encode * (1.0f / c.top), decode = 1.0f / encode, none = lost(c);
+  const float per_block = encode * (1.0f / c.top), decode = 1.0f / encode;
   OTTAVA_ROLLED
   for (int64_t i = 0; i < n; i++) {
     const float a = usable(amax[i]) ? amax[i] : 1.0f, wanted = smaller(a * per_block, 448.0f);
     const float magic = float_of(larger(bits_of(wanted) & INFINITE, 121 << 23) + (20 << 23));  // see Encoder
-    const float inverse = usable(amax[i]) ? ((wanted + magic) - magic) * decode : 1.0f;
-    scale_inv[i] = is_finite(amax[i]) ? inverse : none;
-    scale[i] = smaller(1.0f / inverse, FLT_MAX);
+    const float inverse = ((wanted + magic) - magic) * decode;
+    scale_inv[i] = usable(amax[i]) ? inverse : 1.0f;
+    scale[i] = smaller(1.0f / scale_inv[i], FLT_MAX);
   }
 }
 
@@ -85,7 +80,7 @@ void scales(const float* amax, int64_t n, const Cast& c, const float* given, flo
     const bool inside = reached <= c.max && reached >= c.guard_floor;
     if (c.guarded && !inside && amax[i] != 0) continue;
     scale[i] = *given;
-    scale_inv[i] = is_finite(amax[i]) || c.nan_code >= 0 ? 1.0f / *given : lost(c);
+    scale_inv[i] = 1.0f / *given;
   }
 }
 

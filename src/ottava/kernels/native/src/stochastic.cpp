@@ -76,7 +76,7 @@ void cast(const Job& job, const Keys& keys, Encoder code, int64_t begin, int64_t
     uint8_t codes[PIECE];
     for (int i = 0; i < n; i++) {
       const float number = T::value(x[at + i]);
-      v[i] *= has_nan && !is_finite(number) ? float_of(INFINITE + (1 << 22)) : number;
+      v[i] *= has_nan && !is_finite(number) ? float_of(QUIET_NAN) : number;
     }
     for (int i = 0; i < PIECE; i++) codes[i] = code(v[i], int32_t(random[i] >> 8));
     std::memcpy(job.out + at, codes, size_t(n));
