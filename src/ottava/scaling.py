@@ -218,7 +218,7 @@ def with_nan(scale: Scale, amax: Tensor, fmt: Format) -> Scale:
         >>> compute_scale(torch.tensor([[6.0, torch.inf, torch.nan]]), E2M1).scale_inv
         tensor([[1., nan, nan]])
     """
-    return scale if fmt.has_nan else Scale(scale.scale, torch.where(amax.isfinite(), scale.scale_inv, torch.nan))
+    return scale if fmt.has_nan else Scale(scale.scale, torch.where(amax < torch.inf, scale.scale_inv, torch.nan))
 
 
 def _scale_of_usable(amax: Tensor, fmt: Format, scale_format: ScaleFormat, margin: int) -> Scale:

@@ -74,10 +74,8 @@ void cast(const Job& job, const Keys& keys, Encoder code, int64_t begin, int64_t
     uint32_t random[PIECE];
     random_words(keys, uint64_t(at) / 4, random);
     uint8_t codes[PIECE];
-    for (int i = 0; i < n; i++) {
-      const float number = T::value(x[at + i]);
-      v[i] *= has_nan && !is_finite(number) ? float_of(QUIET_NAN) : number;
-    }
+    for (int i = 0; i < n; i++) v[i] *= T::value(x[at + i]);
+    for (int i = 0; has_nan && i < n; i++) v[i] = is_finite(T::value(x[at + i])) ? v[i] : float_of(QUIET_NAN);
     for (int i = 0; i < PIECE; i++) codes[i] = code(v[i], int32_t(random[i] >> 8));
     std::memcpy(job.out + at, codes, size_t(n));
   }
