@@ -135,7 +135,10 @@ def test_ties_and_their_neighbours_go_the_same_way(fmt: Format, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "fmt, margin",
-    [(E4M3, 20), (E3M2, -3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((E4M3, 0), (E5M2, 1)))],
+    [
+        *((E4M3, 20), (E3M2, -3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((E4M3, 0), (E4M3, 6), (E4M3, 8), (E5M2, 1))),
+    ],
     ids=str,
 )
 @sweep(scale_format=["fp32", "pow2", "e8m0", "e8m0_floor"], fmt=None)

@@ -349,7 +349,8 @@ def _constants(spec: QuantizationSpec, converts: bool) -> dict[str, Any]:
     """The constants of the format, under the names of the kernels' parameters."""
     fmt = spec.format
     return {
-        "SCALE_FORMAT": spec.scale_format,
+        # the power of two below top / amax is that of E8M0, found without a division; from 4 on no scale is subnormal
+        "SCALE_FORMAT": "e8m0" if spec.scale_format == "pow2" and _top(spec) >= 4 else spec.scale_format,
         "E8M0_SHIFT": spec.margin - fmt.emax,
         "E8M0_MANTISSA": int(math.ldexp(fmt.max, 23 - fmt.emax)) - (1 << 23),  # that of fmt.max, as fp32 holds it
         "MAX": fmt.max,
