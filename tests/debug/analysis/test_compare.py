@@ -120,7 +120,7 @@ LEAVES = (
         dict.fromkeys(range(7, 13), math.nan),
         7,
         7,
-        "3 steps before the loss. The loss leaves the good run's band at step 7, and its running median stays above it.",
+        "leaves the good run's band at step 7, and its running median stays above it.",
     ),
 )
 """A tensor leaves at step 4, seen at looks 1, 2, 4, 6, ...; the loss leaves at steps of its own."""

@@ -58,7 +58,7 @@ COUNTS = (
 def test_a_healthy_run_has_no_rule_untested_for_want_of_a_count(tmp_path: Path) -> None:
     """A zero is written. Where no optimizer was seen, none was counted, and the rules say that they were not tested."""
     clean = run(tmp_path / "clean")
-    assert {name: set(clean.steps[name][1:]) for name in COUNTS} == dict.fromkeys(COUNTS, {0.0})
+    assert {name: set(clean.steps[name][1:]) for name in COUNTS} == {name: {0.0} for name in COUNTS}
     needs = {entry["id"]: entry["needs"] for entry in diagnose(clean).untested}
     assert not [(rule, name) for rule, text in needs.items() for name in COUNTS if f"'{name}'" in text]
     model = torch.nn.Linear(16, 4)
