@@ -82,6 +82,53 @@ main()
 """`ottava`, of which rank 1 kills itself once: another process could sleep through the run on a busy machine."""
 
 
+TERMINATED = """
+import os, signal, sys, threading, time
+from ottava.cli.app import main
+
+def terminate():
+    while not os.path.exists(metrics) or open(metrics).read().count("\\n") < 3:
+        time.sleep(0.01)
+    os.kill(os.getpid() if sys.argv[1] == "self" else os.getppid(), signal.SIGTERM)
+
+metrics = sys.argv[-1] + "/metrics.jsonl"
+if os.environ["RANK"] == "1":
+    threading.Thread(target=terminate, daemon=True).start()
+try:
+    main(sys.argv[2:])
+except SystemExit as end:
+    open(f"{sys.argv[-1]}-{os.environ['RANK']}.code", "w").write(str(end.code))
+    raise
+"""
+"""`ottava`, of which rank 1 terminates itself or torchrun; each process writes its exit code beside the run."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
+@pytest.mark.parametrize("whom", ["self", "torchrun"])
+def test_a_terminated_run_of_several_processes_saves_and_is_no_success(whom: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "terminated.py").write_text(TERMINATED)
+    settings = [
+        f"--set={s}" for s in (*SETTINGS, "steps=100000", "checkpoint.every=0", "parallel={dp: 2, timeout: 300}")
+    ]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(tmp_path / "terminated.py"),
+        whom,
+    ]
+    ended = warm.run([*launcher, "train", *settings, "--run-dir", str(run)], timeout=800)
+    assert ended.returncode not in (0, None)
+    assert "terminated and saved; continue with: ottava train --resume" in ended.stderr
+    codes = {path.read_text() for path in tmp_path.glob("run-*.code")}
+    assert codes == {"143"}
+    (saved,) = (run / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step-")) == len(losses(run))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
 def test_a_killed_process_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -155,7 +155,9 @@ def test_diverged_run_is_exit_code_1(ottava: Command) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to another process")
-@pytest.mark.parametrize("number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")])
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
 def test_signal_finishes_the_step_saves_and_says_how_to_go_on(
     number: signal.Signals, code: int, word: str, ottava: Command, tmp_path: Path
 ) -> None:

@@ -162,6 +162,32 @@ def test_digest_ignores_only_what_cannot_change_the_trained_bits() -> None:
         assert load_config(None, [override]).digest() != digest
 
 
+OLD_DIGESTS = (
+    # settings, hashes of the versions before `amax_every`, and since
+    ((), ("c58d7e696571f33caca76831fb4a5a8aa8a1fe81c10c58f256996144ce14281b",
+          "9943e53fb23af4507acb0631cc6185c7c00135df5aad49fc14c5840d290c3ed9")),
+    (("guard={}",), ("20f68aab06472dae63411198597b97fa5ba84ce62c16280c398c2ec691d4bb01",
+                     "35748119bfc5ba884a9e4627cb1a72ef73c2a531297dc6a92cfe421d7e8f69cc")),
+    (("microbatches=4",), ("bd47a8e50c5bec017447597b1655d77a3c8fb55bf65765fa7e2e7001f2ba4d34",)),
+)  # fmt: skip
+"""What those versions computed. If the last of a row changes, a new setting is missing in `_LATER` of config.py."""
+
+
+def test_a_checkpoint_of_any_older_version_has_a_known_digest() -> None:
+    for settings, digests in OLD_DIGESTS:
+        known = load_config(None, settings).older_digests()
+        assert known.issuperset(digests), settings
+        assert load_config(None, settings).digest() in known
+    assert [load_config(None, settings).digest() for settings, _ in OLD_DIGESTS[:2]] == [
+        d[-1] for _, d in OLD_DIGESTS[:2]
+    ]
+    assert (
+        OLD_DIGESTS[0][1][1]
+        not in load_config(None, ["optimizer={weights: fp8, master: fp32, amax_every: 4}"]).older_digests()
+    )
+    assert OLD_DIGESTS[0][1][0] not in load_config(None, ["seed=1"]).older_digests()
+
+
 def test_learning_rate_rises_to_its_peak_and_ends_at_the_final_fraction() -> None:
     """Warm-up of 10 % of 20 steps is 2 steps: 1/2, 1; half-way down the cosine (step 11) is (1 + 0.1) / 2."""
     schedule = ScheduleConfig(warmup_fraction=0.1, final_fraction=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,48 @@ def test_training_learns(recipe: str, tmp_path: Path) -> None:
     assert records[0].loss == pytest.approx(math.log(256) + 0.5, abs=0.3)
     assert records[-1].val_loss is not None
     assert records[-1].val_loss < 3.4
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        (
+            "microbatches=1",
+            "microbatches=2",
+            "microbatches was 1 and is 2 now: the run continues, but its bits may differ",
+        ),
+        ("microbatches=4", "microbatches=2", "microbatches was 4 and is 2 now"),
+        ("optimizer.amax_every=1", "optimizer.amax_every=1", ""),
+    ],
+)
+def test_a_run_of_an_older_version_or_other_microbatches_resumes(
+    before: str,
+    after: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The older version's checkpoints have its hash of the settings: microbatches counted, amax_every was unknown."""
+    config, older = tiny(before), dict[str, Any](tiny(before)._decisive())
+    del older["optimizer"]["amax_every"]
+    older |= {"microbatches": config.microbatches} if config.microbatches > 1 else {}
+    digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainConfig, "digest", lambda self: digest)
+        first = Trainer(config, tmp_path / "run")
+        first.advance(4)
+        first.close()
+    settings = tmp_path / "run" / "config.yaml"
+    settings.write_text("".join(s for s in settings.read_text().splitlines(True) if "amax_every" not in s))
+    resumed = Trainer(tiny(after), tmp_path / "run", resume=True)
+    assert resumed.step == 4
+    assert said in caplog.text
+    whole = Trainer(tiny(before), tmp_path / "whole").advance()
+    resumed.advance()
+    same = curve(resumed.history) == curve(whole)
+    assert same == (before == after)
+    assert resumed.history[-1].loss == pytest.approx(whole[-1].loss, rel=0.05)
 
 
 def test_run_folder_tells_the_whole_story(tmp_path: Path) -> None:
@@ -339,6 +383,7 @@ def test_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
 TRAIN = """
 import sys
 from pathlib import Path
+from typing import Any
 from ottava.train import Trainer, load_config
 Trainer(load_config(None, sys.argv[2:]), Path(sys.argv[1]), resume=True).advance()
 """

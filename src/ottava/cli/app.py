@@ -1,13 +1,13 @@
 """The `ottava` command: its subcommands, and the exit code of each kind of error.
 
-    exit code   0    done, or everything was saved after SIGTERM
+    exit code   0    done
                 1    done, and a numerics problem was found (a run diverged, a recipe is clearly worse)
                 2    the command line or a config is wrong
                 3    hardware or an optional dependency is missing
                 4    an input file is missing, damaged or unsuitable
                 5    another process of the run failed or is gone, or the processes differ
                 70   a bug in ottava
-                130  Ctrl-C
+                130  Ctrl-C; 143  SIGTERM: what was done is saved, and stderr has the command that continues it
 
 A subcommand returns its exit code (None is 0). An exception class may have an `exit_code`; ValueError and TypeError are
 2, OSError is 4, ImportError is 3. The file of a subcommand imports torch and the engine only inside its function, so

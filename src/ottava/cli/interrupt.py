@@ -42,9 +42,10 @@ def say_saved(stopped: signal.Signals | None, command: str, *, quiet: bool = Fal
     """Prints on stderr that the run is saved and which command continues it, unless `quiet`.
 
     Returns:
-        The exit code of the signal: 0 for SIGTERM, because a scheduler sends it to have the run saved; 130 for Ctrl-C.
+        The exit code of a shell for the signal: 143 for SIGTERM, 130 for Ctrl-C. It is never 0, so that
+        `ottava train && ottava export` exports no unfinished run.
     """
     terminated = stopped == signal.SIGTERM
     if not quiet:
         typer.echo(f"{'terminated' if terminated else 'interrupted'} and saved; continue with: {command}", err=True)
-    return 0 if terminated else 130
+    return 128 + (signal.SIGTERM if terminated else signal.SIGINT)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,9 +46,10 @@ def train(
 
     Every setting has a default; --print-config shows them. The run folder holds the settings, a line per step
     (metrics.jsonl), checkpoints, and a receipt of the kernel of each GEMM. --resume continues a killed run; it ends
-    with the same bits as an uninterrupted run. After Ctrl-C or SIGTERM (exit code 0) the run saves a checkpoint. --init
-    starts from the weights of another run, also of another recipe, and calibrates predicted scales on them. After
-    --watch, `ottava diagnose RUN` and `ottava report RUN` show where FP8 hurt.
+    with the same bits as an uninterrupted run. After Ctrl-C (exit code 130) or SIGTERM (143) the run saves a checkpoint
+    and prints the command that continues it. --init starts from the weights of another run, also of another recipe, and
+    calibrates predicted scales on them. After --watch, `ottava diagnose RUN` and `ottava report RUN` show where FP8
+    hurt.
 
     Under torchrun several processes share the run: --set parallel.dp=2 (replicas), parallel.cp (parts of sequences),
     parallel.shard (FSDP2), parallel.tp (tensor parallelism) and parallel.pp (a pipeline). Their product is the number
@@ -70,19 +72,25 @@ def train(
         return 0
     with joined(resolved.parallel.timeout), stop_on_interrupt() as stopping:
         trainer = Trainer(resolved, folder, resume=resume)
-        finished = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
+        finished, stopped = _run(trainer, resolved, stopping, progress_on_stderr=as_json)
     if trainer.ranks.first and as_json:
         typer.echo(json.dumps(_result(trainer, resolved, interrupted=not finished)))
     elif trainer.ranks.first:
         typer.echo(_summary(trainer, resolved))
     if not finished:
         command = f"ottava train --resume --run-dir {shlex.quote(str(folder))}"
-        return say_saved(stopping(), command, quiet=not trainer.ranks.first)
+        return say_saved(stopped, command, quiet=not trainer.ranks.first)
     return 1 if trainer.diverged else 0
 
 
-def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], *, progress_on_stderr: bool) -> bool:
-    """Trains to the end and shows progress. If `stopping` comes first, saves a checkpoint and returns False."""
+def _run(
+    trainer: Trainer, config: TrainConfig, stopping: Callable[[], Signals | None], *, progress_on_stderr: bool
+) -> tuple[bool, Signals | None]:
+    """Trains to the end and shows progress. If `stopping` comes first on any process, saves a checkpoint.
+
+    Returns:
+        Whether all steps are done, and the signal that ended the run on all processes.
+    """
     from rich.console import Console
 
     from ottava.train.display import open_display
@@ -102,8 +110,10 @@ def _run(trainer: Trainer, config: TrainConfig, stopping: Callable[[], object], 
                 display.say(f"step {record.step}/{config.steps}: validation loss {record.val_loss:.4f} nats per byte")
         if not trainer.done:
             trainer.save()
+            terminated = trainer.ranks.any(stopping() == Signals.SIGTERM)
             trainer.close()
-    return trainer.done
+            return False, Signals.SIGTERM if terminated else Signals.SIGINT
+    return True, None
 
 
 def _view(trainer: Trainer, config: TrainConfig) -> RunView:

@@ -234,12 +234,17 @@ class ParallelConfig(Section):
 
 _LATER = MappingProxyType(
     {
-        "": ("carry", "rewarm", "accumulator", "microbatches"),
+        "": ("carry", "rewarm", "accumulator"),
         "model": ("experts", "experts_per_token", "aux_loss"),
         "optimizer": ("name", "weights", "master", "moments", "stochastic_rounding", "momentum"),
     }
 )
+"""Settings that count only if they differ from their default, by section; a new setting belongs here."""
 _DEFAULTS = MappingProxyType({"model": ModelConfig(), "optimizer": OptimizerConfig()})
+
+
+FREE = ("checkpoint", "evaluation", "microbatches", "parallel", "watch")
+"""Settings that a resumed run may change."""
 
 
 class TrainConfig(Section):
@@ -373,17 +378,38 @@ class TrainConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """Hash of the settings that decide the run: all but `checkpoint`, `evaluation`, `parallel` and `watch`.
+        """Hash of the settings that decide the run.
 
-        A setting of `_LATER` counts only if it differs from its default, so a run from before the setting can resume.
+        These are all but `checkpoint`, `evaluation`, `microbatches`, `parallel` and `watch`. A setting of `_LATER`
+        counts only if it differs from its default, so a run from before the setting can resume.
         """
-        decisive = self.model_dump(mode="json", exclude={"checkpoint", "evaluation", "parallel", "watch"})
+        return _hash_of(self._decisive())
+
+    def older_digests(self) -> frozenset[str]:
+        """Hashes that older versions gave these settings, for checkpoints that they wrote.
+
+        They counted `microbatches`, which may change now, and some were written before `amax_every`.
+        """
+        forms = [self._decisive()]
+        if self.optimizer.amax_every == OptimizerConfig().amax_every:
+            optimizer = {name: v for name, v in forms[0]["optimizer"].items() if name != "amax_every"}
+            forms.append(forms[0] | {"optimizer": optimizer})
+        parts = [n for n in range(2, self.batch_size + 1) if self.batch_size % n == 0]
+        counted = [{}, *({"microbatches": n} for n in parts)]
+        return frozenset(_hash_of(form | count) for form in forms for count in counted)
+
+    def _decisive(self) -> dict[str, Any]:
+        decisive = self.model_dump(mode="json", exclude={*FREE})
         for section, names in _LATER.items():
             values, default = (decisive[section], _DEFAULTS[section]) if section else (decisive, TrainConfig())
             for name in names:
                 if values[name] == getattr(default, name):
                     del values[name]
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        return decisive
+
+
+def _hash_of(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _as_recipe(recipe: str | Mapping[str, Any]) -> Recipe:

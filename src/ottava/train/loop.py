@@ -422,12 +422,14 @@ class Trainer:
             "threads": str(torch.get_num_threads()),
             "device": _device_name(self.device),
             "parallel": " x ".join(f"{name} {getattr(self.config.parallel, name)}" for name in SPLITS),
+            "microbatches": str(self.config.microbatches),
         }
 
     def _newest(self) -> Checkpoint | None:
         if self.ranks.first:
             remove_temporary_files(self.folder.checkpoints)
-        return newest_of_run(self.folder.checkpoints, self._identity(), whole=self.ranks.size == 1)
+        older, whole = self.config.older_digests(), self.ranks.size == 1
+        return newest_of_run(self.folder.checkpoints, self._identity(), whole=whole, older=older)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         identity, model = self._identity(), self.model
@@ -441,7 +443,7 @@ class Trainer:
                 for name, state in checkpoint.tensors.items()
                 if name.startswith("random.")
             }
-        for name in ("torch", "ottava", "threads", "device", "parallel"):
+        for name in ("torch", "ottava", "threads", "device", "parallel", "microbatches"):
             if self.ranks.first and checkpoint.metadata.get(name, identity[name]) != identity[name]:
                 _log.warning(
                     "%s was %s and is %s now: the run continues, but its bits may differ from an uninterrupted run",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ottava.train.checkpoint import Checkpoint, CheckpointError, checkpoints_in, read_checkpoint
@@ -66,11 +66,14 @@ def find_checkpoint(source: Path) -> tuple[Checkpoint, list[str]]:
     return checkpoint, problems
 
 
-def newest_of_run(folder: Path, identity: Mapping[str, str], *, whole: bool) -> Checkpoint | None:
+def newest_of_run(
+    folder: Path, identity: Mapping[str, str], *, whole: bool, older: Collection[str] = ()
+) -> Checkpoint | None:
     """The newest readable checkpoint of a run, or None.
 
     Args:
         identity: hashes of the run, "config" and "text"; the checkpoint must have the same.
+        older: further hashes of the config: those of older versions.
     Raises:
         CheckpointError: the checkpoint has another config or text, or no checkpoint is readable.
     """
@@ -81,7 +84,7 @@ def newest_of_run(folder: Path, identity: Mapping[str, str], *, whole: bool) -> 
         _log.warning("no checkpoint in %s yet: starting from the first step", folder.parent)
         return None
     for name in ("config", "text"):
-        if checkpoint.metadata.get(name) != identity[name]:
+        if checkpoint.metadata.get(name) not in (identity[name], *(older if name == "config" else ())):
             raise CheckpointError(
                 f"{checkpoint.path}: comes from a run with another {name}, so this run cannot continue it. "
                 f"Restore that {name}, or start again in another run folder"

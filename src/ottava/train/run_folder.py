@@ -30,7 +30,7 @@ import torch
 from ottava.settings import ConfigError, flatten
 from ottava.text import to_json
 from ottava.train.checkpoint import CheckpointError, as_checkpoint_error, atomic_write
-from ottava.train.config import TrainConfig, load_config
+from ottava.train.config import FREE, TrainConfig, load_config
 from ottava.train.folder_lock import FolderLock, NoLock
 from ottava.untrusted import parse_json, read_text
 
@@ -203,12 +203,12 @@ def _refuse_other_settings(settings: Path, config: TrainConfig) -> None:
     changes = [
         f"  {key}: {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(("checkpoint.", "evaluation.", "parallel.", "watch"))
+        if old.get(key) != new.get(key) and key.partition(".")[0] not in FREE
     ]
     raise ConfigError(
         f"{settings}: the run to resume has other settings:\n" + "\n".join(changes) + "\n"
-        "a resumed run repeats the uninterrupted one, so only checkpoint.*, evaluation.*, parallel.* and watch.* may "
-        "change. Take the old settings, or start a new run from these weights: "
+        "a resumed run repeats the uninterrupted one, so only "
+        f"{', '.join(FREE)} may change. Take the old settings, or start a new run from these weights: "
         f"ottava train --init {shlex.quote(str(settings.parent))} --run-dir NEW --set ..."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,8 +86,9 @@ def test_the_first_to_leave_is_named_with_its_lead(tmp_path: Path) -> None:
     assert (result.first["layer"], result.first["tensor"], result.first["step"]) == ("layers.0.fc2", "input", 4)
     assert result.first["direction"] == "forward"
     assert result.first["then"] == ["layers.1.fc1.X at step 6"]
+    assert result.loss["left_at"] == 10
     assert result.loss["diverged_at"] in (9, 10, 11)
-    assert result.first["lead_steps"] == result.loss["diverged_at"] - 4
+    assert result.first["lead_steps"] == 6
     top = result.ranked[0]
     assert top["tensor"] == "input"
     assert top["layer"] in ("layers.0.fc2", "layers.1.fc1")
@@ -94,6 +96,52 @@ def test_the_first_to_leave_is_named_with_its_lead(tmp_path: Path) -> None:
     low, high = result.first["good_band"]
     assert not low <= result.first["value"] <= high
     assert "lr (0.001 and 0.01)" in result.verdict
+
+
+LEAVES = (
+    # (losses added at steps), left_at, diverged_at, the verdict says
+    ({}, None, None, "in the forward. The loss stays in the good run's band."),
+    ({10: 9.0}, 10, None, "6 steps before the loss. The loss leaves the good run's band at step 10 and returns."),
+    (
+        {5: 1.0, **dict.fromkeys(range(9, 13), 1.0)},
+        5,
+        9,
+        "at step 5, and its running median stays above it from step 9 on.",
+    ),
+    (
+        dict.fromkeys(range(4, 13), 1.0),
+        4,
+        4,
+        "at the same step as the loss. The loss leaves the good run's band at step 4",
+    ),
+    ({3: 5.0}, 3, None, "1 step after the loss (its last look inside is at step 2). The loss leaves"),
+    ({9: math.nan}, 9, None, "5 steps before the loss"),
+    (
+        dict.fromkeys(range(7, 13), math.nan),
+        7,
+        7,
+        "leaves the good run's band at step 7, and its running median stays above it.",
+    ),
+)
+"""A tensor leaves at step 4, seen at looks 1, 2, 4, 6, ...; the loss leaves at steps of its own."""
+
+
+def test_a_lead_counts_to_the_first_exit_of_the_loss(tmp_path: Path) -> None:
+    good, change = record(tmp_path / "good"), outliers_from(4, ("layers.0.fc2", "input"))
+    for case, (added, left, stays, said) in enumerate(LEAVES):
+        bad = record(tmp_path / str(case), change, loss=lambda step, added=added: 3 - 0.01 * step + added.get(step, 0))
+        result = compare(good, bad)
+        assert result.first is not None
+        assert (result.loss["left_at"], result.loss["diverged_at"]) == (left, stays), added
+        assert result.first["lead_steps"] == (None if left is None else left - 4), added
+        assert said in result.verdict, result.verdict
+
+
+def test_a_loss_that_is_logged_now_and_then_has_no_gaps_outside(tmp_path: Path) -> None:
+    """The lines between two logged losses have none; they neither leave the band nor end the run."""
+    good = record(tmp_path / "good")
+    bad = record(tmp_path / "bad", loss=lambda step: 3 - 0.01 * step if step % 5 == 1 else None)
+    assert compare(good, bad).loss["left_at"] is None
 
 
 def test_the_backward_goes_the_other_way(tmp_path: Path) -> None:

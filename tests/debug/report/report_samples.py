@@ -219,7 +219,7 @@ def comparison_of(layer: str, step: int) -> dict[str, Any]:
     effect = {"layer": layer, "tensor": "input", "direction": "row"}
     return {
         "config": [{"key": "lr", "good": 0.001, "bad": 0.003}],
-        "loss": {"diverged_at": step + 4, "good": 0.31, "bad": 2.4, "gap": 674.0},
+        "loss": {"left_at": step + 4, "diverged_at": step + 10, "good": 0.31, "bad": 2.4, "gap": 674.0},
         "ranked": [
             {
                 **effect,
@@ -244,6 +244,7 @@ def comparison_of(layer: str, step: int) -> dict[str, Any]:
         ],
         "first": {
             "step": step - 10,
+            "look_before": step - 11,
             "layer": layer,
             "tensor": "input",
             "metric": "underflow_pct",

@@ -101,7 +101,7 @@ def test_page_says_all_that_is_known(whole: str) -> None:
         "'small model.yaml'",
         "torch 2.13.0",
         "reason clipping, value 1.30e−4",
-        "That is 14 steps before the losses diverge",
+        "It leaves 14 steps before the loss",
         "rowwise",
         "not converted",
     ):

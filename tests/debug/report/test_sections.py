@@ -64,14 +64,14 @@ def test_what_if_is_that_of_the_analysis(small_run: Run) -> None:
 def test_difference_says_where_it_begins() -> None:
     shown = sections.difference(comparison_of(LAYER, 20))
     assert shown["first"] == (
-        f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. That is 14 "
-        "steps before the losses diverge. It spreads through the forward."
+        f"Step 10: X of {LAYER}, underflow_pct is 0.700 %; the good run stays between 0 % and 0.0500 %. It leaves 14 "
+        "steps before the loss. It spreads through the forward."
     )
     assert [(row["metric"], row["good"], row["bad"], row["bar"]) for row in shown["ranked"]] == [
         ("underflow_pct", "0.0200 %", "61.7 %", 100.0),
         ("sqnr_db", "31.4 dB", "35.0 dB", 25.0),
     ]
-    assert shown["loss"] == "losses diverge at step 24, good 0.310, bad 2.40, gap 674 %"
+    assert shown["loss"] == "first outside at step 24, stays outside from step 30, good 0.310, bad 2.40, gap 674 %"
     assert sections.difference({})["ranked"] == []
 
 

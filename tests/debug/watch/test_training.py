@@ -48,6 +48,29 @@ def test_each_fault_of_a_loop_is_noted_and_a_clean_loop_is_quiet(tmp_path: Path)
     assert (clean.verdict, clean.notes) == ("none", [])
 
 
+COUNTS = (
+    *("input_nonfinite", "label_nonfinite", "labels_copied", "labels_ignored_pct", "blank_inputs"),
+    *("extra_steps", "restarts", "shared_parameters"),
+)
+"""What a watch counts of a loop; a healthy one has 0 of each."""
+
+
+def test_a_healthy_run_has_no_rule_untested_for_want_of_a_count(tmp_path: Path) -> None:
+    """A zero is written. Where no optimizer was seen, none was counted, and the rules say that they were not tested."""
+    clean = run(tmp_path / "clean")
+    assert {name: set(clean.steps[name][1:]) for name in COUNTS} == {name: {0.0} for name in COUNTS}
+    needs = {entry["id"]: entry["needs"] for entry in diagnose(clean).untested}
+    assert not [(rule, name) for rule, text in needs.items() for name in COUNTS if f"'{name}'" in text]
+    model = torch.nn.Linear(16, 4)
+    with ottava.watch(model, tmp_path / "unseen") as session:
+        for _ in range(3):
+            model(torch.randn(8, 16)).square().mean().backward()
+            session.step()
+    unseen = Run.open(tmp_path / "unseen")
+    assert not {"extra_steps", "restarts", "shared_parameters"} & unseen.steps.keys()
+    assert {"L7", "L37", "L38"} <= {entry["id"] for entry in diagnose(unseen).untested}
+
+
 def test_equal_batches_have_equal_hashes_and_others_not(tmp_path: Path) -> None:
     one, again = run(tmp_path / "one").steps, run(tmp_path / "again").steps
     assert one["input_hash"].tolist() == again["input_hash"].tolist()

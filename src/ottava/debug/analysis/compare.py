@@ -17,7 +17,8 @@ MSE has the squared unit of its tensor, so it is compared only within one tensor
 
 The band of a statistic spans the values of the good run (and of control runs, such as other seeds) in the looks nearby,
 widened by a tolerance, because a few looks estimate a spread poorly. A tensor leaves the band when two looks in a row
-lie outside, or the last look does.
+lie outside, or the last look does. The loss leaves the band at its first step outside; from when it stays outside is
+another fact.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ _BITS_PER_DB, _OCTAVES_PER_BIT = 1 / limits.DECIBELS_A_BIT, 8.0
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "model.")
 _AROUND = 2  # looks on either side that make the band
 _FORWARD = ("input", "weight", "output")
-_LOSS_GAP = 0.01  # of the loss
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,14 @@ class Comparison:
     config: list[dict[str, Any]]
     """{key, good, bad}: settings, versions, recipes and coverage that differ."""
     loss: dict[str, Any]
-    """{diverged_at, good, bad, gap}: the step from which the bad loss stays above; the last losses; percent."""
+    """{left_at, diverged_at, good, bad, gap}: the first step at which the bad loss is above the good run's band; the
+    step from which its running median stays above; the last losses; percent. None for what never happens."""
     ranked: list[dict[str, Any]]
     """{layer, tensor, direction, metric, good, bad, effect, unit, bits, step}: worst first."""
     first: dict[str, Any] | None
-    """{step, layer, tensor, metric, good_band, value, direction, lead_steps, then}: the first exit from the band."""
+    """{step, look_before, layer, tensor, metric, good_band, value, direction, lead_steps, then}: the first exit from
+    the band. look_before: step of the cast's last look inside, None if there is none; lead_steps: from this exit to the
+    first of the loss, negative if the loss left before."""
     steps_compared: int
     unmatched: list[str]
     """Layers of only one of the runs."""
@@ -113,7 +116,7 @@ class Comparison:
 
     @property
     def diverged(self) -> bool:
-        """Whether the bad run's loss or any of its casts left the good run's band."""
+        """Whether any cast of the bad run left the good run's band, or its loss left it for good."""
         return self.first is not None or self.loss["diverged_at"] is not None
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def compare(good: Run, bad: Run, *, align: str = "step", controls: Sequence[Run]
         )
     loss = _compare_loss(good, bad, controls)
     ranked, exits = _walk(sides, places)
-    first = _first(exits, places, loss["diverged_at"])
+    first = _first(exits, places, loss["left_at"])
     layers = [{place[0] for place in side.series} for side in sides[:2]]
     config = _config(good.manifest, bad.manifest)
     compared = len({int(step) for place in places for step in sides[1].paired(sides[0], place)})
@@ -301,7 +304,8 @@ def _judge(
     exit_ = None
     if len(stays):
         i = indices[stays[0]]
-        exit_ = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])]}
+        before = int(mine.step[pairs[0][indices[stays[0] - 1]]]) if stays[0] else None
+        exit_ = {**entry(i), "good_band": [_tidy(low[i]), _tidy(high[i])], "look_before": before}
     return (entry(worst) if bits[worst] > 0.01 else None), exit_
 
 
@@ -323,7 +327,7 @@ def _band(metric: Metric, around: Sequence[tuple[_Series, Any]]) -> tuple[Any, A
     return low - metric.tolerance - share, high + metric.tolerance + share
 
 
-def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at: int | None) -> dict[str, Any] | None:
+def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], left_at: int | None) -> dict[str, Any] | None:
     """The earliest exit. Of several at one step it takes the first in the forward, then the first in the backward; and
     of one cast an error before a size."""
     if not exits:
@@ -346,13 +350,14 @@ def _first(exits: Sequence[dict[str, Any]], places: Sequence[Place], diverged_at
             then.append(name)
     return {
         "step": first["step"],
+        "look_before": first["look_before"],
         "layer": first["layer"],
         "tensor": first["tensor"],
         "metric": first["metric"],
         "good_band": first["good_band"],
         "value": first["bad"],
         "direction": "forward" if first["tensor"] in _FORWARD else "backward",
-        "lead_steps": None if diverged_at is None else diverged_at - first["step"],
+        "lead_steps": None if left_at is None else left_at - first["step"],
         "then": then[:5],
     }
 
@@ -384,37 +389,21 @@ def _said_of(data: Mapping[str, Any] | None) -> str:
 
 
 def _compare_loss(good: Run, bad: Run, controls: Sequence[Run]) -> dict[str, Any]:
-    """The step from which the bad loss stays above the good run's band, and the last losses."""
-    curves = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
-    a, b = curves[:2]
+    """When the bad loss left the good run's band, for the first time and for good, and the last losses."""
+    a, b, *others = [LossCurve(run.steps["step"], run.steps["loss"]) for run in (good, bad, *controls)]
     common, mine, theirs = np.intersect1d(a.steps, b.steps, return_indices=True)
-    result: dict[str, Any] = {"diverged_at": None, "good": None, "bad": None, "gap": None}
+    result: dict[str, Any] = dict.fromkeys(("left_at", "diverged_at", "good", "bad", "gap"))
     finite = [i for i in range(len(common)) if math.isfinite(a.loss[mine[i]])]
     if not finite:
         return result
-    band = np.array([_loss_limit(curves[0], curves[2:], float(common[i])) for i in range(len(common))])
-    smooth = np.where(np.isnan(b.smooth[theirs]), np.inf, b.smooth[theirs])
-    outside = (smooth > band) | ~np.isfinite(b.loss[theirs])
-    if outside[-1] and outside.any():
-        inside = np.flatnonzero(~outside)
-        start = int(inside[-1]) + 1 if len(inside) else 0
-        result["diverged_at"] = int(common[start])
+    exits = zip(("left_at", "diverged_at"), b.exits(a, *others), strict=True)
+    result |= {name: int(step) if math.isfinite(step) else None for name, step in exits}
     last = finite[-1]
     for name, value in (("good", a.loss[mine[last]]), ("bad", b.loss[theirs[last]])):
         result[name] = _tidy(float(value)) if math.isfinite(value) else None
     gap = a.gap(b)[0]
     result["gap"] = _tidy(-gap) if math.isfinite(gap) else None
     return result
-
-
-def _loss_limit(good: LossCurve, controls: Sequence[LossCurve], step: float) -> float:
-    """The upper limit of good losses at a step: a hundredth, or four times the noise, above the good curves nearby."""
-    values = []
-    for curve in (good, *controls):
-        near = int(np.abs(curve.steps - step).argmin())
-        part = curve.smooth[max(0, near - _AROUND) : near + _AROUND + 1]
-        values += [float(v) for v in part if math.isfinite(v)]
-    return max(values, default=math.inf) + max(_LOSS_GAP * abs(max(values, default=0.0)), 4 * good.noise)
 
 
 def _config(good: Mapping[str, Any], bad: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -455,11 +444,13 @@ def _verdict(
         low, high = (f"{b:.4g}" for b in first["good_band"])
         parts.append(
             f"First to leave the good run's band: {first['layer']}.{symbol} at step {first['step']}, {first['metric']} "
-            f"{first['value']:.4g} (good: {low} to {high}), in the {first['direction']}"
-            + (f", {first['lead_steps']} steps before the loss." if (first["lead_steps"] or 0) > 0 else ".")
+            f"{first['value']:.4g} (good: {low} to {high}), in the {first['direction']}{said_of_lead(first)}."
         )
-    if loss["diverged_at"] is not None:
-        parts.append(f"The loss stays above it from step {loss['diverged_at']} on.")
+    if loss["left_at"] is not None:
+        stays = loss["diverged_at"]
+        ends = " and returns" if stays is None else ", and its running median stays above it"
+        ends += f" from step {stays} on" if stays not in (None, loss["left_at"]) else ""
+        parts.append(f"The loss leaves the good run's band at step {loss['left_at']}{ends}.")
     elif loss["good"] is None:
         parts.append("No loss to compare.")
     else:
@@ -472,6 +463,22 @@ def _verdict(
             f"{worst['good']:.4g} at step {worst['step']}."
         )
     return " ".join(parts)
+
+
+def said_of_lead(first: Mapping[str, Any]) -> str:
+    """How far the first exit of a cast is ahead of the loss, as the end of a sentence; empty if the loss never left."""
+    lead = first["lead_steps"]
+    if lead is None:
+        return ""
+    steps = f"{abs(lead)} step{'s' if abs(lead) > 1 else ''}"
+    if lead > 0:
+        return f", {steps} before the loss"
+    if lead == 0:
+        return ", at the same step as the loss"
+    seen = first["look_before"]
+    # between two looks a cast leaves unseen
+    inside = "" if seen is None else f" (its last look inside is at step {seen})"
+    return f", {steps} after the loss{inside}"
 
 
 def _tidy(value: float) -> float:

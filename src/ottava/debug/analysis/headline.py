@@ -31,15 +31,28 @@ def headline(findings: Sequence[Any], notes: Sequence[Any], coverage: float, con
         return f"{findings[0].severity}: {findings[0].title}{_worst(findings[0])}{more}.{_simulated(context)}{end}"
     seen = "coverage unknown" if math.isnan(coverage) else f"coverage {coverage:.0f} %"
     looked = f"{seen}, {steps} step{'s' if steps != 1 else ''} seen, {tested}." if steps else f"{seen}, {tested}."
-    loss = context.loss
-    ill = f" But the loss diverges from step {loss.diverged_at:.0f} on." if loss.diverged == "yes" else ""
-    if not ill and math.isfinite(loss.onset):
-        ill = f" But the loss goes wrong at step {loss.onset:.0f}."
     note = ""
     if notes:
         more = f"; {len(notes) - 1} more" if len(notes) > 1 else ""
         note = f" Not FP8, but look at this: {notes[0].title}{_worst(notes[0])}{more}."
-    return f"no FP8 evidence found; {looked}{ill}{note}{end}"
+    return f"no FP8 evidence found; {looked}{_ill(context)}{note}{end}"
+
+
+def _ill(context: Context) -> str:
+    """When the loss of an ill run left its band, for the first time and for good."""
+    loss = context.loss
+    if math.isinf(min(loss.onset, loss.diverged_at)):
+        return ""
+    twin = () if context.baseline is None else (context.baseline_loss,)
+    band, (left, stays) = "the baseline's band", loss.exits(*twin)
+    if math.isinf(left) or not twin:
+        band, (left, stays) = "the band of its own noise", loss.exits()
+    ends = (
+        ""
+        if math.isinf(stays)
+        else ", and its running median stays outside" + (f" from step {stays:.0f} on" if stays > left else "")
+    )
+    return f" But the loss leaves {band} at step {left:.0f}{ends}."
 
 
 def _simulated(context: Context) -> str:

@@ -1,4 +1,4 @@
-"""Reads a loss curve: when it diverged, its spikes, and its gap to another curve.
+"""Reads a loss curve: when it first left a band, from when it stays outside, its spikes, and its gap to another curve.
 
 All limits are relative to the curve's noise, the distances of losses to their running median, so units and batch sizes
 do not matter.
@@ -22,6 +22,8 @@ _BEFORE = 5  # losses before a jump
 _RISE = 0.02  # of the lowest loss: a smaller rise is no divergence
 _RISE_NOISE = 4.0
 _ONSET = 1 / 3
+_AROUND = 2  # losses on either side that make the band of a good run
+_GAP = 0.01  # of the loss
 
 
 def robust_z(value: float, earlier: Iterable[float]) -> float:
@@ -76,10 +78,18 @@ class LossCurve:
         self.loss = np.asarray(loss, dtype=np.float64)
 
     @cached_property
+    def broken(self) -> Values:
+        """Where the loss is infinite, or NaN although it was due: a run that logs every tenth loss lacks the others."""
+        finite, at = np.isfinite(self.loss), np.arange(len(self.loss))
+        last = np.maximum.accumulate(np.where(finite, at, -1)) if len(at) else at
+        gap = float(np.median(np.diff(at[finite]))) if finite.sum() > 1 else 1.0
+        return np.isinf(self.loss) | (np.isnan(self.loss) & (last >= 0) & (at - last >= gap))
+
+    @cached_property
     def smooth(self) -> Values:
-        """The running median over a twentieth of the run, at least 5 steps; infinite losses stay infinite."""
+        """The running median over a twentieth of the run, at least 5 steps; broken losses are infinite."""
         width = max(5, len(self.loss) // 20) | 1
-        filled = np.where(np.isfinite(self.loss), self.loss, np.inf)
+        filled = np.where(self.broken, np.inf, self.loss)
         return np.array([_median(filled[max(0, i - width // 2) : i + width // 2 + 1]) for i in range(len(filled))])
 
     @cached_property
@@ -124,9 +134,9 @@ class LossCurve:
         Far is a third of the lowest loss so far and five times the usual change from step to step until then.
         """
         low, changes, last = math.inf, list[float](), math.nan
-        for step, loss in zip(self.steps, self.loss, strict=True):
+        for step, loss, broken in zip(self.steps, self.loss, self.broken, strict=True):
             if not math.isfinite(loss):
-                if math.isfinite(last):
+                if broken:
                     return float(step)
                 continue
             above = loss - low
@@ -135,6 +145,38 @@ class LossCurve:
             changes += [abs(loss - last)] if math.isfinite(last) else []
             low, last = min(low, loss), loss
         return math.inf
+
+    def exits(self, *good: LossCurve) -> tuple[float, float]:
+        """The first step outside the band, and the step from which the loss stays outside; inf for what never happens.
+
+        Args:
+            good: curves of good runs, which make the band; none: the band is that of the curve's own noise.
+
+        A good run's band ends a hundredth, or four times the noise of the first, above the losses nearby. The loss
+        leaves it when two losses in a row are outside, or one at twice that distance: single batches of another seed
+        reach six times the noise. Smoothed losses stay outside.
+
+        Example:
+            >>> steps = np.arange(40)
+            >>> loss = np.where(steps == 9, 4.0, np.where(steps >= 20, 3.0, 2.0))
+            >>> LossCurve(steps, loss).exits(LossCurve(steps, np.full(40, 2.0)))
+            (9.0, 20.0)
+        """
+        good = tuple(curve for curve in good if curve._known)
+        if not good:
+            return min([self.onset, self.diverged_at, *(at for at, _ in self.spikes[:1])]), self.diverged_at
+        shared = np.flatnonzero(np.isin(self.steps, good[0].steps))
+        step = self.steps[shared]
+        highest, margin = _band(step, good, smooth=False)
+        above = self.loss[shared] > highest + margin
+        left = (above & np.append(above[1:], False)) | (self.loss[shared] > highest + 2 * margin) | self.broken[shared]
+        highest, margin = _band(step, good, smooth=True)
+        outside = (self.smooth[shared] > highest + margin) | self.broken[shared]
+        inside = np.flatnonzero(~outside)
+        start = int(inside[-1]) + 1 if len(inside) else 0
+        stays = float(step[start]) if start < len(step) else math.inf
+        # smoothing may see a lasting rise that no single loss shows
+        return min([stays, *(float(at) for at in step[left][:1])]), stays
 
     @property
     def diverged(self) -> str:
@@ -197,6 +239,19 @@ class LossCurve:
         late = float(np.median(last))
         spread = _GAUSSIAN * float(np.median(np.abs(last - late)))
         return late, late - float(np.median(earlier)), spread / math.sqrt(len(last))
+
+
+def _band(steps: Values, good: tuple[LossCurve, ...], *, smooth: bool) -> tuple[Values, Values]:
+    """The highest good loss near each step, infinite if there is none, and how far above it the band ends."""
+    highest = np.full(len(steps), -math.inf)
+    for curve in good:
+        values = curve.smooth if smooth else curve.loss
+        padded = np.pad(np.where(np.isfinite(values), values, -math.inf), _AROUND, constant_values=-math.inf)
+        near = np.lib.stride_tricks.sliding_window_view(padded, 2 * _AROUND + 1).max(1)
+        highest = np.maximum(highest, near[np.abs(curve.steps[:, None] - steps).argmin(0)])
+    known = np.isfinite(highest)
+    margin = np.maximum(_GAP * np.abs(np.where(known, highest, 0.0)), 4 * good[0].noise)
+    return np.where(known, highest, math.inf), margin
 
 
 def _median(values: Any) -> float:

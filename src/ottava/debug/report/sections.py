@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ottava.debug.analysis.compare import said_of_lead
 from ottava.debug.analysis.what_if import Prediction, cheapest, summary
 from ottava.debug.report.grid import Grid
 from ottava.debug.report.scales import SCALES
@@ -259,17 +260,17 @@ def _first(first: Json | None) -> str:
     )
     if low is not None and high is not None:
         text += f"; the good run stays between {number(float(low), unit)} and {number(float(high), unit)}"
-    lead = first.get("lead_steps")
-    if isinstance(lead, (int, float)):
-        text += f". That is {int(lead):,} steps before the losses diverge" if lead > 0 else ". The losses diverge first"
+    lead = said_of_lead({"lead_steps": None, "look_before": None, **first})
+    text += lead and f". It leaves{lead.removeprefix(',')}"
     spread = first.get("direction")
     return text + (f". It spreads through the {spread}." if spread else ".")
 
 
 def _loss_facts(loss: Json) -> str:
     parts = []
-    if loss.get("diverged_at") is not None:
-        parts.append(f"losses diverge at step {int(loss['diverged_at']):,}")
+    for key, words in (("left_at", "first outside at step"), ("diverged_at", "stays outside from step")):
+        if loss.get(key) is not None:
+            parts.append(f"{words} {int(loss[key]):,}")
     for key, unit in (("good", ""), ("bad", ""), ("gap", "%")):
         if isinstance(loss.get(key), (int, float)):
             parts.append(f"{key} {number(float(loss[key]), unit)}")

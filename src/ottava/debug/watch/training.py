@@ -284,7 +284,9 @@ class TrainingTap:
     def drain(self) -> tuple[dict[str, Tensor], Updates | None]:
         """The numbers of the step that ended, on their devices, and its updates; see `finish`."""
         numbers, self._numbers, self._inputs = self._numbers, {}, []
-        numbers["host"] = torch.tensor([self._lr, *map(float, (self._extra_steps, self._restarts, self._shared))])
+        counts = map(float, (self._extra_steps, self._restarts, self._shared))
+        # without an optimizer in sight, none of its mistakes was looked for
+        numbers["host"] = torch.tensor([self._lr, *(counts if self._stepped_at else [math.nan] * 3)])
         updates, self._updates = self._updates, None
         if updates is not None:
             numbers["updates"] = updates.sums.reshape(-1)
@@ -313,7 +315,7 @@ class TrainingTap:
             elif name == "host":
                 columns |= {"lr": float(f"{read[0]:.6g}")} if math.isfinite(read[0]) else {}
                 counts = zip(("extra_steps", "restarts", "shared_parameters"), read[1:], strict=True)
-                columns |= {column: count for column, count in counts if count}
+                columns |= {column: count for column, count in counts if math.isfinite(count)}
             elif name == "alike":
                 columns |= dict(zip(("samples_alike_pct", "tokens_alike_pct", "blank_inputs"), read, strict=True))
             elif name in ("grad_norm", "kept_gradient"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ottava.compat.transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from sweep import sweep
 
 RECIPES: tuple[Recipe, ...] = (DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling())
 
@@ -110,3 +112,61 @@ def test_wrong_arguments_say_what_is_needed() -> None:
             te.Linear(8, 8, device="cuda")
     clamped = te.LayerNormMLP(8, 8, activation="clamped_swiglu", activation_params={"limit": 2.0, "alpha": 1.0})
     assert clamped(torch.ones(1, 8)).shape == (1, 8)
+
+
+def _takes(name: str, module: Any, x: Tensor) -> Any:
+    if name == "DotProductAttention":
+        q = x.unflatten(-1, (4, 16))
+        return module(q, q, q)
+    if name == "GroupedLinear":
+        return module(x.flatten(0, 1), [4, 4])
+    return module(x, encoder_output=x) if name == "decoder" else module(x)
+
+
+MAKE: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **p: te.Linear(64, 64, return_bias=True, **p),
+    "LayerNormLinear": lambda **p: te.LayerNormLinear(64, 64, return_bias=True, return_layernorm_output=True, **p),
+    "LayerNormMLP": lambda **p: te.LayerNormMLP(64, 96, **p),
+    "GroupedLinear": lambda **p: te.GroupedLinear(2, 64, 64, **p),
+    "LayerNorm": lambda **p: te.LayerNorm(64, **p),
+    "RMSNorm": lambda **p: te.RMSNorm(64, **p),
+    "DotProductAttention": lambda **p: te.DotProductAttention(4, 16),
+    "MultiheadAttention": lambda **p: te.MultiheadAttention(64, 4, attention_dropout=0.0, input_layernorm=True, **p),
+    "TransformerLayer": lambda **p: te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, **p),
+    "BERT": lambda **p: te.TransformerLayer(
+        64, 96, 4, output_layernorm=True, apply_residual_connection_post_layernorm=True, **p
+    ),
+    "decoder": lambda **p: te.TransformerLayer(64, 96, 4, layer_type="decoder", drop_path_rate=0.1, **p),
+}
+
+
+@sweep(module=MAKE, params=[torch.float32, torch.bfloat16], x=[torch.float32, torch.bfloat16], fp8=[False, True])
+def test_under_amp_every_output_has_the_autocast_dtype_and_gradients_their_owners(
+    module: str, params: torch.dtype, x: torch.dtype, fp8: bool
+) -> None:
+    """TransformerEngine casts what comes in to the dtype of torch.autocast, also the stream of a TransformerLayer."""
+    layer = MAKE[module](params_dtype=params, device="cpu")
+    for amp in (torch.bfloat16, torch.float16):
+        stream = torch.randn(4, 2, 64, dtype=x, requires_grad=True)
+        with torch.autocast("cpu", amp), te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            out = _takes(module, layer, stream)
+        outs = out if isinstance(out, tuple) else (out,)
+        assert {y.dtype for y in outs} == {amp}, (amp, [y.dtype for y in outs])
+        sum(y.float().square().mean() for y in outs).backward()
+        assert stream.grad is not None
+        assert stream.grad.dtype == x
+        assert {p.grad.dtype for p in layer.parameters() if p.grad is not None} <= {params}
+        layer.zero_grad()
+
+
+def test_outside_amp_a_norm_has_its_weights_dtype_and_an_fp32_stream_is_saved_once_in_amps() -> None:
+    for norm in (te.LayerNorm, te.RMSNorm):
+        for params in (torch.float32, torch.bfloat16):
+            for x in (torch.float32, torch.bfloat16):
+                assert norm(8, params_dtype=params, device="cpu")(torch.randn(2, 8, dtype=x)).dtype == params
+    layer, kept = te.TransformerLayer(64, 96, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"), set()
+    saves = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add((t.dtype, tuple(t.shape))) or t, lambda t: t)
+    with torch.autocast("cpu", torch.bfloat16), saves:
+        layer(torch.randn(16, 2, 64))
+    wide = {dtype for dtype, shape in kept if shape in ((16, 2, 64), (32, 64))}
+    assert wide == {torch.bfloat16}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ottava import nn as ours
 from ottava.compat.transformer_engine.pytorch.inference import InferenceParams
-from ottava.compat.transformer_engine.pytorch.module import Init, device_for, norm_name, start
+from ottava.compat.transformer_engine.pytorch.module import Init, device_for, in_amp, norm_name, start
 from ottava.compat.transformer_engine.pytorch.refused import refuse
 from ottava.compat.transformer_engine.pytorch.rope import RotaryPositionEmbedding, rotary_table
 from ottava.compat.transformer_engine.pytorch.state import Parts
@@ -337,6 +337,7 @@ class MultiheadAttention(Sharded, ours.MultiheadAttention):
             call: the keywords of `attention_arguments`.
         """
         kind, keys = attn_mask_type or self.attn_mask_type, encoder_output
+        hidden_states = in_amp(hidden_states)
         options = attention_arguments(
             "MultiheadAttention", self, hidden_states, kind, attention_mask, keys,
             rotary_interleaved=self.rotary_pos_interleaved, layer_number=self.layer_number, **call,

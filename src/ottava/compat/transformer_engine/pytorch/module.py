@@ -19,6 +19,7 @@ from ottava.compat.transformer_engine.pytorch.state import TEState
 from ottava.compat.transformer_engine.pytorch.tensor_parallel import Sharded, mark, one_of_modes, shards_for
 from ottava.errors import unknown_name
 from ottava.nn.activations import Activation, clamped_swiglu, get_activation
+from ottava.nn.layer import autocast_dtype
 from ottava.nn.norms import NormName
 from ottava.quantized_layer import quantized_layers
 
@@ -54,6 +55,15 @@ def start(weight: Tensor, bias: Tensor | None, init_method: Init | None) -> None
             init_method(weight)
         if bias is not None:
             bias.zero_()
+
+
+def in_amp(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast, if one is on: the activation dtype of TransformerEngine's modules.
+
+    Source: `TransformerEngineBaseModule.set_activation_dtype`. So a stream and what backward keeps of it have 16 bits.
+    """
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 _NORMS: Mapping[str, NormName] = MappingProxyType({"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
@@ -157,7 +167,7 @@ class Linear(Sharded, ours.Linear):
         """(..., in_features) -> (..., out_features); with return_bias, a tuple with the bias."""
         refuse("Linear", others)
         y = super().forward(inp)
-        return (y, self.bias) if self.returns_bias else y
+        return (y, _returned(self.bias, y)) if self.returns_bias else y
 
 
 class LayerNormLinear(Sharded, ours.NormLinear):
@@ -223,10 +233,12 @@ class LayerNormLinear(Sharded, ours.NormLinear):
     ) -> Any:
         """(..., in_features) -> y; with return_bias or return_layernorm_output, a tuple (y, bias, normed rows)."""
         refuse("LayerNormLinear", others)
-        y = super().forward(inp)
+        y = super().forward(in_amp(inp))
         if not self.returns_bias:
             return y
-        return (y[0], self.bias, y[1]) if self.return_norm_output else (y, self.bias)
+        if self.return_norm_output:
+            return y[0], _returned(self.bias, y[0]), y[1]
+        return y, _returned(self.bias, y)
 
 
 class LayerNormMLP(Sharded, ours.NormMLP):
@@ -288,7 +300,7 @@ class LayerNormMLP(Sharded, ours.NormMLP):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """(..., hidden_size) -> (..., hidden_size)."""
-        return super().forward(inp)
+        return super().forward(in_amp(inp))
 
 
 class GroupedLinear(TEState, ours.GroupedLinear):
@@ -334,8 +346,26 @@ class GroupedLinear(TEState, ours.GroupedLinear):
         return super().forward(inp, m_splits)
 
 
-class LayerNorm(ours.LayerNorm):
+def _returned(bias: Tensor | None, y: Tensor) -> Tensor | None:
+    """The bias of return_bias, which the caller adds to y."""
+    return None if bias is None else bias.to(y.dtype)
+
+
+class _TENorm:
+    """The dtype of TransformerEngine's norms: torch.autocast's, or without one the weight's, for any input."""
+
+    weight: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., K)."""
+        dtype = autocast_dtype(input) or self.weight.dtype
+        return super().forward(input.to(dtype))  # type: ignore[misc,no-any-return]  # that of ottava's norm
+
+
+class LayerNorm(_TENorm, ours.LayerNorm):
     """`ottava.nn.LayerNorm` with TransformerEngine's arguments; errors as `Linear`.
+
+    The result has the dtype of torch.autocast, or without one that of the weight.
 
     Example:
         >>> LayerNorm(hidden_size=4)(torch.ones(1, 4))
@@ -349,8 +379,8 @@ class LayerNorm(ours.LayerNorm):
             mark(parameter, sequence_parallel=sequence_parallel)
 
 
-class RMSNorm(ours.RMSNorm):
-    """`ottava.nn.RMSNorm` with TransformerEngine's arguments; errors as `Linear`.
+class RMSNorm(_TENorm, ours.RMSNorm):
+    """`ottava.nn.RMSNorm` with TransformerEngine's arguments and the dtypes of `LayerNorm`; errors as `Linear`.
 
     Example:
         >>> RMSNorm(4, zero_centered_gamma=True).weight

@@ -22,6 +22,7 @@ from ottava.compat.transformer_engine.pytorch.module import (
     Init,
     activation_for,
     device_for,
+    in_amp,
     mlp_keys,
     norm_name,
     start,
@@ -171,6 +172,7 @@ class TransformerLayer(Sharded, ours.TransformerLayer):
             cu_seqlens_kv: ends of the packed sequences of the keys; for a decoder, those of encoder_output.
             call: the other keywords of `attention_arguments`.
         """
+        hidden_states = in_amp(hidden_states)
         where, ends = "TransformerLayer", cu_seqlens_kv if self.cross is None else None
         options = attention_arguments(
             where, self.attention, hidden_states, self_attn_mask_type or self.mask_types[0], attention_mask,
