@@ -81,6 +81,11 @@ TABLES = {
         *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3, four_over_six]"),
         *("E2M1[1x16, e4m3, stochastic, hadamard 16]", "E2M1[1x16, e4m3, four_over_six, hadamard 16]"),
     ),
+    "four_over_six_te": (
+        *("E2M1[1x16, e4m3, four_over_six_te]", "E2M1[16x16, e4m3, four_over_six_te]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3, four_over_six_te]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[1x16, e4m3, four_over_six_te]"),
+    ),
     "ms_eden": (
         *("E2M1[1x16, e4m3, four_over_six]",) * 2,
         *("E2M1[1x16, e4m3, ms_eden, hadamard 128, signs fresh, fp32]",) * 4,
