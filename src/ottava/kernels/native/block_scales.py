@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -24,10 +26,13 @@ from ottava.rounding import check_input_dtype, draw_seed
 
 NAME = "native_block_scales"
 
-RULES = {"four_over_six": (0, *FOUR_OVER_SIX_TOPS), "ms_eden": (1, *MS_EDEN_TOPS)} | {
-    rule: ({"MAE": 2, "MSE": 3}[error], bound * E2M1.max, FOUR_OVER_SIX_TOPS[1])
-    for rule, (bound, error) in TE_FOUR_OVER_SIX.items()
-}
+RULES: Mapping[str, tuple[int, float, tuple[float, ...]]] = MappingProxyType(
+    {"four_over_six": (0, *FOUR_OVER_SIX_TOPS), "ms_eden": (1, *MS_EDEN_TOPS)}
+    | {
+        rule: (2 if error == "MAE" else 3, bound * E2M1.max, FOUR_OVER_SIX_TOPS[1])
+        for rule, (bound, error) in TE_FOUR_OVER_SIX.items()
+    }
+)
 """Rule -> its number in the C++ file, the tensor's amax times its scale, where a block's amax may go."""
 _LARGEST_BLOCK = 1 << 14  # elements whose errors are summed at once
 _JOB = struct.Struct("@PPPPqqqqqqqqfff")

@@ -293,7 +293,7 @@ _SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "all": lambda tensor: True,
     }
 )
-_FOUR_OVER_SIX = {arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()}
+_FOUR_OVER_SIX = MappingProxyType({arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
