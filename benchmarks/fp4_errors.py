@@ -25,6 +25,7 @@ CASTS: Mapping[str, QuantizationSpec] = MappingProxyType(
         "nearest, 1x16": cell("nvfp4", "input"),
         "nearest, 16x16": cell("nvfp4", "weight"),
         "four over six, 1x16": cell("four_over_six", "input"),
+        "four over six of TE, 1x16": cell("four_over_six_te", "input"),
         "stochastic, NVIDIA's scales": cell("nvfp4", "grad_output"),
         "stochastic, unclipped": replace(cell("nvfp4", "grad_output"), block_scale="unclipped"),
         "MS-EDEN": cell("ms_eden", "grad_output"),

@@ -38,7 +38,10 @@ OURS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "recipe.Float8CurrentScaling": ('"tensorwise"', "common/test_recipe.py"),
         "recipe.Float8BlockScaling": ('"blockwise", "blockwise_fp32"', "common/test_recipe.py"),
         "recipe.MXFP8BlockScaling": ('"mxfp8"', "common/test_recipe.py"),
-        "recipe.NVFP4BlockScaling": ('"nvfp4_rht"; with disable_rht=True "nvfp4"', "common/test_recipe.py"),
+        "recipe.NVFP4BlockScaling": (
+            '"nvfp4_rht"; with disable_rht=True "nvfp4", and with nvfp4_4over6="all", too, "four_over_six_te"',
+            "common/test_recipe.py",
+        ),
         "recipe.Format, MMParams, QParams": ("ottava.E4M3, E5M2, E2M1; GemmRecipe.fast_accum", "common/test_recipe.py"),
         "recipe.CustomRecipe": ("ottava.Recipe is a table of cells; not by this name", "common/test_recipe.py"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
@@ -13,12 +14,16 @@ from torch import nn
 
 import ottava
 from ottava.accumulator import ACCUMULATORS, Accumulator, accumulator_from_key, get_accumulator
-from ottava.formats import E4M3, E5M2
+from ottava.block_scales import BLOCK_SCALES
+from ottava.formats import E2M1, E3M2, E4M3, E5M2
 from ottava.gemm_recipe import GemmRecipe
 from ottava.kernels import accumulate
 from ottava.ops import explain, gemm
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, RECIPES, Recipe, get_recipe
+from ottava.rounding import decode, round_to_format
+from ottava.scaling import BLOCK_1X16, BLOCK_1X32, BLOCK_1X128, BLOCK_16X16, Granularity
+from ottava.transforms import Hadamard
 from sweep import sweep
 
 
@@ -38,7 +43,7 @@ def test_a_profile_is_data() -> None:
     mine = replace(ACCUMULATORS["hopper"], name="mine", promotion=64)
     assert get_accumulator(json.loads(json.dumps(mine.to_dict()))) == mine
     assert accumulator_from_key("") is None
-    assert [name for name, profile in ACCUMULATORS.items() if not profile.confirmed] == ["tcgen05"]
+    assert [name for name, profile in ACCUMULATORS.items() if not profile.confirmed] == ["tcgen05", "tcgen05_fp4"]
     with pytest.raises(FrozenInstanceError):
         mine.group = 8  # type: ignore[misc]
 
@@ -55,6 +60,9 @@ def test_a_profile_is_data() -> None:
         ({"name": "x", "group": 32, "kept_bits": 24}, ValueError, "needs 1 to 23 bits"),
         ({"name": "x", "group": 32, "promotion": 100}, ValueError, "needs a multiple of the group, which is 32"),
         ({"name": "x", "promotion": 128}, ValueError, "needs a multiple of the group, which is None"),
+        ({"name": "x", "group": 32, "dot": 16}, ValueError, "dot is 16; needs 1, or with scales_blocks a divisor"),
+        ({"name": "x", "group": 32, "dot": 5, "scales_blocks": True}, ValueError, "a divisor of the group, 32"),
+        ({"name": "x", "group": 32, "scales_blocks": 1}, TypeError, "scales_blocks is 1; needs"),
         ({"name": "x", "rounding": "truncat"}, ValueError, "did you mean 'truncate'"),
     ],
 )
@@ -62,6 +70,73 @@ def test_a_profile_without_a_meaning_is_refused(values: dict[str, Any], error: t
     """By name, value and what is needed."""
     with pytest.raises(error, match=words):
         Accumulator(**values)
+
+
+def test_an_instruction_takes_the_scales_and_formats_that_it_has() -> None:
+    """Formats of three widths run under the profile whose instruction takes them; other scales do not."""
+    specs = {
+        "E4M3": QuantizationSpec(E4M3),
+        "E2M1": QuantizationSpec(E2M1),
+        "E3M2": QuantizationSpec(E3M2),
+        "128": QuantizationSpec(E4M3, BLOCK_1X128),
+        "MXFP8": QuantizationSpec(E4M3, BLOCK_1X32, "e8m0"),
+        "MXFP4": QuantizationSpec(E2M1, BLOCK_1X32, "e8m0"),
+        "NVFP4": QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"),
+        "MX of 16": QuantizationSpec(E4M3, BLOCK_1X16, "e8m0"),
+        "MX of 8": QuantizationSpec(E2M1, Granularity(1, 8), "e8m0"),
+        "E4M3 by E4M3": QuantizationSpec(E4M3, BLOCK_1X16, "e4m3"),
+    }
+    cases = (
+        *(("tcgen05", pair, "") for pair in ("E4M3 E2M1", "E3M2 E4M3", "E3M2 E2M1", "128 128", "MXFP8 MXFP4")),
+        *(("tcgen05", pair, "") for pair in ("MXFP4 MXFP4", "NVFP4 NVFP4")),
+        *(("tcgen05_fp4", pair, "") for pair in ("MXFP4 MXFP4", "NVFP4 NVFP4")),
+        ("tcgen05", "MXFP8 E4M3", "scales blocks of 32 columns, or of multiples, by E8M0 on both sides"),
+        ("tcgen05", "MXFP4 NVFP4", "scales blocks of 16 columns, or of multiples, by E8M0 on both sides, or by E4M3"),
+        ("tcgen05", "MX of 16/MXFP8", "scales blocks of 32 columns"),
+        ("tcgen05", "MX of 8/MXFP4", "scales blocks of 16 columns"),
+        ("tcgen05", "E4M3 by E4M3/E4M3 by E4M3", "by E4M3 only E2M1 x E2M1"),
+        ("tcgen05_fp4", "MXFP8 MXFP4", "is that of an instruction on E2M1 x E2M1 in blocks"),
+        ("tcgen05_fp4", "E2M1 E2M1", "is that of an instruction on E2M1 x E2M1 in blocks"),
+        ("hopper", "E4M3 E2M1", "both sides need one width"),
+        ("hopper", "MXFP8 MXFP8", ""),
+    )
+    for profile, pair, reason in cases:
+        lhs, rhs = (specs[name] for name in (pair.split("/") if "/" in pair else pair.split()))
+        a, b = (ottava.quantize(torch.randn(rows, 96), spec) for rows, spec in ((3, lhs), (5, rhs)))
+        for one, other in ((a, b), (b, a)):
+            if reason:
+                with pytest.raises(ValueError, match=reason):
+                    gemm(one, other, out_dtype=torch.float32, accumulator=profile)
+                with pytest.raises(ValueError, match=reason):
+                    GemmRecipe(one.spec, other.spec, accumulator=profile)  # type: ignore[arg-type]
+                continue
+            y = gemm(one, other, out_dtype=torch.float32, accumulator=profile)
+            exact = one.dequantize().double() @ other.dequantize().double().t()
+            assert float((y - exact).norm() / exact.norm()) < 2.0**-9, (profile, pair)
+
+
+def test_nvfp4_scales_are_found_again() -> None:
+    """By every rule, also of parts of a tensor: E4M3 scales and one above them that give each product."""
+    x = torch.randn(48, 256) * torch.exp2(torch.randn(48, 16) * 6).repeat_interleave(16, 1)
+    x[3], x[16:32, 32:48] = 0.0, 0.0
+    for rule, blocks in itertools.product(("amax", *BLOCK_SCALES), (BLOCK_1X16, BLOCK_16X16)):
+        if rule == "ms_eden" and blocks != BLOCK_1X16:
+            continue
+        turned = {"transform": Hadamard(128, "fresh")} if rule == "ms_eden" else {}
+        x_q = ottava.quantize(x, QuantizationSpec(E2M1, blocks, "e4m3", block_scale=rule, **turned))
+        for part in (
+            x_q,
+            replace(x_q, data=x_q.data[:16, :32], scale_inv=x_q.scale_inv[: 16 // (blocks.rows or 1), :2]),
+        ):
+            scales, above = accumulate.block_scales(part)
+            empty = part.spec.granularity.blocks(decode(part.data, E2M1)).abs().amax((1, 3)) == 0
+            assert torch.equal(scales * above, torch.where(empty, 0.0, part.scale_inv)), rule
+            assert torch.equal(round_to_format(scales, E4M3), scales)
+            if rule == "amax" and part is x_q:
+                assert float(scales.max()) == 448
+    broken = replace(x_q, scale_inv=torch.rand_like(x_q.scale_inv) + 1)
+    with pytest.raises(ValueError, match="are no products of E4M3 scales and one fp32 scale"):
+        accumulate.block_scales(broken)
 
 
 def test_unknown_profiles_are_refused_with_the_nearest() -> None:
@@ -84,7 +159,7 @@ def test_unknown_profiles_are_refused_with_the_nearest() -> None:
 def test_recipes_carry_profiles_through_json_and_yaml(recipe: Recipe) -> None:
     """Each recipe under each profile; the name is one that get_recipe knows; another profile takes its place."""
     mine = replace(ACCUMULATORS["hopper"], name="mine", promotion=64)
-    for profile in (*ACCUMULATORS.values(), mine):
+    for profile in (*(p for p in ACCUMULATORS.values() if p.dot == 1), mine):
         changed = recipe.override("layers.0", "tensorwise").under(profile)
         for text in (json.dumps(changed.to_dict()), yaml.safe_dump(changed.to_dict())):
             assert Recipe.from_dict(yaml.safe_load(text)) == changed

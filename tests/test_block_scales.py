@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,17 @@ from ottava.casts import quantize
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import RECIPES
 from ottava.rounding import decode, draw_seed
-from ottava.scaling import BLOCK_1X16, amax
+from ottava.scaling import BLOCK_1X16, BLOCK_16X16, amax
 from ottava.transforms import Hadamard
 
 UNCLIPPED = QuantizationSpec(ottava.E2M1, BLOCK_1X16, "e4m3", rounding="stochastic", block_scale="unclipped")
+
+TE_RULES = {
+    "four_over_six_te": (256, 1),
+    "four_over_six_te_mse": (256, 2),
+    "four_over_six_te_448": (448, 1),
+    "four_over_six_te_mse_448": (448, 2),
+}
 
 
 def same(x_q: QuantizedTensor, found: tuple[np.ndarray, np.ndarray], case: str) -> None:
@@ -67,6 +76,10 @@ def test_every_cast_is_that_of_its_definition() -> None:
             same(by(recipe.fprop.lhs), fp4.four_over_six(numbers), name)
             same(by(recipe.fprop.rhs), fp4.four_over_six(numbers, 16), name)
             same(by(recipe.wgrad.rhs), fp4.four_over_six(fp4.rotated(numbers)), name)
+            for rule, (bound, power) in TE_RULES.items():
+                for blocks, rows in ((BLOCK_1X16, 1), (BLOCK_16X16, 16)):
+                    spec = QuantizationSpec(ottava.E2M1, blocks, "e4m3", block_scale=rule)
+                    same(by(spec), fp4.four_over_six_te(numbers, rows, bound, power), f"{name} {rule}")
             signs, own = seeds(2)
             turned = fp4.rotated(numbers, 128, fp4.fresh_signs(signs), to_bf16=False)
             same(by(RECIPES["ms_eden"].dgrad.lhs), fp4.ms_eden(turned, own), name)
@@ -85,6 +98,7 @@ def test_blocks_without_an_amax_have_scale_1_or_nan() -> None:
     """Zeros 1; what is not finite decodes to NaN; its neighbours keep their scale. No block: no row or column."""
     x = torch.tensor([[0.0] * 16 + [torch.inf] * 16 + [torch.nan] * 16 + [3.0] * 16])
     rules = {"unclipped": UNCLIPPED, "four_over_six": RECIPES["four_over_six"].fprop.lhs}
+    rules |= {rule: replace(rules["four_over_six"], block_scale=rule) for rule in TE_RULES}
     rules |= {"ms_eden": RECIPES["ms_eden"].dgrad.lhs}
     for name, rule in BLOCK_SCALES.items():
         found = rule(x, amax(x, BLOCK_1X16), BLOCK_1X16, 16)
@@ -155,7 +169,7 @@ def test_rules_are_refused_where_they_mean_nothing() -> None:
             {"format": "E2M1", "granularity": "1x16", "scale_format": "e4m3", **fields}  # type: ignore[arg-type]
         )
 
-    assert set(BLOCK_SCALES) == {"unclipped", "four_over_six", "ms_eden"}
+    assert set(BLOCK_SCALES) == {"unclipped", "four_over_six", "ms_eden", *TE_RULES}
     for fields, message in (
         ({"block_scale": "four_over_sixs"}, "did you mean 'four_over_six'"),
         ({"block_scale": "four_over_six", "scale_format": "e8m0"}, "is for E2M1 with scale_format 'e4m3'"),

@@ -81,6 +81,11 @@ TABLES = {
         *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3, four_over_six]"),
         *("E2M1[1x16, e4m3, stochastic, hadamard 16]", "E2M1[1x16, e4m3, four_over_six, hadamard 16]"),
     ),
+    "four_over_six_te": (
+        *("E2M1[1x16, e4m3, four_over_six_te]", "E2M1[16x16, e4m3, four_over_six_te]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[16x16, e4m3, four_over_six_te]"),
+        *("E2M1[1x16, e4m3, stochastic]", "E2M1[1x16, e4m3, four_over_six_te]"),
+    ),
     "ms_eden": (
         *("E2M1[1x16, e4m3, four_over_six]",) * 2,
         *("E2M1[1x16, e4m3, ms_eden, hadamard 128, signs fresh, fp32]",) * 4,
@@ -453,7 +458,7 @@ dgrad:
     guard_bits: 2}
   rhs: {format: E4M3FNUZ}
   accumulator: {name: mine, group: 16, fraction_bits: 14, kept_bits: 20, promotion: 64, rounding: nearest_even,
-    confirmed: false, source: me}
+    confirmed: false, source: me, scales_blocks: true, dot: 1, fp4: tcgen05_fp4}
 wgrad:
   lhs: {format: E2M1, granularity: 1x16, scale_format: e4m3, rounding: stochastic,
     transform: {kind: hadamard, size: 32, signs: 7, rounded: false}}

@@ -10,11 +10,17 @@ all of them to the largest exponent E, cuts each one off `fraction_bits` below i
 ea and eb are the exponents of the operands, those of subnormal numbers the smallest normal exponent of their format.
 The last group of an operand is filled with zeros. Groups are chained: the result of one is a term of the next. With a
 `promotion`, a chain ends after so many products; its result is added to an fp32 number, rounded to nearest, and the
-next chain starts at zero. Cutting off pulls every sum toward zero, so over a long K the error is a bias, not noise.
+next chain starts at zero.
+
+Instructions of Blackwell scale blocks themselves (`scales_blocks`). A product is then one of scaled numbers, and the
+exponents of both scales count, so chains go on over blocks. With a `dot` above 1 so many products are summed exactly
+first; such a sum is one term, and its exponent is that of its two scales, also where it is zero.
+
+Cutting off pulls every sum toward zero, so over a long K the error is a bias, not noise.
 
 Sources: results of H100, H200, L40S and B200 in the validation data of MATLAB-tensor-core (Khattak and Mikaitis,
-"Accurate Models of NVIDIA Tensor Cores"); for tcgen05 the code of MMA-Sim. docs/accumulation.md says which profile was
-confirmed by which results.
+"Accurate Models of NVIDIA Tensor Cores"); for tcgen05 MMA-Sim (Xie et al., arXiv 2511.10909). docs/accumulation.md
+says which profile was confirmed by which results.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 
 Rounding = Literal["truncate", "nearest_even"]
 _BITS = (("fraction_bits", 1, 29), ("kept_bits", 1, 23))  # C++ sums at least one product in 32 bits; fp32 keeps 23
+_DOT_BITS = 35  # terms of dots are summed in fp64
 _LONGEST = 4096
 
 
@@ -60,6 +67,12 @@ class Accumulator(RefusesUnknownFields):
     """How the sum of a group comes to `kept_bits`: toward zero, or to nearest."""
     promotion: int | None = None
     """Products in a chain whose sum is added to an fp32 number, to nearest; None: the chain ends with K."""
+    scales_blocks: bool = False
+    """Whether the instruction scales blocks itself (E8M0 and E4M3 scales), and takes 4, 6 and 8 bits side by side."""
+    dot: int = 1
+    """Products that are summed exactly before they are aligned, all below the same two scales."""
+    fp4: str = ""
+    """Name of the profile of the instruction for pairs of E2M1 whose blocks are scaled; "": this one."""
     confirmed: bool = True
     """Whether results of real cards equal this profile bit for bit."""
     source: str = ""
@@ -73,8 +86,16 @@ class Accumulator(RefusesUnknownFields):
             raise ValueError(f"Accumulator: name is {self.name!r}; needs a word without a slash, for receipts")
         if self.rounding not in get_args(Rounding):
             raise ValueError(f"Accumulator: {unknown_name('rounding', self.rounding, get_args(Rounding))}")
+        need_type("Accumulator: dot", self.dot, int)
+        if self.dot < 1 or (self.dot > 1 and (not self.scales_blocks or not self.group or self.group % self.dot)):
+            raise ValueError(
+                f"Accumulator: dot is {self.dot}; needs 1, or with scales_blocks a divisor of the group, {self.group}"
+            )
+        need_type("Accumulator: scales_blocks", self.scales_blocks, bool)
+        need_type("Accumulator: fp4", self.fp4, str)
         for name, low, high in _BITS:
             need_type(f"Accumulator: {name}", getattr(self, name), int)
+            high = _DOT_BITS if self.dot > 1 and name == "fraction_bits" else high
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"Accumulator: {name} is {getattr(self, name)}; needs {low} to {high} bits")
         for name in ("group", "promotion"):
@@ -100,6 +121,7 @@ class Accumulator(RefusesUnknownFields):
         cut = "truncated" if self.rounding == "truncate" else "rounded to nearest"
         text = f"{self.name}: groups of {self.group}, {self.kept_bits} bits after the leading one, {cut}"
         text += f"; terms cut off at {self.fraction_bits} bits" if self.fraction_bits != self.kept_bits else ""
+        text += f"; sums of {self.dot} exact" if self.dot > 1 else ""
         return text + (f"; promoted to fp32 every {self.promotion}" if self.promotion else "")
 
     def to_dict(self) -> dict[str, Any] | str:
@@ -110,6 +132,7 @@ class Accumulator(RefusesUnknownFields):
 
 
 _CARDS = "results of real cards (MATLAB-tensor-core)"
+_SIMULATED = "unconfirmed: results of MMA-Sim; none of a card was at hand"
 
 ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
     {
@@ -144,12 +167,25 @@ ACCUMULATORS: Mapping[str, Accumulator] = MappingProxyType(
                 promotion=32,
                 source=f"FP8 mma.sync on B200; {_CARDS}",
             ),
+            # kinds f8f6f4 and mxf8f6f4
             Accumulator(
                 name="tcgen05",
                 group=32,
                 fraction_bits=25,
+                scales_blocks=True,
+                fp4="tcgen05_fp4",
                 confirmed=False,
-                source="FP8 tcgen05.mma on B200, unconfirmed: by the code of MMA-Sim; no result of a card was at hand",
+                source=f"tcgen05.mma on B200 on operands of 4 to 8 bits; {_SIMULATED}",
+            ),
+            # kind mxf4nvf4: four exact sums of 16 products and the accumulator
+            Accumulator(
+                name="tcgen05_fp4",
+                group=64,
+                dot=16,
+                fraction_bits=35,
+                scales_blocks=True,
+                confirmed=False,
+                source=f"tcgen05.mma on B200 on MXFP4 and NVFP4; {_SIMULATED}",
             ),
         )
     }

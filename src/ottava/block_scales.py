@@ -7,7 +7,9 @@ correct what rounding has done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -28,6 +30,16 @@ FOUR_OVER_SIX_TOPS = 256.0 * E2M1.max, (6.0, 4.0)
 """The tensor's amax times its scale, and where a block's amax may go. At 256, 1.5 times a scale is an E4M3 number."""
 MS_EDEN_TOPS = 255.99 * E2M1.max / _EDEN_SHRINK, (E2M1.max / _EDEN_SHRINK,)
 """The same; 255.99 leaves room for the correction, which may be above 1."""
+TE_FOUR_OVER_SIX: Mapping[str, tuple[float, str]] = MappingProxyType(
+    {
+        "four_over_six_te": (256.0, "MAE"),
+        "four_over_six_te_mse": (256.0, "MSE"),
+        "four_over_six_te_448": (448.0, "MAE"),
+        "four_over_six_te_mse_448": (448.0, "MSE"),
+    }
+)
+"""TransformerEngine's rules: the E4M3 scale to which the tensor's amax goes, and the error that chooses. Its variable
+NVTE_NVFP4_4OVER6 alone gives the first."""
 
 
 def unclipped(
@@ -60,9 +72,34 @@ def four_over_six(
         error = (granularity.multiply_(rounded, scale.scale_inv) - numbers).to(torch.float64).square_()
         candidates.append(scale)
         errors.append(_sums(error, granularity))
-    by_four = errors[1] < errors[0]
-    six, four = candidates
-    return Scale(torch.where(by_four, four.scale, six.scale), torch.where(by_four, four.scale_inv, six.scale_inv))
+    return _better(candidates, errors)
+
+
+def four_over_six_te(
+    x: Tensor, amax: Tensor, granularity: Granularity, group: int | None, largest: Tensor | None = None, *, rule: str
+) -> Scale:
+    """As TransformerEngine chooses between 6 and 4: by a sum of errors in fp32, one rounding after each operation.
+
+    The errors of a row of a block are added from left to right, then rows in halves.
+
+    Source: TransformerEngine's quantize_4over6_nvfp4.cuh without NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH.
+    """
+    bound, error_mode = TE_FOUR_OVER_SIX[rule]
+    largest = _largest(amax) if largest is None else largest
+    encode = _tensor_scale(amax, bound * E2M1.max, largest)
+    numbers, base = x.detach().to(torch.float32), amax / E2M1.max * encode
+    candidates, errors = [], []
+    for wider in (1.0, 1.5):
+        block = round_to_format((base * wider).clamp(max=E4M3.max), E4M3)
+        scale = _scale_of(block, encode, amax)
+        value = round_to_format(granularity.multiply_(numbers.clone(), scale.scale), E2M1)
+        value = granularity.multiply_(value, block).mul_(largest)
+        error = value.div_(torch.full_like(largest, bound * E2M1.max)).sub_(numbers)
+        error = error.abs_() if error_mode == "MAE" else error.square_()
+        lines = functools.reduce(torch.add, granularity.blocks(error).unbind(3))  # one after the other, in fp32
+        candidates.append(scale)
+        errors.append(_folded(lines.transpose(1, 2)))
+    return _better(candidates, errors)
 
 
 def ms_eden(
@@ -95,22 +132,33 @@ def ms_eden(
 def _sums(x: Tensor, granularity: Granularity) -> Tensor:
     """The fp64 sum of each block, in an order that any kernel can repeat: the last half of a block's numbers is added
     to the first half, until one number is left."""
-    blocks = granularity.blocks(x).transpose(1, 2)
-    sums = blocks.flatten(2)
+    return _folded(granularity.blocks(x).transpose(1, 2).flatten(2))
+
+
+def _folded(sums: Tensor) -> Tensor:
     while (count := sums.shape[2]) > 1:
         half = count // 2
         sums = torch.cat([sums[..., :half] + sums[..., count - half :], sums[..., half : count - half]], 2)
     return sums.squeeze(2)
 
 
+def _better(candidates: list[Scale], errors: list[Tensor]) -> Scale:
+    """The second where its error is smaller, else the first."""
+    taken, (six, four) = errors[1] < errors[0], candidates
+    return Scale(torch.where(taken, four.scale, six.scale), torch.where(taken, four.scale_inv, six.scale_inv))
+
+
 def _usable(amax: Tensor) -> Tensor:
     return (amax > 0) & amax.isfinite()
 
 
+def _largest(amax: Tensor) -> Tensor:
+    return torch.where(_usable(amax), amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
+
+
 def _tensor_scale(amax: Tensor, top: float, largest: Tensor | None) -> Tensor:
     """1 / t (1, 1), where t brings the tensor's largest finite amax to `top`."""
-    if largest is None:
-        largest = torch.where(_usable(amax), amax, 0.0).amax().reshape(1, 1) if amax.numel() else amax.new_zeros(1, 1)
+    largest = _largest(amax) if largest is None else largest
     return torch.full_like(largest, top).div_(largest).clamp_(max=_FP32_MAX)
 
 
@@ -128,5 +176,6 @@ def _scale_of(block: Tensor, encode: Tensor, amax: Tensor) -> Scale:
 
 BLOCK_SCALES: Mapping[str, ChooseScales] = MappingProxyType(
     {"unclipped": unclipped, "four_over_six": four_over_six, "ms_eden": ms_eden}
+    | {rule: partial(four_over_six_te, rule=rule) for rule in TE_FOUR_OVER_SIX}
 )
 """The registered rules, by name; "amax", the ordinary one, is `scaling.compute_scale`."""

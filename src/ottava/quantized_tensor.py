@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ottava.accumulator import Accumulator
+from ottava.accumulator import Accumulator, get_accumulator
 from ottava.block_scales import BLOCK_SCALES
 from ottava.errors import RefusesUnknownFields, need_type, unknown_name
 from ottava.formats import E2M1, E5M2, Format, get_format
@@ -249,9 +249,11 @@ def refuse_pair(
 ) -> str | None:
     """Why no GEMM takes these two operands together, on any device; None if one does.
 
-    A CPU follows the rules of the hardware, too, so a run that works here also works there. That E5M2 x E5M2 is missing
-    is a rule of cuBLASLt, not of the instructions: it runs under a named accumulator, which is emulated.
-    Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered).
+    A CPU follows the rules of the hardware, too, so a run that works here also works there. That E5M2 x E5M2 and two
+    widths are missing is a rule of cuBLASLt, not of the instructions: they run under a named accumulator that takes them,
+    which is emulated.
+    Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered); the
+    operands of tcgen05.mma in the PTX ISA.
     """
     if lhs is None and rhs is None:
         return None
@@ -263,11 +265,57 @@ def refuse_pair(
         return f"{lhs.format} meets {rhs.format}; no card multiplies AMD's FNUZ formats by OCP's"
     if lhs.granularity == BLOCK_128X128 and rhs.granularity == BLOCK_128X128:
         return "no tensor core takes 128x128 blocks on both sides; make one of them 1x128"
-    if lhs.format.bits != rhs.format.bits:
+    if lhs.format.bits != rhs.format.bits and not (accumulator is not None and accumulator.scales_blocks):
         return f"{lhs.format} has {lhs.format.bits} bits and {rhs.format} {rhs.format.bits}; both sides need one width"
+    if accumulator is not None and (reason := refuse_instruction(lhs, rhs, accumulator)):
+        return reason
     one, other = (t if t is not None and t.paired else None for t in (lhs.transform, rhs.transform))
     if one != other:
         return f"transform {one} meets {other}; a product keeps its value only if both sides have the same one"
+    return None
+
+
+def instruction(lhs: QuantizationSpec, rhs: QuantizationSpec, accumulator: Accumulator) -> tuple[Accumulator, bool]:
+    """The profile of the instruction for two operands, and whether it scales their blocks.
+
+    Example:
+        >>> from ottava.accumulator import get_accumulator
+        >>> from ottava.formats import E4M3
+        >>> from ottava.scaling import BLOCK_1X32
+        >>> mxfp8, mxfp4 = (QuantizationSpec(fmt, BLOCK_1X32, "e8m0") for fmt in (E4M3, E2M1))
+        >>> for pair in ((mxfp8, mxfp8), (mxfp8, mxfp4), (mxfp4, mxfp4)):
+        ...     instruction(*pair, get_accumulator("tcgen05"))[0].name
+        'tcgen05'
+        'tcgen05'
+        'tcgen05_fp4'
+    """
+    scaled = accumulator.scales_blocks and {_instruction_scale(lhs), _instruction_scale(rhs)} != {None}
+    if scaled and accumulator.fp4 and lhs.format == rhs.format == E2M1:
+        accumulator = get_accumulator(accumulator.fp4)
+    return accumulator, scaled
+
+
+def _instruction_scale(spec: QuantizationSpec) -> str | None:
+    """The scales of blocks that instructions of Blackwell read; None: fp32 numbers, which stand outside."""
+    return {"e8m0": "E8M0", "e8m0_floor": "E8M0", "e4m3": "E4M3"}.get(spec.scale_format)
+
+
+def refuse_instruction(lhs: QuantizationSpec, rhs: QuantizationSpec, accumulator: Accumulator) -> str | None:
+    """Why the instruction of a profile does not take two operands; None if it does."""
+    profile, scaled = instruction(lhs, rhs, accumulator)
+    name, fp4 = f"accumulator {accumulator.name!r}", lhs.format == rhs.format == E2M1
+    if profile.dot > 1 and not (fp4 and scaled):
+        return f"{name} is that of an instruction on E2M1 x E2M1 in blocks with E8M0 or E4M3 scales"
+    if not scaled:
+        return None
+    scales = {_instruction_scale(lhs), _instruction_scale(rhs)}
+    step = profile.dot if profile.dot > 1 else profile.group or 1
+    ragged = any(spec.granularity.cols is not None and spec.granularity.cols % step for spec in (lhs, rhs))
+    if len(scales) > 1 or ragged or ("E4M3" in scales and profile.dot == 1):
+        return (
+            f"{name} scales blocks of {step} columns, or of multiples, by E8M0 on both sides"
+            f"{', or by E4M3 on both sides' if fp4 else '; by E4M3 only E2M1 x E2M1'}"
+        )
     return None
 
 

@@ -339,6 +339,7 @@ _GUARDED_E4M3, _GUARDED_E5M2 = (replace(spec, scaling="guarded", margin=1) for s
 _NV = QuantizationSpec(E2M1, BLOCK_1X16, scale_format="e4m3")
 _NV_WEIGHT, _NV_RANDOM = replace(_NV, granularity=BLOCK_16X16), replace(_NV, rounding="stochastic")
 _FOUR, _FOUR_WEIGHT = (replace(spec, block_scale="four_over_six") for spec in (_NV, _NV_WEIGHT))
+_TE_FOUR, _TE_FOUR_WEIGHT = (replace(spec, block_scale="four_over_six_te") for spec in (_NV, _NV_WEIGHT))
 _EDEN = replace(_NV, block_scale="ms_eden", transform=Hadamard(128, "fresh", rounded=False))
 _AVERIS = replace(_NV, transform=Mean()), _NV_WEIGHT, replace(_NV_RANDOM, transform=Mean())
 _MX4 = QuantizationSpec(E2M1, BLOCK_1X32, scale_format="e8m0")
@@ -371,6 +372,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             _table("nvfp4_rht", _NV, _NV_WEIGHT, _NV_RANDOM, wgrad=_behind(_NV_RANDOM, _NV, Hadamard())),
             # the same with the better of two scales for each block of x and w; what is rounded at random keeps its amax
             _table("four_over_six", _FOUR, _FOUR_WEIGHT, _NV_RANDOM, wgrad=_behind(_NV_RANDOM, _FOUR, Hadamard())),
+            # TE NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True): its rule refuses rotated tensors
+            _table("four_over_six_te", _TE_FOUR, _TE_FOUR_WEIGHT, _NV_RANDOM),
             # Quartet II: the backward rotates both operands anew each time, and corrects block scales
             Recipe("ms_eden", GemmRecipe(_FOUR, _FOUR, fast_accum=True), *(GemmRecipe(_EDEN, _EDEN),) * 2),
             # Averis: the mean over tokens is taken out of x and dy, and multiplied in high precision

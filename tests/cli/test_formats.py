@@ -107,7 +107,7 @@ def test_the_numbers_of_e4m3_are_worked_out(capsys: pytest.CaptureFixture[str]) 
         "largest      448 = 1.75 * 2^8",
         "smallest     0.001953125 = 2^-9",
         "eps          0.125 = 2^-3: rounding a normal number errs by at most 6.25 %",
-        "scales of    nvfp4, nvfp4_rht, four_over_six, ms_eden, averis",
+        "scales of    nvfp4, nvfp4_rht, four_over_six, four_over_six_te, ms_eden, averis",
     ):
         assert f"  {line}\n" in out
     assert re.search(r"^78 +s\|1111\|\.\.\. +normal/NaN +256 .* 448 +NaN *$", out, re.MULTILINE)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kernels.native.test_measure import assert_same as assert_same_tally
 from ottava import scaling
+from ottava.block_scales import TE_FOUR_OVER_SIX
 from ottava.debug.measure import measure_all, survey
 from ottava.debug.sample import squares_of
 from ottava.debug.tally import DETAILS
@@ -288,7 +289,8 @@ def stochastic(case: Case) -> None:
 def rule(case: Case) -> None:
     """Scales of blocks by a rule, and codes."""
     x, seed, blocks = case.matrix(), case.rng.getrandbits(30), case.rng.choice(("1x16", "16x16", "3x5", "1x2", "48x5"))
-    spec = QuantizationSpec(E2M1, Granularity.parse(blocks), "e4m3", block_scale="four_over_six")
+    rule = case.rng.choice(("four_over_six", *TE_FOUR_OVER_SIX))
+    spec = QuantizationSpec(E2M1, Granularity.parse(blocks), "e4m3", block_scale=rule)
     if case.rng.random() < 0.5:
         rotation = Hadamard(case.rng.choice((16, 64, 128)), "fresh")
         spec = QuantizationSpec(E2M1, BLOCK_1X16, "e4m3", block_scale="ms_eden", transform=rotation)

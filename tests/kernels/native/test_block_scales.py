@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.native.older_builds import for_each_older_build, use_older_build
 from layout_samples import LAYOUTS, tiles
+from ottava.block_scales import TE_FOUR_OVER_SIX
 from ottava.casts import explain_quantize, quantize
 from ottava.formats import E2M1
 from ottava.kernels import reference
@@ -31,7 +32,9 @@ RAGGED = tuple(
     QuantizationSpec(E2M1, Granularity.parse(blocks), "e4m3", block_scale="four_over_six")
     for blocks in ("3x5", "row", "*x4")
 )
-SPECS = (FOUR, FOUR_WEIGHT, EDEN, *RAGGED)
+TE = tuple(replace(FOUR, block_scale=rule) for rule in TE_FOUR_OVER_SIX)
+TE_WEIGHT = tuple(replace(spec, granularity=grid) for spec in TE[:2] for grid in (BLOCK_16X16, Granularity(3, 5)))
+SPECS = (FOUR, FOUR_WEIGHT, EDEN, *RAGGED, *TE, *TE_WEIGHT)
 needs_library = pytest.mark.skipif(bool(native_block_scales.built().reason), reason=native_block_scales.built().reason)
 
 
@@ -62,7 +65,7 @@ def test_every_rule_and_layout_gives_the_references_bits(spec: QuantizationSpec,
 
 
 @needs_library
-@sweep(spec=[FOUR, FOUR_WEIGHT, EDEN])
+@sweep(spec=[FOUR, FOUR_WEIGHT, EDEN, *TE[:2]])
 def test_every_16_bit_number_is_cast_as_the_reference_does(spec: QuantizationSpec, dtype: torch.dtype) -> None:
     """Blocks of neighbours, and blocks of all magnitudes."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
@@ -104,7 +107,7 @@ def test_what_it_cannot_cast_it_refuses() -> None:
     """With the reason."""
     x = torch.ones(2, 2)
     for spec, x_, message in (
-        (QuantizationSpec(E2M1), x, "chooses scales by four_over_six or ms_eden; got amax"),
+        (QuantizationSpec(E2M1), x, "chooses scales by a rule for FP4; got amax"),
         (replace(FOUR, rounding="stochastic"), x, "got stochastic"),
         (FOUR, torch.ones(2, 2, device="meta"), "runs on a cpu; got meta"),
         (RAGGED[1], torch.ones(1, 20000), "blocks of at most 16,384 elements; got row"),

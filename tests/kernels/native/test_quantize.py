@@ -366,7 +366,7 @@ def test_without_a_library_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -
     lines = [
         "native_quantize: no C++ compiler",
         "native_stochastic: rounds stochastically; got nearest_even",
-        "native_block_scales: chooses scales by four_over_six or ms_eden; got amax",
+        "native_block_scales: chooses scales by a rule for FP4; got amax",
         "reference: runs",
     ]
     assert explain_quantize(x, spec).split("\n") == lines

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ottava.block_scales import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS
+from ottava.block_scales import FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS, TE_FOUR_OVER_SIX
+from ottava.formats import E2M1
 from ottava.kernels import reference
 from ottava.kernels.gate import address, refusal
 from ottava.kernels.native import quantize as native_quantize
@@ -23,9 +26,14 @@ from ottava.rounding import check_input_dtype, draw_seed
 
 NAME = "native_block_scales"
 
-RULES = "four_over_six", "ms_eden"
-"""The rules of the C++ file, by their number there."""
-_TOPS = FOUR_OVER_SIX_TOPS, MS_EDEN_TOPS
+RULES: Mapping[str, tuple[int, float, tuple[float, ...]]] = MappingProxyType(
+    {"four_over_six": (0, *FOUR_OVER_SIX_TOPS), "ms_eden": (1, *MS_EDEN_TOPS)}
+    | {
+        rule: (2 if error == "MAE" else 3, bound * E2M1.max, FOUR_OVER_SIX_TOPS[1])
+        for rule, (bound, error) in TE_FOUR_OVER_SIX.items()
+    }
+)
+"""Rule -> its number in the C++ file, the tensor's amax times its scale, where a block's amax may go."""
 _LARGEST_BLOCK = 1 << 14  # elements whose errors are summed at once
 _JOB = struct.Struct("@PPPPqqqqqqqqfff")
 """The C++ file's `Job`."""
@@ -47,10 +55,10 @@ def supports_quantize(x: Tensor, spec: QuantizationSpec, scale: Tensor | None = 
     Example:
         >>> from ottava.formats import E4M3
         >>> supports_quantize(torch.ones(2, 2), QuantizationSpec(E4M3))
-        'native_block_scales: chooses scales by four_over_six or ms_eden; got amax'
+        'native_block_scales: chooses scales by a rule for FP4; got amax'
     """
     if spec.block_scale not in RULES:
-        return f"{NAME}: chooses scales by {' or '.join(RULES)}; got {spec.block_scale}"
+        return f"{NAME}: chooses scales by a rule for FP4; got {spec.block_scale}"
     if spec.rounding != "nearest_even":
         return f"{NAME}: rounds to nearest even; got {spec.rounding}"
     if not x.is_cpu:
@@ -84,10 +92,9 @@ def plan_quantize(x: Tensor, spec: QuantizationSpec) -> RunCast:
     check_input_dtype(x, "quantize")
     if x.dim() != 2 or not x.numel():  # the reference raises the error, or makes a scale
         return lambda x, scale, staged: reference.quantize(x, spec, scale)
-    shape, rule = (x.shape[0], x.shape[1]), RULES.index(spec.block_scale)
+    shape, (rule, top, candidates) = (x.shape[0], x.shape[1]), RULES[spec.block_scale]
     block, grid = spec.granularity.block_shape(shape), spec.granularity.grid_shape(shape)
     group = 0 if spec.transform is None else spec.transform.group or 0
-    top, candidates = _TOPS[rule]
     library = built(x.dtype).library
     assert library is not None  # supports_quantize was asked
 

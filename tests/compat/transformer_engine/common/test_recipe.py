@@ -20,7 +20,7 @@ from ottava.compat.transformer_engine.common.recipe import (
     Recipe,
 )
 from ottava.gemm_recipe import HIGH_PRECISION
-from ottava.recipe import GEMMS, get_recipe
+from ottava.recipe import GEMMS, RECIPES, get_recipe
 from ottava.scaling import BLOCK_1X16, BLOCK_1X128, BLOCK_128X128, Granularity
 
 
@@ -76,6 +76,30 @@ def test_every_field_reaches_its_cells() -> None:
     assert spec(nvfp4, "grad_output").rounding == "nearest_even"
 
 
+def test_four_over_six_is_that_of_the_fields() -> None:
+    """Scopes, error and bound of each operand; gradients keep NVIDIA's scales, and rotated activations are refused."""
+    cases = (
+        ({"nvfp4_4over6": "all"}, "four_over_six_te", "four_over_six_te"),
+        ({"nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"}, *("four_over_six_te_mse",) * 2),
+        ({"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "none"}, *("four_over_six_te_448",) * 2),
+        (
+            {"nvfp4_4over6": "all", "nvfp4_4over6_e4m3_use_256": "weights", "nvfp4_4over6_err_mode": "MSE"},
+            *("four_over_six_te_mse_448", "four_over_six_te_mse"),
+        ),
+        ({"nvfp4_4over6": "activations"}, "four_over_six_te", "amax"),
+        ({"nvfp4_4over6": "weights"}, "amax", "four_over_six_te"),
+        ({"nvfp4_4over6": "weights", "disable_rht": False}, "amax", "four_over_six_te"),
+        ({"nvfp4_4over6_err_mode": "MSE"}, "amax", "amax"),
+    )
+    for fields, x, w in cases:
+        recipe = NVFP4BlockScaling(**{"disable_rht": True, **fields}).ottava  # type: ignore[arg-type]
+        rules = [spec.block_scale for spec in (*recipe.cells("input"), *recipe.cells("weight")) if spec]
+        assert rules == [x, x, w, w], fields
+        assert {spec.block_scale for spec in recipe.cells("grad_output") if spec} == {"amax"}
+        named = NVFP4BlockScaling(**{"disable_rht": True, **fields}).ottava == RECIPES["four_over_six_te"]  # type: ignore[arg-type]
+        assert named == (fields == {"nvfp4_4over6": "all"})
+
+
 def test_a_backward_in_high_precision_keeps_the_forward() -> None:
     for recipe in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         changed = recipe(backward_override="high_precision").ottava
@@ -100,7 +124,9 @@ def test_a_backward_in_high_precision_keeps_the_forward() -> None:
         ),
         (lambda: Float8BlockScaling(x_block_scaling_dim=2), ValueError, "128x128"),
         (lambda: Float8BlockScaling(w_block_scaling_dim=3), ValueError, "needs 1 or 2"),
-        (lambda: NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"), NotImplementedError, "scaled to 6"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), ValueError, "behind the random Hadamard transform"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="weight"), ValueError, "did you mean 'weights'"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="MSA"), ValueError, "did you mean 'MAE'"),
         (lambda: CustomRecipe(qfactory=print), NotImplementedError, "a table of six cells"),
         (
             lambda: DelayedScaling(fp8_dpa=True),

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from ottava import formats
 from ottava.attention_recipe import AttentionRecipe
-from ottava.errors import RefusesUnknownFields
+from ottava.block_scales import TE_FOUR_OVER_SIX
+from ottava.errors import RefusesUnknownFields, unknown_name
 from ottava.gemm_recipe import HIGH_PRECISION, GemmRecipe
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.recipe import GEMMS, TENSOR_OF, get_recipe
@@ -284,9 +285,20 @@ class MXFP8BlockScaling(Recipe):
         return _each(recipe, lambda spec, tensor: replace(spec, granularity=square) if tensor == "weight" else spec)
 
 
+_SCOPES: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+    {
+        "none": lambda tensor: False,
+        "weights": lambda tensor: tensor == "weight",
+        "activations": lambda tensor: tensor != "weight",
+        "all": lambda tensor: True,
+    }
+)
+_FOUR_OVER_SIX = MappingProxyType({arithmetic: rule for rule, arithmetic in TE_FOUR_OVER_SIX.items()})
+
+
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """ottava's "nvfp4_rht"; with disable_rht=True "nvfp4"."""
+    """ottava's "nvfp4_rht"; with disable_rht=True "nvfp4", and with nvfp4_4over6="all", too, "four_over_six_te"."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -300,22 +312,39 @@ class NVFP4BlockScaling(Recipe):
     REFUSED: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "row_scaled_activation": "each tensor has one fp32 scale above those of its blocks",
-            "nvfp4_4over6": "every block is scaled to 6",
-            "nvfp4_4over6_e4m3_use_256": "every block is scaled to 6",
-            "nvfp4_4over6_err_mode": "every block is scaled to 6",
             "fp4_format": "NVFP4 codes are E2M1",
         }
     )
 
+    def __post_init__(self) -> None:
+        for field, known in (
+            ("nvfp4_4over6", _SCOPES),
+            ("nvfp4_4over6_e4m3_use_256", _SCOPES),
+            ("nvfp4_4over6_err_mode", ("MAE", "MSE")),
+        ):
+            if getattr(self, field) not in known:
+                raise ValueError(f"NVFP4BlockScaling: {unknown_name(field, getattr(self, field), known)}")
+        if _SCOPES[self.nvfp4_4over6]("input") and not self.disable_rht:
+            raise ValueError(
+                f"NVFP4BlockScaling: nvfp4_4over6={self.nvfp4_4over6!r} searches the scales of activations, which "
+                "TransformerEngine does not do behind the random Hadamard transform: give disable_rht=True or "
+                "nvfp4_4over6='weights', or take ottava's recipe four_over_six, which does both"
+            )
+        super().__post_init__()
+
     def _cells(self) -> OttavaRecipe:
         def cell(spec: QuantizationSpec, tensor: str) -> QuantizationSpec:
+            if tensor != "grad_output" and _SCOPES[self.nvfp4_4over6](tensor):
+                bound = 256.0 if _SCOPES[self.nvfp4_4over6_e4m3_use_256](tensor) else 448.0
+                spec = replace(spec, block_scale=_FOUR_OVER_SIX[bound, self.nvfp4_4over6_err_mode])
             if tensor == "weight" and self.disable_2d_quantization:
                 return replace(spec, granularity=BLOCK_1X16)
             if tensor == "grad_output" and self.disable_stochastic_rounding:
                 return replace(spec, rounding="nearest_even")
             return spec
 
-        return _each(get_recipe("nvfp4" if self.disable_rht else "nvfp4_rht"), cell)
+        unturned = "four_over_six_te" if self.nvfp4_4over6 == "all" else "nvfp4"
+        return _each(get_recipe(unturned if self.disable_rht else "nvfp4_rht"), cell)
 
 
 class CustomRecipe(Recipe):

@@ -5,6 +5,9 @@
 // 2**(fraction - largest), which conversion to integers truncates toward zero. Those are exact, and so are their sums: in
 // 32 bits for as many products as cannot overflow them, then in fp64 with the accumulator so far. The bits depend neither on
 // threads nor on instruction sets.
+//
+// Where the instruction scales blocks (`inside`), the exponents of scales are added to those of products, and dots of
+// several products become terms in fp64.
 #include "simd.h"
 
 extern "C" {
@@ -19,6 +22,7 @@ struct Side {             // as accumulate.py lays it out: eight bytes each
 };
 struct Rule {
   int64_t group, fraction_bits, kept_bits, nearest, promotion;  // promotion 0: none
+  int64_t inside, dot, smallest_scale;  // whether scales are the instruction's; exponent of the smallest normal one
 };
 struct Call {
   Side a, b;
@@ -36,6 +40,7 @@ namespace {
 constexpr int64_t WIDTH = 64;           // columns of y that are computed together
 constexpr int64_t ROWS = 128;           // rows of y for which packed rows of b serve
 constexpr int64_t SPAN = 512;           // steps of k that are packed at once: they stay in L2
+constexpr int64_t MOST_DOTS = 16;       // in a group
 constexpr int FOUR = 4;                 // vectors of sums in registers
 constexpr int8_t NOTHING = -60;         // exponent of a zero: below all others, also with another one added
 constexpr int32_t NO_PRODUCT = -40, LEAST = -126;  // a sum of exponents below the first is a product that is zero
@@ -60,6 +65,11 @@ struct Coded {  // what a code stands for
   }
 };
 
+// The exponent of a scale; zero has that of accumulators.
+inline int32_t exponent_of(float scale, int64_t smallest) {
+  return scale == 0 ? LEAST : int32_t(larger<int64_t>(((bits_of(scale) & MAGNITUDE) >> 23) - 127, smallest));
+}
+
 struct Group {  // products that are summed at once
   int64_t from, to, step;
   bool promoted, last;  // whether a chain, and a step, ends with it
@@ -70,9 +80,9 @@ struct State {
   alignas(64) float carry[WIDTH], part[WIDTH], y[WIDTH];
 };
 
-// The accumulator `carry` after one more group of `count` products.
-void add_group(const float* a, const int8_t* a_exponent, const float* b, const int8_t* b_exponent, int64_t count,
-               const Rule& rule, float* carry) {
+// The accumulator `carry` after one more group of `count` products; `shift`: the exponents of their scales.
+void add_group(const float* a, const int8_t* a_exponent, const float* b, const int8_t* b_exponent, const int32_t* shift,
+               int64_t count, const Rule& rule, float* carry) {
   const int32_t fraction = int32_t(rule.fraction_bits);
   const int64_t dropped = 52 - rule.kept_bits, half = rule.nearest ? (int64_t(1) << (dropped - 1)) - 1 : 0;
   const int64_t odd = rule.nearest ? 1 : 0, kept = ~((int64_t(1) << dropped) - 1);
@@ -93,10 +103,11 @@ void add_group(const float* a, const int8_t* a_exponent, const float* b, const i
       const Ints products = widened(load<Bytes>(shifted + j + v * LANES)) - 128;
       const Ints field = (load<Ints>(carry + j + v * LANES) & MAGNITUDE) >> 23;
       const Ints own = (field > 1 ? field : spread(1)) - 127;
-      const Ints of_products = products < NO_PRODUCT ? spread(LEAST) : products;
+      const Ints moved = load<Ints>(shift + j + v * LANES);
+      const Ints of_products = products < NO_PRODUCT ? spread(LEAST) : products + moved;
       largest[v] = own > of_products ? own : of_products;
-      const Ints power = (127 + fraction) - largest[v];
-      unit[v] = as<Floats>((power > 254 ? spread(254) : power) << 23);  // above that there are no products
+      const Ints power = (127 + fraction) - largest[v] + moved, most = power > 254 ? spread(254) : power;
+      unit[v] = as<Floats>((most < 0 ? spread(0) : most) << 23);  // above 254 there are no products, below 0 none counts
       low[v] = high[v] = Doubles{};
     }
     for (int64_t k0 = 0; k0 < count; k0 += exact) {
@@ -134,6 +145,36 @@ void add_group(const float* a, const int8_t* a_exponent, const float* b, const i
   }
 }
 
+// The same of dots: each is summed exactly and multiplied by its two scales; the exponents of those count.
+void add_dots(const float* a, const float* b, const float* a_scale, const float* b_scale, int64_t count, const Rule& rule,
+              float* carry) {
+  const int64_t dropped = 52 - rule.kept_bits, half = rule.nearest ? (int64_t(1) << (dropped - 1)) - 1 : 0;
+  const int64_t odd = rule.nearest ? 1 : 0, kept = ~((int64_t(1) << dropped) - 1);
+  alignas(64) double terms[MOST_DOTS][WIDTH];
+  alignas(64) int32_t largest[WIDTH];
+  for (int64_t j = 0; j < WIDTH; j++) largest[j] = exponent_of(carry[j], LEAST);
+  const int64_t dots = (count + rule.dot - 1) / rule.dot;
+  for (int64_t d = 0; d < dots; d++) {
+    alignas(64) float sum[WIDTH] = {};
+    for (int64_t k = d * rule.dot; k < smaller(count, (d + 1) * rule.dot); k++)
+      for (int64_t j = 0; j < WIDTH; j++) sum[j] += a[k] * b[k * WIDTH + j];
+    const int32_t own = exponent_of(a_scale[d], rule.smallest_scale);
+    for (int64_t j = 0; j < WIDTH; j++) {
+      const float scale = b_scale[d * WIDTH + j];
+      largest[j] = larger(largest[j], own + exponent_of(scale, rule.smallest_scale));
+      terms[d][j] = double(sum[j]) * (double(a_scale[d]) * double(scale));
+    }
+  }
+  for (int64_t j = 0; j < WIDTH; j++) {
+    const int64_t power = rule.fraction_bits - largest[j];
+    const double up = as<double>(int64_t(1023 + power) << 52), down = as<double>(int64_t(1023 - power) << 52);
+    double sum = __builtin_trunc(double(carry[j]) * up);
+    for (int64_t d = 0; d < dots; d++) sum += __builtin_trunc(terms[d][j] * up);
+    const int64_t bits = as<int64_t>(sum * down);
+    carry[j] = float(as<double>((bits + half + (bits >> dropped & odd)) & kept));
+  }
+}
+
 struct Walk {
   const Call& call;
   const Coded &of_a, &of_b;
@@ -147,9 +188,15 @@ struct Walk {
     return side.scale_inv[row / side.block_rows * side.scale_row_stride + k / side.block_cols * side.scale_col_stride];
   }
 
-  // Rows of b from n0 on, k from k0 to k1: numbers and exponents with a row in each lane.
-  void pack(int64_t n0, int64_t columns, int64_t k0, int64_t k1, float* numbers, int8_t* exponents) const {
+  // Columns below one scale.
+  int64_t unit() const { return call.rule.dot > 1 ? call.rule.dot : call.rule.group; }
+
+  // Rows of b from n0 on, k from k0 to k1: numbers, exponents and the instruction's scales with a row in each lane.
+  void pack(int64_t n0, int64_t columns, int64_t k0, int64_t k1, float* numbers, int8_t* exponents, float* scales) const {
     const Side& side = call.b;
+    for (int64_t k = k0; call.rule.inside && k < k1; k += unit())
+      for (int64_t j = 0; j < WIDTH; j++)
+        scales[(k - k0) / unit() * WIDTH + j] = j < columns ? scale(side, n0 + j, k) : 0.0f;
     for (int64_t k = k0; k < k1; k += 64)
       for (int64_t j = 0; j < WIDTH; j++)
         for (int64_t at = k, end = smaller(k + 64, k1); at < end; at++) {
@@ -168,14 +215,26 @@ struct Walk {
     float* to = !one ? s.y : call.rule.promotion ? s.part : s.carry;
     for (int64_t j = 0; j < columns; j++) {
       const float c = call.c[row * call.b.rows + n0 + j];
-      to[j] = !is_finite(c) ? 0.0f : one ? c / scale(call.a, row, 0) / scale(call.b, n0 + j, 0) : c;
+      to[j] = !is_finite(c) ? 0.0f : one && !call.rule.inside ? c / scale(call.a, row, 0) / scale(call.b, n0 + j, 0) : c;
     }
   }
 
   void add(const Group& g, int64_t row, int64_t n0, int64_t columns, int64_t k0, const float* numbers,
-           const int8_t* exponents, State& s) const {
-    const int64_t at = row * call.k + g.from, in_b = (g.from - k0) * WIDTH;
-    add_group(a_numbers.get() + at, a_exponents.get() + at, numbers + in_b, exponents + in_b, g.to - g.from, call.rule, s.carry);
+           const int8_t* exponents, const float* scales, State& s) const {
+    const Rule& rule = call.rule;
+    const int64_t at = row * call.k + g.from, in_b = (g.from - k0) * WIDTH, count = g.to - g.from;
+    if (rule.dot > 1) {
+      float own[MOST_DOTS];
+      for (int64_t k = g.from; k < g.to; k += rule.dot) own[(k - g.from) / rule.dot] = scale(call.a, row, k);
+      add_dots(a_numbers.get() + at, numbers + in_b, own, scales + in_b / rule.dot, count, rule, s.carry);
+    } else {
+      alignas(64) int32_t shift[WIDTH] = {};
+      if (rule.inside) {
+        const int32_t own = exponent_of(scale(call.a, row, g.from), rule.smallest_scale);
+        for (int64_t j = 0; j < WIDTH; j++) shift[j] = own + exponent_of(scales[in_b / rule.group + j], rule.smallest_scale);
+      }
+      add_group(a_numbers.get() + at, a_exponents.get() + at, numbers + in_b, exponents + in_b, shift, count, rule, s.carry);
+    }
     if (g.promoted)
       for (int64_t j = 0; j < WIDTH; j++) {
         s.part[j] += s.carry[j];
@@ -185,6 +244,10 @@ struct Walk {
     const float* part = call.rule.promotion ? s.part : s.carry;
     const float x = scale(call.a, row, g.from);
     for (int64_t j = 0; j < columns; j++) {
+      if (rule.inside) {
+        s.y[j] = part[j];
+        continue;
+      }
       const float z = scale(call.b, n0 + j, g.from);
       s.y[j] = call.step >= call.k ? part[j] * x * z : __builtin_fmaf(x * z, part[j], s.y[j]);
     }
@@ -225,8 +288,9 @@ struct Walk {
     {
       Array<float> numbers((SPAN + call.rule.group) * WIDTH);
       Array<int8_t> exponents((SPAN + call.rule.group) * WIDTH);
+      Array<float> scales((SPAN + call.rule.group) / unit() * WIDTH + WIDTH);
       Array<State> states(rows);
-      const bool here = numbers && exponents && states;
+      const bool here = numbers && exponents && scales && states;
       if (!here) memory = false;
 #pragma omp for schedule(dynamic, 1)
       for (int64_t task = 0; task < panels * blocks; task++) {
@@ -237,10 +301,10 @@ struct Walk {
         for (int64_t g0 = 0, g1; g0 < count; g0 = g1) {
           const int64_t k0 = groups[g0].from;
           for (g1 = g0 + 1; g1 < count && groups[g1].from - k0 < SPAN;) g1++;
-          pack(n0, columns, k0, groups[g1 - 1].to, numbers.get(), exponents.get());
+          pack(n0, columns, k0, groups[g1 - 1].to, numbers.get(), exponents.get(), scales.get());
           for (int64_t row = m0; row < m1; row++)
             for (int64_t g = g0; g < g1; g++)
-              add(groups[g], row, n0, columns, k0, numbers.get(), exponents.get(), states[row - m0]);
+              add(groups[g], row, n0, columns, k0, numbers.get(), exponents.get(), scales.get(), states[row - m0]);
         }
         for (int64_t row = m0; row < m1; row++) finish(row, n0, columns, states[row - m0]);
       }

@@ -1,6 +1,7 @@
 // NVFP4's casts by rules for block scales, to nearest, bit for bit those of block_scales.py and `reference`:
 //
 //   FOUR_OVER_SIX  a block's amax goes to 6 or to 4, whichever gives the smaller squared error
+//   TE_MAE, TE_MSE the same by TransformerEngine's sums of errors in fp32
 //   MS_EDEN        each group of blocks is corrected by <z, z> / <z, q>, its scales are rounded to E4M3 stochastically
 //
 // Sums of squares are fp64, folded in halves (`folded`), as in the reference.
@@ -25,7 +26,7 @@ extern "C" struct Job {  // native.block_scales._JOB
 
 namespace {
 
-enum Rule { FOUR_OVER_SIX, MS_EDEN };
+enum Rule { FOUR_OVER_SIX, MS_EDEN, TE_MAE, TE_MSE };
 constexpr int64_t SMALLEST_SHARE = 16384;  // elements that pay for waking another thread
 constexpr float MOST = 3.40282347e38f;
 
@@ -83,11 +84,16 @@ struct Scales {
 };
 
 struct Level {  // the inverse of the tensor's scale, and what brings an amax to each candidate's top
-  float decode, factors[2];
+  float encode, decode, factors[2], top, largest;
 
-  Level(float encode, const float* tops) : decode(1.0f / encode), factors{encode / tops[0], encode / tops[1]} {}
+  Level(float encode, float largest, const Job& job)
+      : encode(encode), decode(1.0f / encode), factors{encode / job.tops[0], encode / job.tops[1]}, top(job.tensor_top), largest(largest) {}
 
-  inline float block(float amax, int candidate) const { return e4m3(amax * factors[candidate]); }  // of a usable block
+  template <int RULE>
+  inline float block(float amax, int candidate) const {  // of a usable block
+    if constexpr (RULE >= TE_MAE) return e4m3(amax / 6.0f * encode * (candidate ? 1.5f : 1.0f));
+    return e4m3(amax * factors[candidate]);
+  }
   inline Scales with(float block) const {
     const float scale_inv = block * decode, scale = 1.0f / scale_inv;
     return {block, smaller(scale, MOST), scale_inv};
@@ -129,17 +135,35 @@ void amaxes(const Job& job, int64_t row) {  // of a row of blocks
   }
 }
 
-// Codes of a row of a block, and the squares of its errors.
-template <class T>
-inline void with_errors(const typename T::Int* x, int64_t n, Scales s, uint8_t* __restrict out, double* __restrict squares) {
+// Codes of a row of a block, and what its errors count.
+template <class T, int RULE>
+inline void with_errors(const typename T::Int* x, int64_t n, Scales s, const Level& level, uint8_t* __restrict out,
+                        double* __restrict errors) {
+  const float top = level.top, largest = level.largest;
   in_pieces(n, [=](int64_t k, auto width) {
     for (int i = 0; i < width; i++) {
       int32_t code;
-      const float number = T::value(x[k + i]), error = e2m1(number * s.scale, code) * s.scale_inv - number;
+      const float number = T::value(x[k + i]), q = e2m1(number * s.scale, code);
+      const float value = RULE >= TE_MAE ? q * s.block * largest / top : q * s.scale_inv, error = value - number;
       out[k + i] = uint8_t(code);
-      squares[k + i] = double(error) * double(error);
+      if (RULE == TE_MAE) errors[k + i] = double(float_of(bits_of(error) & MAGNITUDE));
+      else errors[k + i] = RULE == TE_MSE ? double(error * error) : double(error) * double(error);
     }
   });
+}
+
+// Their sum over a block; it overwrites them. TransformerEngine adds a row from left to right, then rows in halves, in fp32.
+template <int RULE>
+inline double sum_of(double* errors, int64_t rows, int64_t cols) {
+  if constexpr (RULE < TE_MAE) return folded(errors, rows * cols);
+  for (int64_t i = 0; i < rows; i++) {
+    float line = 0;
+    for (int64_t k = 0; k < cols; k++) line += float(errors[i * cols + k]);
+    errors[i] = double(line);
+  }
+  for (int64_t n = rows; n > 1; n -= n / 2)
+    for (int64_t i = 0, half = n / 2; i < half; i++) errors[i] = double(float(errors[i]) + float(errors[n - half + i]));
+  return errors[0];
 }
 
 // Codes of a row of a block, z * z and z * q.
@@ -158,23 +182,23 @@ inline void with_lengths(const typename T::Int* x, int64_t n, float scale, uint8
 }
 
 // Blocks of 1x16 by themselves: nearly all there are, and twice as fast with sizes that the compiler knows.
-template <class T>
+template <class T, int RULE>
 inline float better_16(const typename T::Int* x, float amax, const Level& level, uint8_t* out) {
   double errors[2], squares[16];
   uint8_t codes[2][16];
   Scales s[2];
   for (int candidate = 0; candidate < 2; candidate++) {
-    s[candidate] = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, unusable(amax)};
-    with_errors<T>(x, 16, s[candidate], codes[candidate], squares);
-    errors[candidate] = folded_16(squares);
+    s[candidate] = usable(amax) ? level.with(level.block<RULE>(amax, candidate)) : Scales{1, 1, unusable(amax)};
+    with_errors<T, RULE>(x, 16, s[candidate], level, codes[candidate], squares);
+    errors[candidate] = RULE >= TE_MAE ? sum_of<RULE>(squares, 1, 16) : folded_16(squares);
   }
   const int best = errors[1] < errors[0];
   std::memcpy(out, codes[best], 16);
   return s[best].scale_inv;
 }
 
-template <class T>
-void four_over_six(const Job& job, Level level, int64_t row, double* squares, uint8_t* codes) {
+template <class T, int RULE>
+void four_over_six(const Job& job, const Level& level, int64_t row, double* squares, uint8_t* codes) {
   const Grid grid(job);
   const int64_t first = row * job.block_rows, height = smaller(job.block_rows, job.rows - first);
   for (int64_t j = 0; j < grid.cols; j++) {
@@ -182,17 +206,17 @@ void four_over_six(const Job& job, Level level, int64_t row, double* squares, ui
     const float amax = job.amax[row * grid.cols + j];
     if (job.block_rows == 1 && width == 16 && job.block_cols == 16) {
       const auto* x = static_cast<const typename T::Int*>(job.x) + first * job.cols + begin;
-      job.scale_inv[row * grid.cols + j] = better_16<T>(x, amax, level, job.out + first * job.cols + begin);
+      job.scale_inv[row * grid.cols + j] = better_16<T, RULE>(x, amax, level, job.out + first * job.cols + begin);
       continue;
     }
     double least = 0;
     for (int candidate = 0; candidate < 2; candidate++) {
-      const Scales s = usable(amax) ? level.with(level.block(amax, candidate)) : Scales{1, 1, unusable(amax)};
+      const Scales s = usable(amax) ? level.with(level.block<RULE>(amax, candidate)) : Scales{1, 1, unusable(amax)};
       if (height < job.block_rows || width < job.block_cols) fill(squares, n, 0.0);
       for (int64_t i = 0; i < height; i++)
-        with_errors<T>(static_cast<const typename T::Int*>(job.x) + (first + i) * job.cols + begin, width, s,
+        with_errors<T, RULE>(static_cast<const typename T::Int*>(job.x) + (first + i) * job.cols + begin, width, s, level,
                     codes + i * job.block_cols, squares + i * job.block_cols);
-      const double error = folded(squares, n);
+      const double error = sum_of<RULE>(squares, job.block_rows, job.block_cols);
       if (candidate > 0 && !(error < least)) break;  // also where one is NaN
       least = error;
       for (int64_t i = 0; i < height; i++)
@@ -214,7 +238,7 @@ void ms_eden(const Job& job, Level level, int64_t row, double* squares, double* 
     if (end < begin + job.group) fill(squares, job.group, 0.0), fill(products, job.group, 0.0);
     for (int64_t from = begin; from < end; from += job.block_cols) {
       const int64_t j = from / job.block_cols, until = smaller(from + job.block_cols, end);
-      const float amax = job.amax[row * grid.cols + j], block = usable(amax) ? level.block(amax, 0) : 1.0f;
+      const float amax = job.amax[row * grid.cols + j], block = usable(amax) ? level.block<MS_EDEN>(amax, 0) : 1.0f;
       const Scales s = usable(amax) ? level.with(block > 0 ? block : 1.0f) : Scales{1, 1, 1};
       wanted[j] = s.block;
       with_lengths<T>(x + from, until - from, s.scale, out + from, squares + (from - begin), products + (from - begin));
@@ -253,13 +277,15 @@ bool cast(const Job& job) {
   float largest = 0;
   for (int64_t i = 0; i < blocks; i++) largest = usable(job.amax[i]) ? larger(largest, job.amax[i]) : largest;
   const float encode = largest > 0 ? smaller(job.tensor_top / largest, MOST) : 1.0f;
-  const Level level(encode, job.tops);
+  const Level level(encode, largest, job);
 #pragma omp parallel for schedule(static) num_threads(int(team))
   for (int64_t i = 0; i < team; i++)
     for (int64_t row = grid.rows * i / team; row < grid.rows * (i + 1) / team; row++) {
       double* own = sums.get() + 2 * room * i;
       if (job.rule == MS_EDEN) ms_eden<T>(job, level, row, own, own + room);
-      else four_over_six<T>(job, level, row, own, codes.get() + room * i);
+      else if (job.rule == TE_MAE) four_over_six<T, TE_MAE>(job, level, row, own, codes.get() + room * i);
+      else if (job.rule == TE_MSE) four_over_six<T, TE_MSE>(job, level, row, own, codes.get() + room * i);
+      else four_over_six<T, FOUR_OVER_SIX>(job, level, row, own, codes.get() + room * i);
     }
   const Keys keys{uint64_t(job.seed)};
   if (job.rule == MS_EDEN) round_at_random(job, level, keys, 0, blocks);
