@@ -163,11 +163,12 @@ def test_the_index_decides_between_files_that_hold_one_tensor(tmp_path: Path) ->
     whole = load_tensors(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     wrong = {key: torch.zeros_like(whole[key]) for key in ("up.bias", "down.weight", "down.weight_scale")}
+    last = {"norm.bias": whole.pop("norm.bias")}
     for right, other in (("a", "b"), ("b", "a")):
         save_file(whole, tmp_path / f"{right}.safetensors")
-        save_file(wrong, tmp_path / f"{other}.safetensors")
-        index = {"weight_map": {key: f"{right}.safetensors" for key in whole}}
-        index["weight_map"] |= {"norm.bias": f"{right}.safetensors"}
+        save_file(wrong | last, tmp_path / f"{other}.safetensors")
+        weight_map = {key: f"{right}.safetensors" for key in whole} | {"norm.bias": f"{other}.safetensors"}
+        index = {"weight_map": weight_map}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         model = Net()
         load_fp8(model, tmp_path)

@@ -320,7 +320,9 @@ def scales_of(key: str, tensors: Mapping[str, Any], sizes: list[Granularity]) ->
     if not scales:
         raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
     if len(scales) > 1:
-        raise UntrustedError(f"{key} has both {_SCALES[0]} and {_SCALES[1]} beside it; a reader cannot know which holds")
+        raise UntrustedError(
+            f"{key} has both {_SCALES[0]} and {_SCALES[1]} beside it; a reader cannot know which holds"
+        )
     scale_key = prefix + scales[0]
     shape = tensors[key].get_slice(key).get_shape()
     scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
