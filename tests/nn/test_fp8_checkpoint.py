@@ -167,7 +167,7 @@ def test_the_index_decides_between_files_that_hold_one_tensor(tmp_path: Path) ->
     for right, other in (("a", "b"), ("b", "a")):
         save_file(whole, tmp_path / f"{right}.safetensors")
         save_file(wrong | last, tmp_path / f"{other}.safetensors")
-        weight_map = {key: f"{right}.safetensors" for key in whole} | {"norm.bias": f"{other}.safetensors"}
+        weight_map = dict.fromkeys(whole, f"{right}.safetensors") | {"norm.bias": f"{other}.safetensors"}
         index = {"weight_map": weight_map}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         model = Net()
@@ -265,7 +265,7 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
     scales = tensors["up.weight_scale_inv"]
     nan, codes = torch.full_like(scales, float("nan")), tensors["up.weight"].clone()
     codes.view(torch.uint8)[3, 5] = 0xFF
-    whole = {key: "model.safetensors" for key in tensors}
+    whole = dict.fromkeys(tensors, "model.safetensors")
     cases: dict[str, dict[str, Any]] = {
         "has no config.json": {"config": None},
         "config.json is no JSON": {"config": "{"},

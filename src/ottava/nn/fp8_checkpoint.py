@@ -320,9 +320,7 @@ def scales_of(key: str, tensors: Mapping[str, Any], sizes: list[Granularity]) ->
     if not scales:
         raise UntrustedError(f"{key} is in FP8, and has neither {_SCALES[0]} nor {_SCALES[1]} beside it")
     if len(scales) > 1:
-        raise UntrustedError(
-            f"{key} has both {_SCALES[0]} and {_SCALES[1]} beside it; a reader cannot know which holds"
-        )
+        raise UntrustedError(f"{key} has both {_SCALES[0]} and {_SCALES[1]} beside it: nobody can know which holds")
     scale_key = prefix + scales[0]
     shape = tensors[key].get_slice(key).get_shape()
     scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
@@ -348,7 +346,7 @@ def _scales(key: str, found: Tensor, shape: tuple[int, int], sizes: list[Granula
         found = found.view(torch.float8_e8m0fnu)
     if found.dtype not in (*FLOATS, torch.float8_e8m0fnu):
         raise UntrustedError(
-            f"{key} has dtype {found.dtype}; needs float32, bfloat16, float16, or E8M0 (also as uint8) for powers of two"
+            f"{key} has dtype {found.dtype}; needs float32, bfloat16, float16, or E8M0 (also as uint8)"
         )
     scale_inv = found.to(torch.float32)
     if scale_inv.dim() < 2:
@@ -386,7 +384,7 @@ def _plain(tensors: Mapping[str, Any], places: Mapping[str, _Place], stored: set
 
 
 def _check_plain(key: str, values: Tensor, own: Tensor, place: _Place) -> None:
-    """Refuses numbers that the model's dtype cannot hold, and parameters that are no numbers; a mask may be infinite."""
+    """Refuses another kind of dtype, NaN, and infinities except in buffers, where a mask may have them."""
     kinds = [(one.is_complex(), one.is_floating_point(), one.dtype == torch.bool) for one in (values, own)]
     if kinds[0] != kinds[1]:
         raise UntrustedError(f"{key} has dtype {values.dtype}; the model's has {own.dtype}")
