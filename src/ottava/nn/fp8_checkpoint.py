@@ -1,16 +1,18 @@
 """`load_fp8` puts the codes of a published FP8 checkpoint into a model: frozen, to train on, or decoded.
 
 It reads three families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
-weight_scale_inv; "mxfp8" beside it), "compressed-tensors" (tensor, channel, block or groups of 32, under
-weight_scale), and "modelopt" (one scale a tensor). In all of them a stored scale is the factor that dequantizes. It
-checks everything before it changes anything.
+weight_scale_inv; "mxfp8" beside it), "compressed-tensors" (tensor, channel, block or groups of 32, under weight_scale;
+FP4 in groups of 32, or of 16 beside a scale of the tensor), and "modelopt" (one scale a tensor). In all of them a stored
+scale is the factor that dequantizes, but that of an FP4 tensor quantizes. It checks everything before it changes
+anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ottava.errors import need, unknown_name
-from ottava.formats import E4M3
+from ottava.formats import E2M1, E4M3
 from ottava.nn.convert import convert
 from ottava.nn.weight_state import keep_in_state_dict
 from ottava.nn.weights import put_weight
@@ -45,6 +47,7 @@ _SHAPE = MappingProxyType(
     }
 )
 _SHOWN = 3
+_FP4 = "F4_E2M1"
 
 Loaded = Literal["frozen", "fp8", "bf16"]
 """What `load_fp8` makes of FP8 weights."""
@@ -181,20 +184,22 @@ def block_sizes(config: Mapping[str, Any]) -> list[Granularity]:
     for group in (config.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         strategy = weights.get("strategy")
-        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+        if weights.get("type") != "float" or weights.get("num_bits") not in (4, 8):
             raise UntrustedError(
-                f"config.json: weights of {weights.get('num_bits')} bits, type {weights.get('type')!r}; only FP8 is "
-                "read (8 bits, 'float')"
+                f"config.json: weights of {weights.get('num_bits')} bits, type {weights.get('type')!r}; only FP8 and "
+                "FP4 are read (8 or 4 bits, 'float')"
             )
         kinds = {"tensor": PER_TENSOR, "channel": PER_ROW}
         if strategy == "block":
             sizes.append(_block(weights.get("block_structure")))
-        elif strategy == "group":
+        elif strategy in ("group", "tensor_group"):
             sizes.append(_block([1, weights.get("group_size")]))
         elif strategy in kinds:
             sizes.append(kinds[strategy])
         else:
-            raise UntrustedError(f"config.json: {unknown_name('strategy', strategy, (*kinds, 'block', 'group'))}")
+            raise UntrustedError(
+                f"config.json: {unknown_name('strategy', strategy, (*kinds, 'block', 'group', 'tensor_group'))}"
+            )
     if not sizes:
         raise UntrustedError(
             "config.json: compressed-tensors without config_groups; needs one with its weights' strategy"
@@ -221,7 +226,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         file = _open(folder, "model.safetensors", files)
-        return dict.fromkeys(file.keys(), file)
+        return _unpacked(dict.fromkeys(file.keys(), file))
     try:
         found = parse_json(read_text(index))
     except UntrustedError as error:
@@ -238,7 +243,56 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
         raise UntrustedError(f"{index.name} maps {_some(lacking)} to {weight_map[lacking[0]]}, which does not hold it")
     if more := sorted(set().union(*held.values()) - weight_map.keys()):
         raise UntrustedError(f"{index.name} does not name {_some(more)}, which its files hold")
-    return {key: opened[name] for key, name in weight_map.items()}
+    return _unpacked({key: opened[name] for key, name in weight_map.items()})
+
+
+class _Made(NamedTuple):
+    """A tensor that is made of those in files; it answers as a file that holds it, and as its slice."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+    def get_slice(self, name: str) -> _Made:
+        return self
+
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.read()
+
+
+def _unpacked(tensors: dict[str, Any]) -> dict[str, Any]:
+    """With 4-bit codes a byte each under NAME.weight, and one fp32 scale for each of their blocks."""
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        prefix, file = name.removesuffix("weight_packed"), tensors.pop(name)
+        shape = file.get_slice(name).get_shape()
+        if file.get_slice(name).get_dtype() != "U8" or len(shape) != 2 or f"{prefix}weight" in tensors:
+            raise UntrustedError(f"{name} is no matrix of bytes, or stands beside {prefix}weight")
+        tensors[f"{prefix}weight"] = _Made((shape[0], 2 * shape[1]), _FP4, partial(_nibbles, file, name))
+        scale, whole = f"{prefix}weight_scale", tensors.pop(f"{prefix}weight_global_scale", None)
+        if whole is not None and (blocks := tensors.get(scale)) is not None:
+            size = tuple(blocks.get_slice(scale).get_shape())
+            tensors[scale] = _Made(size, "F32", partial(_product, blocks, scale, whole, f"{prefix}weight_global_scale"))
+    return tensors
+
+
+def _nibbles(file: Any, name: str) -> Tensor:
+    packed = file.get_tensor(name)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+
+
+def _product(blocks: Any, scale: str, whole: Any, name: str) -> Tensor:
+    """The scales of blocks times the inverse of that of the tensor, which quantizes."""
+    factor = whole.get_tensor(name).float()
+    if factor.numel() != 1 or not 0 < float(factor) < torch.inf:
+        raise UntrustedError(f"{name} holds {factor.numel()} numbers; needs one, positive and finite")
+    product: Tensor = blocks.get_tensor(scale).float() * factor.reciprocal().reshape(())
+    return product
 
 
 def _open(folder: Path, name: str, files: ExitStack) -> Any:
@@ -291,7 +345,7 @@ def _stored(tensors: Mapping[str, Any], places: Mapping[str, _Place], sizes: lis
 
 
 def is_codes(key: str, tensors: Mapping[str, Any]) -> bool:
-    """Whether a tensor of a checkpoint holds E4M3 codes.
+    """Whether a tensor of a checkpoint holds codes of E4M3 or E2M1.
 
     Raises:
         UntrustedError: it holds E5M2.
@@ -299,7 +353,7 @@ def is_codes(key: str, tensors: Mapping[str, Any]) -> bool:
     dtype = tensors[key].get_slice(key).get_dtype()
     if dtype == "F8_E5M2":
         raise UntrustedError(f"{key} is E5M2; weights are read as E4M3 only")
-    return bool(dtype == "F8_E4M3")
+    return dtype in ("F8_E4M3", _FP4)
 
 
 def is_scale(key: str, tensors: Mapping[str, Any]) -> bool:
@@ -324,6 +378,8 @@ def scales_of(key: str, tensors: Mapping[str, Any], sizes: list[Granularity]) ->
     scale_key = prefix + scales[0]
     shape = tensors[key].get_slice(key).get_shape()
     scale_inv, size = _scales(scale_key, tensors[scale_key].get_tensor(scale_key), (shape[0], shape[1]), sizes)
+    if tensors[key].get_slice(key).get_dtype() == _FP4:
+        return scale_inv, QuantizationSpec(E2M1, size, "e8m0" if size == BLOCK_1X32 else "e4m3")
     powers: ScaleFormat = "e8m0" if size == BLOCK_1X32 and fit_bytes(scale_inv) else "pow2"
     return scale_inv, QuantizationSpec(E4M3, size, powers if powers_only(scale_inv) else "fp32")
 
