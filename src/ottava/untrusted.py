@@ -115,7 +115,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. JSON has no NaN and no infinities; they become "nan", "inf" and "-inf".
 
     Raises:
-        UntrustedError: the text is no JSON.
+        UntrustedError: the text is no JSON, or has a key twice in one object.
         LimitError: the value is too deep, or has too many parts or too large a whole number.
 
     Example:
@@ -124,13 +124,24 @@ def parse_json(text: str | bytes) -> Any:
         ottava.untrusted.LimitError: is nested more than 64 deep
     """
     try:
-        value = json.loads(text, parse_constant=_WORDS.__getitem__)
+        value = json.loads(text, parse_constant=_WORDS.__getitem__, object_pairs_hook=_object)
     except RecursionError as error:
         raise LimitError(f"is nested more than {MAX_DEPTH} deep") from error
+    except UntrustedError:
+        raise
     except ValueError as error:
         raise UntrustedError(f"is no JSON ({error})") from error
     check_tree(value, finite=True)
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Python's reader silently takes the last of two equal keys; others take the first."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:i]))
+        raise UntrustedError(f"has the key {twice!r} twice; remove one of them")
+    return made
 
 
 def parse_yaml(text: str) -> Any:

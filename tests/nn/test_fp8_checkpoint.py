@@ -157,6 +157,93 @@ def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
     assert torch.equal(model.down.weight.dequantize(), numbers["down.weight"])
 
 
+def test_the_index_decides_between_files_that_hold_one_tensor(tmp_path: Path) -> None:
+    """Whatever the order of their names: once the mapped file is the first one, once the last one."""
+    numbers = write(tmp_path, "channel", Net())
+    whole = load_tensors(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    wrong = {key: torch.zeros_like(whole[key]) for key in ("up.bias", "down.weight", "down.weight_scale")}
+    last = {"norm.bias": whole.pop("norm.bias")}
+    for right, other in (("a", "b"), ("b", "a")):
+        save_file(whole, tmp_path / f"{right}.safetensors")
+        save_file(wrong | last, tmp_path / f"{other}.safetensors")
+        weight_map = dict.fromkeys(whole, f"{right}.safetensors") | {"norm.bias": f"{other}.safetensors"}
+        index = {"weight_map": weight_map}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        model = Net()
+        load_fp8(model, tmp_path)
+        assert torch.equal(model.down.weight.dequantize(), numbers["down.weight"])
+        assert torch.equal(model.up.bias, numbers["up.bias"])
+
+
+class Table(nn.Module):
+    """Buffers that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("places", torch.arange(4), persistent=False)
+
+
+class Filling(Net):
+    """Like a model of Hugging Face's, it fills the buffers of a module that holds nothing else."""
+
+    filled = ("table", "places")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = Table()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        for name in self.filled if isinstance(module, Table) else ():
+            getattr(module, name).copy_(torch.arange(4))
+
+
+def test_no_buffer_stays_on_meta(tmp_path: Path) -> None:
+    """Each is computed, or the load is refused by its name and changes nothing; histories start empty."""
+    write(tmp_path, "tensor", Net())
+    with torch.device("meta"):
+        model, stuck = Filling(), Filling()
+        forgotten = nn.Sequential(Net(), Table())[1], Net()
+    load_fp8(model, tmp_path, recipe="delayed")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert [name for name, tensor in tensors.items() if tensor.is_meta] == []
+    assert torch.equal(model.rope.table, torch.arange(4.0))
+    assert torch.equal(model.rope.places, torch.arange(4))
+    assert not model.up.quantizers.input.amax_history.any()
+    assert model(torch.randn(3, 192, dtype=torch.bfloat16)).isfinite().all()
+    stuck.filled = ("table",)
+    forgotten[1].rope = forgotten[0]
+    for other, names in ((stuck, "rope.places"), (forgotten[1], "rope.table, rope.places")):
+        with pytest.raises(UntrustedError, match=rf"lacks {names}: buffers of the model on the meta device"):
+            load_fp8(other, tmp_path)
+        assert all(tensor.is_meta for tensor in (*other.parameters(), *other.buffers()))
+        assert type(other.up) is nn.Linear
+
+
+@pytest.mark.slow
+def test_a_llama_from_meta_gives_the_logits_of_one_from_memory(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    write(tmp_path, "fp8", model)
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    empty.tie_weights()
+    ids = torch.randint(0, 64, (2, 16))
+    for one in (model, empty):
+        load_fp8(one, tmp_path)
+    assert torch.equal(empty.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert torch.equal(empty(ids).logits, model(ids).logits)
+
+
+def twice() -> bytes:
+    """A file of safetensors whose header has a tensor twice, at one place, as two dtypes."""
+    header = b",".join(b'"a":{"dtype":"%s","shape":[1],"data_offsets":[0,4]}' % kind for kind in (b"F32", b"I32"))
+    return (len(header) + 2).to_bytes(8, "little") + b"{" + header + b"}" + bytes(4)
+
+
 def load_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -175,7 +262,10 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         named = {key.replace("__", "."): value for key, value in changes.items()}
         return {"tensors": {k: v for k, v in {**tensors, **named}.items() if k != drop}}
 
-    nan = torch.full_like(tensors["up.weight_scale_inv"], float("nan"))
+    scales = tensors["up.weight_scale_inv"]
+    nan, codes = torch.full_like(scales, float("nan")), tensors["up.weight"].clone()
+    codes.view(torch.uint8)[3, 5] = 0xFF
+    whole = dict.fromkeys(tensors, "model.safetensors")
     cases: dict[str, dict[str, Any]] = {
         "has no config.json": {"config": None},
         "config.json is no JSON": {"config": "{"},
@@ -195,7 +285,19 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
             up__weight_scale_inv=torch.ones(1, 1)
         ),
         "negative or non-finite scales": with_tensors(up__weight_scale_inv=nan),
+        "up.weight_scale_inv holds negative or": with_tensors(up__weight_scale_inv=-scales),
         "has dtype torch.int32": with_tensors(up__weight_scale_inv=torch.ones(2, 2, dtype=torch.int32)),
+        "has dtype torch.int64": with_tensors(up__weight_scale_inv=torch.ones(2, 2, dtype=torch.int64)),
+        "has dtype torch.float64": with_tensors(up__weight_scale_inv=scales.double()),
+        "up.weight has both weight_scale_inv and weight_scale": with_tensors(up__weight_scale=scales.clone()),
+        "up.weight holds codes that are NaN": with_tensors(up__weight=codes),
+        "up.bias has dtype torch.int64; the model's has torch.bfloat16": with_tensors(up__bias=torch.ones(256).long()),
+        "up.bias has dtype torch.bool": with_tensors(up__bias=torch.ones(256).bool()),
+        "up.bias has dtype torch.complex64": with_tensors(up__bias=torch.ones(256, dtype=torch.complex64)),
+        "norm.weight holds 192 numbers that are not finite": with_tensors(norm__weight=torch.full((192,), torch.nan)),
+        "norm.bias holds 192 numbers that are not finite in torch.bfloat16": with_tensors(
+            norm__bias=torch.full((192,), 3.4e38)
+        ),
         "up.weight has shape (192, 256); the model's has (256, 192)": with_tensors(
             up__weight=tensors["up.weight"].t().contiguous()
         ),
@@ -215,6 +317,15 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
             "index": {"weight_map": {"up.weight": "../model.safetensors"}}
         },
         "has no weight_map": {"index": {"weight_map": [1]}},
+        "no weight_map from tensors": {"index": {"weight_map": {"up.weight": None}}},
+        "maps other.bias to model.safetensors, which does not hold it": {
+            "index": {"weight_map": {**whole, "other.bias": "model.safetensors"}}
+        },
+        "does not name up.bias, which its files hold": {
+            "index": {"weight_map": {key: name for key, name in whole.items() if key != "up.bias"}}
+        },
+        "index.json has the key 'a' twice": {"index": '{"weight_map": {"a": "b", "a": "c"}}'},
+        "header of model.safetensors has the key 'a' twice": {"bytes": twice()},
     }
     with pytest.raises(TypeError, match="load_fp8: got None; needs a path: the folder of a published checkpoint"):
         ottava.load_fp8(Net(), None)  # type: ignore[arg-type]
@@ -231,7 +342,9 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
             if case["bytes"] is not None:
                 (folder / "model.safetensors").write_bytes(case["bytes"])
         if "index" in case:
-            (folder / "model.safetensors.index.json").write_text(json.dumps(case["index"]))
+            (folder / "model.safetensors.index.json").write_text(
+                case["index"] if isinstance(case["index"], str) else json.dumps(case["index"])
+            )
         with pytest.raises(UntrustedError, match=re.escape(message)) as caught:
             load_fp8(model, folder)
         assert str(folder) in str(caught.value)

@@ -110,7 +110,7 @@ def pair(tmp_path: Path) -> Callable[..., Pair]:
             weights = tuple(_like_joined(w) for w in weights)
         source = replace(source, weights=weights)
         folder = tmp_path / str(next(number))
-        export(source, folder, layout=layout)
+        export(source, folder, layout=layout, engine="vllm" if family == "moe" else None)
         return Pair(source, folder)
 
     return make

@@ -21,6 +21,8 @@ RECIPE_OF = {
     "compressed-tensors-channel": "rowwise",
     "compressed-tensors-tensor": "tensorwise",
     "compressed-tensors-mxfp8": "mxfp8",
+    "compressed-tensors-mxfp4": "mxfp4",
+    "compressed-tensors-nvfp4": "nvfp4",
     "fp8-block": "blockwise_fp32",
     "fp8-block-ue8m0": "blockwise",
     "mxfp8": "mxfp8",
@@ -65,10 +67,17 @@ def trained(recipe: str | None, weights: str | None = None) -> Model:
 
 def decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
     """A witness: the codes times their scales, block by block, in fp32."""
-    codes = tensors[f"{name}.weight"].float()
+    if (packed := tensors.get(f"{name}.weight_packed")) is not None:
+        e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        values = torch.cat([e2m1, -e2m1])
+        codes = torch.stack([values[(packed % 16).long()], values[(packed // 16).long()]], -1).flatten(1)
+    else:
+        codes = tensors[f"{name}.weight"].float()
     scale = next(tensors[f"{name}.{key}"] for key in ("weight_scale", "weight_scale_inv") if f"{name}.{key}" in tensors)
     scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
     scale = scale.float() if scale.ndim == 2 else scale.float().reshape(1, 1)
+    if (whole := tensors.get(f"{name}.weight_global_scale")) is not None:
+        scale = scale * whole.reciprocal()
     rows, cols = codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1]
     return codes * scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
 
@@ -86,12 +95,14 @@ def test_codes_are_those_of_the_trained_forward(layout: str, tmp_path: Path) -> 
         layer, one = getattr(model.attn, name), linears[f"attn.{name}"]
         row, col = layer.resolved.cells("weight")
         used = layer.quantizers.weight(layer.weight, row, col, record=False)[0]
-        wanted = decoded({"w.weight": used.data, "w.weight_scale": used.scale_inv}, "w")
+        wanted = used.dequantize(torch.float32)
         equal = torch.equal(decoded(tensors, f"attn.{name}"), wanted)
         assert one.as_trained is equal
         assert equal or joined, (layout, name)
         assert equal or "engines join q_proj, k_proj, v_proj" in one.why
-    if joined:
+    if layout == "compressed-tensors-nvfp4":
+        assert len({float(tensors[f"attn.{name}_proj.weight_global_scale"]) for name in "qkv"}) == 1
+    elif joined:
         scales = {float(tensors[f"attn.{name}_proj.weight_scale"]) for name in "qkv"}
         top = max(getattr(model.attn, f"{n}_proj").weight.detach().float().abs().max() for n in "qkv")
         scale = torch.full_like(top, 448.0).div(top)  # torch computes 448 / top as 448 * (1 / top), rounded twice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,16 @@ def test_scales_come_back_as_they_went() -> None:
             continue
         assert layout.fits((256, 384))
         cast = ottava.quantize(x, layout.spec)
-        stored = layout.stored_scale(cast.scale_inv)
+        tensors = layout.tensors(cast)
+        stored = tensors[layout.scale_key]
         back = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-        assert torch.equal(back.float().reshape(cast.scale_inv.shape), cast.scale_inv), layout.name
-        if layout.scale_dtype != "fp32":
+        back = back.float() * tensors.get("weight_global_scale", torch.ones(1)).reciprocal()
+        assert torch.equal(back.reshape(cast.scale_inv.shape), cast.scale_inv), layout.name
+        if layout.scale_dtype == "e4m3":
+            assert stored.dtype == torch.float8_e4m3fn
+            with pytest.raises(ValueError, match="no E4M3 numbers times one number"):
+                layout.tensors(replace(cast, scale_inv=torch.rand_like(cast.scale_inv)))
+        elif layout.scale_dtype != "fp32":
             assert stored.element_size() == 1
             with pytest.raises(ValueError, match="powers of two"):
                 layout.stored_scale(torch.full_like(cast.scale_inv, 0.3))
@@ -39,6 +46,8 @@ def test_blocks_that_would_be_cut_do_not_fit() -> None:
         ("mxfp8", (7, 60), False),
         ("modelopt", (3, 5), True),
         ("compressed-tensors-channel", (3, 5), True),
+        ("compressed-tensors-nvfp4", (7, 40), False),
+        ("compressed-tensors-mxfp4", (7, 64), True),
     ):
         assert LAYOUTS[name].fits(shape) is fits, (name, shape)
 
@@ -55,4 +64,4 @@ def test_settings_are_read_by_the_libraries() -> None:
         if name.startswith("compressed-tensors"):
             read = schema.model_validate(tree)
             assert read.ignore == ["lm_head"]
-            assert read.config_groups["group_0"].weights.num_bits == 8
+            assert read.config_groups["group_0"].weights.num_bits == (4 if LAYOUTS[name].packed else 8)

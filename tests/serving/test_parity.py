@@ -315,7 +315,7 @@ CHANNEL = ("rowwise_fp32", "compressed-tensors-channel")
 CLEAN_FAULT = (lambda one, family: {}, "", BLOCKS, "vllm", ())
 FAULTS: dict[str, tuple[Callable[..., dict[str, Any]], str, tuple[str, str], str, tuple[str, ...]]] = {
     "substring": (fault_substring, "substring", TENSOR, "vllm", ("llama", "qwen3")),
-    "regex-dot": (fault_regex_dot, "regex-dot", BLOCKS, "transformers", ()),
+    "regex-dot": (fault_regex_dot, "regex-dot", CHANNEL, "transformers", ()),
     "router": (fault_router, "router", BLOCKS, "vllm", ("moe",)),
     "head": (fault_head, "head", BLOCKS, "vllm", ("llama", "moe")),
     "master": (fault_master, "master", BLOCKS, "vllm", ()),

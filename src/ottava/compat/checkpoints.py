@@ -212,7 +212,7 @@ def import_checkpoint(path: Path, folder: Path, *, config: Path | None = None) -
     tree.pop("quantization_config", None)
     own = [name for name in state if not name.endswith((_STATE, SCALE_SUFFIX))]
     source = Source(tuple(_weight(name, state) for name in own), tree)
-    report = export(source, folder, layout=None if coded else "bf16")
+    report = export(source, folder, layout=None if coded else "bf16", recast=True)
     return facts | {"bytes": report.nbytes, "changed": report.changed, "layout": report.layout}
 
 

@@ -18,6 +18,7 @@ from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.scaling import PER_TENSOR
 from ottava.serving.engines import REGEX, Decision, units
 from ottava.serving.sides import Cast, Model, Side
+from ottava.serving.source import same_numbers
 
 CAUSES = MappingProxyType(
     {
@@ -97,7 +98,7 @@ def _pattern_cause(name: str, decision: Decision, names: Sequence[str]) -> str:
 
 
 def weight_cause(name: str, side: Side, there: Side, model: Model, stored: Model) -> tuple[str, str] | None:
-    """(cause, what was found) if codes or scales differ; both sides cast the linear."""
+    """(cause, what was found) if codes and scales stand for other numbers; both sides cast the linear."""
     ours, theirs = side.cast, there.cast
     assert ours is not None
     assert theirs is not None
@@ -105,13 +106,13 @@ def weight_cause(name: str, side: Side, there: Side, model: Model, stored: Model
         return "missing", f"trained as {tuple(ours.data.shape)}, the checkpoint has {tuple(theirs.data.shape)}"
     if ours.spec.format != theirs.spec.format:
         return "format", f"trained in {ours.spec.format.name}, served in {theirs.spec.format.name}"
+    if same_numbers(ours, theirs):
+        return None
     same_codes = _equal(ours.data, theirs.data)
     if ours.scale_inv.shape != theirs.scale_inv.shape:
         if ours.scale_inv.numel() == theirs.scale_inv.numel() and same_codes:
             return "scale-layout", f"a grid {tuple(theirs.scale_inv.shape)} instead of {tuple(ours.scale_inv.shape)}"
         return "granularity", f"trained as {side}, served as {there}"
-    if same_codes and torch.equal(ours.scale_inv, theirs.scale_inv):
-        return None
     if same_codes and (found := _of_scales(ours.scale_inv, theirs.scale_inv)):
         return found
     return _of_codes(name, side, theirs, model, stored)
@@ -257,4 +258,5 @@ def _bf16(tensor: Tensor) -> Tensor:
 def spec_of(cast: Cast, weight: QuantizationSpec) -> QuantizationSpec:
     """The spec by which activations are cast in front of a weight of this spec."""
     powers = "e8m0" if weight.scale_format in ("e8m0", "e8m0_floor") else "pow2"
-    return QuantizationSpec(weight.format, cast.granularity, powers if cast.powers else "fp32")  # type: ignore[arg-type]
+    numbers = "e4m3" if weight.scale_format == "e4m3" else "fp32"
+    return QuantizationSpec(weight.format, cast.granularity, powers if cast.powers else numbers)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ottava.quantized_tensor import QuantizedTensor
 from ottava.scaling import PER_ROW, amax
-from ottava.serving.source import Source, Weight
+from ottava.serving.source import Source, Weight, same_numbers
 
 _BF16 = 2.0**-8  # half a step of BF16, relative to the number
 _SLACK = 1.01  # for products and quotients in fp32
@@ -51,7 +51,7 @@ class Difference:
     activation_b: str
     linear: bool
     same_codes: bool | None
-    """Whether codes and scales are equal; None: one has none."""
+    """Whether codes and scales stand for the same numbers; None: one has none."""
     outside: float
     """Share of the numbers that lie further apart than their casts may put them."""
     factor: float
@@ -169,7 +169,7 @@ def compare(a: Weight, b: Weight) -> Difference:
         _text(a.input_spec),
         _text(b.input_spec),
         a.linear or b.linear,
-        _same(cast_a, cast_b),
+        None if cast_a is None or cast_b is None else same_numbers(cast_a, cast_b),
         outside,
         factor,
         correlation,
@@ -218,14 +218,6 @@ def _fits_inverted(x: Tensor, cast_a: QuantizedTensor | None, cast: QuantizedTen
     y = other.dequantize(torch.float32).cpu()
     magnitude = x.abs()
     return bool(((y - x).abs() <= _SLACK * (_bound(magnitude, cast_a) + _bound(magnitude, other))).all())
-
-
-def _same(a: QuantizedTensor | None, b: QuantizedTensor | None) -> bool | None:
-    """Whether codes are equal, and stand for the same numbers."""
-    if a is None or b is None:
-        return None
-    x, y = (one.data.cpu().view(torch.uint8) for one in (a, b))
-    return torch.equal(x, y) and torch.equal(a.dequantize(torch.float32).cpu(), b.dequantize(torch.float32).cpu())
 
 
 def _text(spec: Any) -> str:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ottava.scaling import PER_ROW, Granularity
+from ottava.scaling import PER_ROW, PER_TENSOR, Granularity
 from ottava.untrusted import UntrustedError
 
 Match = Callable[[str, str], bool]
@@ -107,6 +107,28 @@ class Engine:
     refuses: tuple[tuple[str, str, str], ...] = ()
     """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
 
+    experts: tuple[Granularity, ...] | None = None
+    """Blocks of compressed-tensors in which it loads experts; None: all."""
+
+    def unread(self, config: Mapping[str, Any], model_type: str = "", *, experts: bool = False) -> str:
+        """Why it does not read a checkpoint, or reads it wrong; "" if it does.
+
+        Args:
+            config: the quantization_config.
+            model_type: of config.json.
+            experts: whether experts are quantized.
+        """
+        method = str(config.get("quant_method", "")).lower()
+        if method and method not in self.rules:
+            return f"{self.name} does not read quant_method {method!r}; it reads {', '.join(self.rules)}"
+        for kind, family, why in self.refuses:
+            if kind in (method, config.get("format")) and family in ("", model_type):
+                return f"{self.name} {why}"
+        blocks = weight_blocks(config)
+        if experts and method == "compressed-tensors" and self.experts is not None and blocks not in self.experts:
+            return f"{self.name} does not load experts of compressed-tensors with scales for {blocks}"
+        return ""
+
     def leaves(self, name: str) -> str:
         """Why the engine never casts this linear; "" if it does as the config says."""
         return f"{self.name} never casts it" if self.never and re.fullmatch(self.never, name) else ""
@@ -129,6 +151,8 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 )
 """The linears that engines join, by the name of the joined one."""
+STRATEGIES = MappingProxyType({"token": PER_ROW, "tensor": PER_TENSOR, "channel": PER_ROW})
+"""Strategies of compressed-tensors without a block size."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.\w+")
 
 _LISTED = Rule(("ignore",), (exact, regex))
@@ -189,6 +213,7 @@ _ENTRIES = (
             }
         ),
         never="",
+        experts=(PER_TENSOR, PER_ROW),
     ),
     Engine(
         "trtllm",
@@ -280,3 +305,35 @@ def _targets(config: Mapping[str, Any]) -> list[str] | None:
 
 def _targeted(targets: Sequence[str], name: str) -> bool:
     return any(target.lower() == "linear" or exact(target, name) or regex(target, name) for target in targets)
+
+
+def weight_blocks(found: Mapping[str, Any]) -> Granularity:
+    """The blocks of weights that a quantization_config announces."""
+    if (groups := first_group(found)) is not None:
+        weights = groups.get("weights") or {}
+        if weights.get("strategy") == "block":
+            return block_size(weights.get("block_structure"))
+        if weights.get("strategy") in ("group", "tensor_group"):
+            return block_size([1, weights.get("group_size")])
+        return STRATEGIES.get(weights.get("strategy") or "tensor", PER_TENSOR)
+    if block := found.get("weight_block_size"):
+        return block_size(block)
+    return PER_ROW if "PER_CHANNEL" in str(found.get("quant_algo")) else PER_TENSOR
+
+
+def first_group(found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The first group of compressed-tensors; None: another method."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict):
+        return None
+    first: Any = next(iter(groups.values()), {})
+    return first if isinstance(first, dict) else {}
+
+
+def block_size(size: Any) -> Granularity:
+    """(rows, columns) of a config as blocks."""
+    try:
+        rows, cols = size
+        return Granularity(rows, cols)
+    except (TypeError, ValueError) as error:
+        raise UntrustedError(f"config.json: block size {size!r}; needs two numbers such as [128, 128]") from error

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from ottava.casts import quantize
 from ottava.errors import unknown_name
 from ottava.formats import E4M3
-from ottava.quantized_tensor import QuantizedTensor
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.serving.engines import ENGINES
 from ottava.serving.layouts import DEFAULT, LAYOUTS, Facts, Layout
-from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model
+from ottava.serving.source import Source, Weight, copy_files, of_folder, of_model, rows_of_cast, same_numbers
 
 REPORT = "export.json"
 _SHARD_BYTES = 5_000_000_000
@@ -50,9 +51,9 @@ class Written:
     cast: str
     """Format, blocks and scales; "bf16" if it stays in high precision."""
     why: str
-    """Why it stays in high precision, or has other codes than in training."""
+    """Why it stays in high precision, or has other numbers than in training."""
     as_trained: bool | None
-    """Whether codes and scales are those that the trained forward multiplied; None: it had no cast."""
+    """Whether its numbers are those that the trained forward multiplied; None: training did not cast it."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,21 @@ class ExportReport:
 
     @property
     def changed(self) -> list[str]:
-        """Names of the linears whose codes or scales differ from those of the trained forward."""
+        """Names of the linears whose numbers differ from those that the trained forward multiplied."""
         return [one.name for one in self.linears if one.as_trained is False]
 
     def __str__(self) -> str:
-        quantized = [one for one in self.linears if one.cast != "bf16"]
-        known = [one for one in quantized if one.as_trained is not None]
-        text = f"{self.folder}: {self.layout}, {len(quantized)} of {len(self.linears)} linears in FP8, "
+        low = sum(one.cast != "bf16" for one in self.linears)
+        bits = "FP4" if self.layout in LAYOUTS and LAYOUTS[self.layout].packed else "FP8"
+        text = f"{self.folder}: {self.layout}, {low} of {len(self.linears)} linears in {bits}, "
         text += f"{self.nbytes:,} bytes instead of {self.bf16_bytes:,} in BF16"
-        if known:
-            text += f"; {len(known) - len(self.changed)} of {len(known)} have the codes of the trained forward"
-        reasons: dict[str, list[str]] = {}
+        said = {True: "as trained", False: "not as trained", None: "training did not cast it"}
+        groups: dict[tuple[str, bool | None, str], list[str]] = {}
         for one in self.linears:
-            if one.why:
-                reasons.setdefault(one.why, []).append(one.name)
-        for why, names in reasons.items():
+            groups.setdefault((one.cast, one.as_trained, one.why), []).append(one.name)
+        for (cast, as_trained, why), names in groups.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            text += f"\n  {shown}: {why}"
+            text += f"\n  {cast}, {said[as_trained]}{f' ({why})' if why else ''}: {shown}"
         return text
 
 
@@ -98,6 +97,8 @@ def export(
     keep: Collection[str] = (),
     kv_scales: Mapping[str, tuple[float, float]] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    recast: bool = False,
+    engine: str | None = None,
 ) -> ExportReport:
     """Writes a checkpoint that transformers, vLLM, SGLang or TensorRT-LLM serve.
 
@@ -112,13 +113,19 @@ def export(
         keep: shell patterns of linears that stay in BF16.
         kv_scales: module name of an attention -> scales of its FP8 keys and values, see `kv_cache_scales`.
         shard_bytes: largest size of a file.
+        recast: cast bf16(weight) as the layout does where it cannot hold the cast of the trained forward. Engines then
+            multiply other numbers than training did, and the report says so. False: that is an error.
+        engine: a name of `serving.engines.ENGINES`, which will serve it: what this engine does not read is an error.
+            None: experts that transformers does not load are one.
     Returns:
         ExportReport; also written as export.json.
     Raises:
-        ExportError: an unknown layout, a folder that is not empty, weights that are not finite, a history that lacks.
+        ExportError: an unknown layout or engine, a folder that is not empty, a tensor that is not finite, a layout that
+            does not hold the trained casts, or that the engine does not read, a history that lacks.
     Edge cases: q, k, v and gate, up go together, because engines join them: if one stays in BF16, all do, and per
         tensor they share a scale. Heads, routers and embeddings stay in BF16, tied weights are written once, and a
-        weight that a block would cut stays in BF16: engines read the scales of cut blocks differently.
+        weight that a block would cut stays in BF16: engines read the scales of cut blocks differently. The Conv1D of
+        GPT-2 stays in BF16, too: engines cast nn.Linear only.
 
     Example:
         >>> import tempfile
@@ -140,35 +147,78 @@ def export(
         source = model if isinstance(model, Source) else of_model(model, config)
     if config is not None:
         source = Source(source.weights, dict(config), source.files)
-    form = LAYOUTS[layout or _fitting(source)]
+    experts = any(".experts." in weight.name for weight in source.weights if weight.linear)
+    form = LAYOUTS[layout or _fitting(source, experts=experts, recast=recast)]
     static = static or form.static
     stays = _staying(source, form, keep)
     scales = _input_scales(source, stays) if static and form.spec is not None else {}
     more = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
     for module, pair in (kv_scales or {}).items():
+        if not all(scale > 0 for scale in pair):
+            raise ExportError(f"export: kv_scales of {module} are {pair}; needs two positive numbers")
         more |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
     linears = [weight.module for weight in source.weights if weight.linear]
     if form.spec is not None and len(stays) == len(linears):
         reasons = "; ".join(dict.fromkeys(stays.values())) or "it has no linear"
         raise ExportError(f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take another layout")
-    facts = Facts(ignored=[name for name in linears if name in stays], static=static, kv_cache=bool(kv_scales))
     tree = dict(source.config)
     if form.config is not None:
+        facts = Facts(ignored=[name for name in linears if name in stays], static=static, kv_cache=bool(kv_scales))
         tree["quantization_config"] = form.config(facts)
+        _refuse_unread(form, tree, engine, experts=any(".experts." in one for one in linears if one not in stays))
     written: list[Written] = []
     with beside(folder) as scratch:
-        parts = chain(_cast_all(source, form, stays, written), ({name: one} for name, one in more.items()))
-        nbytes = write_tensors(scratch, parts, shard_bytes)
+        parts = chain(_cast_all(source, form, stays, written, recast), ({name: one} for name, one in more.items()))
+        nbytes = write_tensors(scratch, map(_finite, parts), shard_bytes)
         bf16 = sum(2 * math.prod(weight.shape) for weight in source.weights)
         report = ExportReport(str(folder), form.name, tuple(written), nbytes, bf16)
         _write_texts(scratch, source, tree, report)
     return report
 
 
-def _fitting(source: Source) -> str:
-    casts = [weight for weight in source.weights if weight.codes is not None]
-    forms = (form for form in LAYOUTS.values() if form.spec is not None)
-    return next((form.name for form in forms if any(_fits(weight.cast, form) for weight in casts)), DEFAULT)
+def _fitting(source: Source, *, experts: bool, recast: bool) -> str:
+    """The first layout that holds a trained cast, and that transformers reads; without casts the default's blocks."""
+    readable = [form for form in LAYOUTS.values() if form.spec is not None and not _unread(form, {}, None, experts)]
+    refused = ""
+    for weight in source.weights:
+        if (cast := weight.cast) is not None:
+            if fitting := [form.name for form in readable if form.holds(cast.spec)]:
+                return fitting[0]
+            refused = refused or _not_held(weight.module, cast.spec, None)
+    if refused and not recast:
+        raise ExportError(refused)
+    return next(form.name for form in readable if form.spec == LAYOUTS[DEFAULT].spec)
+
+
+def _not_held(module: str, spec: QuantizationSpec, form: Layout | None) -> str:
+    """The sentence about a trained cast that a layout does not hold."""
+    others = [one.name for one in LAYOUTS.values() if one.holds(spec)]
+    held = "no layout holds that" if form is None or not others else f"layout {form.name!r} holds {form.spec}"
+    take = f"Take layout {' or '.join(map(repr, others or ['bf16']))}"
+    return (
+        f"export: training multiplied {module} as {spec}, and {held}. {take}, or give recast=True (--recast) to cast "
+        "the weights anew, to other numbers than training had"
+    )
+
+
+def _refuse_unread(form: Layout, tree: Mapping[str, Any], engine: str | None, *, experts: bool) -> None:
+    if engine is not None and engine not in ENGINES:
+        raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
+    if reason := _unread(form, tree, engine, experts):
+        alike = [one for one in LAYOUTS.values() if one.spec == form.spec and not _unread(one, tree, engine, experts)]
+        take = " or ".join(repr(one.name) for one in alike) or "another one"
+        more = ", or name the engine that serves it (engine='vllm')" if engine is None else ""
+        raise ExportError(f"export: layout {form.name!r}: {reason}. Take layout {take}{more}")
+
+
+def _unread(form: Layout, tree: Mapping[str, Any], engine: str | None, experts: bool) -> str:
+    """Why an engine does not read a layout; without a name only experts count, in transformers."""
+    assert form.config is not None
+    found = form.config(Facts(ignored=(), static=form.static, kv_cache=False))
+    reader = ENGINES[engine or "transformers"]
+    if engine is None and found["quant_method"] not in reader.rules:
+        return ""
+    return reader.unread(found, str(tree.get("model_type", "")), experts=experts)
 
 
 def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, str]:
@@ -227,7 +277,7 @@ def _input_scales(source: Source, stays: Mapping[str, str]) -> dict[str, float]:
 
 
 def _cast_all(
-    source: Source, form: Layout, stays: Mapping[str, str], written: list[Written]
+    source: Source, form: Layout, stays: Mapping[str, str], written: list[Written], recast: bool
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of the checkpoint, a weight with its scales at a time, so that few are in memory; and its report."""
     groups = {
@@ -236,73 +286,64 @@ def _cast_all(
     later = {id(weight) for group in groups.values() for weight in group[1:]}
     for weight in _in_order(source.weights):
         if not weight.linear or weight.module in stays:
+            plain, trained = _plain(weight.tensor), weight.cast
             if weight.linear:
-                written.append(Written(weight.module, "bf16", stays[weight.module], None))
-            yield {weight.name: _plain(weight.tensor)}
+                same = None if trained is None else torch.equal(plain.float(), trained.dequantize(torch.float32).cpu())
+                written.append(Written(weight.module, "bf16", stays[weight.module], same))
+            yield {weight.name: plain}
         elif id(weight) not in later:
-            yield from _cast_group(groups[id(weight)], form, written)
+            yield from _cast_group(groups[id(weight)], form, written, recast)
 
 
-def _cast_group(group: Sequence[Weight], form: Layout, written: list[Written]) -> Iterator[dict[str, Tensor]]:
-    for weight, cast in zip(group, _casts(group, form), strict=True):
-        trained = weight.cast
-        same = None if trained is None else _equal(cast, trained)
+def _cast_group(
+    group: Sequence[Weight], form: Layout, written: list[Written], recast: bool
+) -> Iterator[dict[str, Tensor]]:
+    own = [weight.cast for weight in group]
+    for weight, trained in zip(group, own, strict=True):
+        if trained is not None and not recast and not form.holds(trained.spec):
+            raise ExportError(_not_held(weight.module, trained.spec, form))
+    for weight, trained, cast in zip(group, own, _casts(group, own, form), strict=True):
+        same = None if trained is None else same_numbers(cast, trained)
         why = _difference(group, trained, form) if same is False and trained is not None else ""
-        written.append(Written(weight.module, str(form.spec), why, same))
-        scales = form.stored_scale(cast.scale_inv.cpu()).clone()
-        yield {weight.name: _own(cast.data), f"{weight.module}.{form.scale_key}": scales}
+        written.append(Written(weight.module, str(cast.spec), why, same))
+        yield {f"{weight.module}.{key}": _own(tensor) for key, tensor in form.tensors(cast).items()}
 
 
 def _difference(group: Sequence[Weight], trained: QuantizedTensor, form: Layout) -> str:
-    """Why an engine multiplies other codes than the trained forward."""
-    if not _fits(trained, form):
+    """Why an engine multiplies other numbers than the trained forward."""
+    if not form.holds(trained.spec):
         return f"trained as {trained.spec}; the layout holds {form.spec}"
     names = ", ".join(weight.module.rpartition(".")[2] for weight in group)
     return f"engines join {names}: one scale for all, where training had one for each"
 
 
-def _casts(group: Sequence[Weight], form: Layout) -> list[QuantizedTensor]:
-    spec = form.spec
-    assert spec is not None
-    own = [weight.cast for weight in group]
-    fitting = [cast for cast in own if cast is not None and _fits(cast, form)]
-    alike = not form.shares_scale or len({float(cast.scale_inv) for cast in fitting}) == 1
-    if len(fitting) == len(group) and alike:
-        return fitting
-    values = [_bf16(weight) for weight in group]
+def _casts(group: Sequence[Weight], own: Sequence[QuantizedTensor | None], form: Layout) -> list[QuantizedTensor]:
+    """The trained casts where the layout holds them; others anew, under one scale where engines want one."""
+    assert form.spec is not None
+    values = [_bf16(weight) for weight in group]  # also where codes are ready: they do not show an infinity
+    fitting = [cast for cast in own if cast is not None and form.holds(cast.spec)]
     if not form.shares_scale or len(group) == 1:
-        return [quantize(x, spec) if cast is None or form.shares_scale or not _fits(cast, form) else cast
+        return [quantize(x, form.spec) if cast is None or not form.holds(cast.spec) else cast
                 for x, cast in zip(values, own, strict=True)]  # fmt: skip
-    amax = torch.stack([x.float().abs().amax() for x in values]).amax().reshape(1, 1)
-    scale = spec.scale_of(amax).scale.reshape(())
-    return [quantize(x, spec, scale=scale) for x in values]
-
-
-def _fits(cast: QuantizedTensor | None, form: Layout) -> bool:
-    """Whether a layout can hold this cast as it is."""
-    spec = form.spec
-    assert spec is not None
-    if cast is None:
-        return False
-    powers = form.scale_dtype == "fp32" or cast.spec.scale_format in ("pow2", "e8m0", "e8m0_floor")
-    return cast.spec.format == spec.format and cast.spec.granularity == spec.granularity and powers
-
-
-def _equal(cast: QuantizedTensor, trained: QuantizedTensor) -> bool:
-    return (
-        cast.scale_inv.shape == trained.scale_inv.shape
-        and torch.equal(cast.scale_inv.cpu(), trained.scale_inv.cpu())
-        and torch.equal(cast.data.cpu().view(torch.uint8), trained.data.cpu().view(torch.uint8))
-    )
+    if len(fitting) == len(group) and len({form.shared(cast) for cast in fitting}) == 1:
+        return fitting
+    whole = quantize(torch.cat(values), form.spec)
+    starts = accumulate((len(x) for x in values), initial=0)
+    parts = [rows_of_cast(whole, slice(start, start + len(x))) for x, start in zip(values, starts, strict=False)]
+    return [part for part in parts if part is not None]
 
 
 def _bf16(weight: Weight) -> Tensor:
-    x = weight.tensor.to(torch.bfloat16)
-    if not bool(x.isfinite().all()):
-        raise ExportError(
-            f"export: {weight.name} holds an infinity or NaN; find it with ottava.watch before serving it"
-        )
-    return x
+    _finite({weight.name: weight.tensor})
+    return weight.tensor.to(torch.bfloat16)
+
+
+def _finite(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part; refuses what is not finite: codes, scales, and all that stays in high precision."""
+    for name, tensor in part.items():
+        if tensor.is_floating_point() and not bool(tensor.to(torch.bfloat16).isfinite().all()):
+            raise ExportError(f"export: {name} holds an infinity or NaN; find it with ottava.watch before serving it")
+    return part
 
 
 def _plain(tensor: Tensor) -> Tensor:

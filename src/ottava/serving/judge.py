@@ -180,7 +180,7 @@ def _unexplained(case: Case) -> Verdict | None:
 def _same_answers(case: Case) -> Verdict | None:
     codes = [one.same_codes for one in case.weights.linears if one.same_codes is not None]
     evidence = [f"{len(case.weights.tensors)} tensors agree within the error of their casts"]
-    evidence += [f"{sum(codes)} of {len(codes)} quantized weights have the same codes and scales"] if codes else []
+    evidence += [f"{sum(codes)} of {len(codes)} quantized weights stand for the same numbers"] if codes else []
     return Verdict("same", "A and B answer alike, within the tolerance", tuple(evidence), "Nothing to repair")
 
 

@@ -14,11 +14,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ottava.formats import E4M3
-from ottava.quantized_tensor import QuantizationSpec
-from ottava.scaling import BLOCK_1X32, BLOCK_128X128, PER_ROW, PER_TENSOR, Granularity
+from ottava.formats import E2M1, E4M3
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
+from ottava.rounding import code_values, round_to_format
+from ottava.scaling import (
+    BLOCK_1X16,
+    BLOCK_1X32,
+    BLOCK_16X16,
+    BLOCK_128X128,
+    PER_ROW,
+    PER_TENSOR,
+    Granularity,
+    amax,
+)
 
-ScaleDtype = Literal["fp32", "e8m0", "uint8"]
+ScaleDtype = Literal["fp32", "e8m0", "uint8", "e4m3"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +41,50 @@ class Layout:
     scale_key: str = "weight_scale"
     """Beside NAME.weight stands NAME.scale_key."""
     scale_dtype: ScaleDtype = "fp32"
-    """e8m0 and uint8 hold the exponent of a power of two."""
+    """e8m0 and uint8 hold the exponent of a power of two; e4m3 stands beside one fp32 scale for the tensor."""
     config: Callable[[Facts], dict[str, Any]] | None = None
     """The quantization_config of config.json."""
     static: bool = False
     """Whether engines need a scale of the activations in the checkpoint (NAME.input_scale)."""
 
+    packed: bool = False
+    """Whether codes of 4 bits lie in pairs in NAME.weight_packed, the first one in the low bits."""
+
     @property
     def shares_scale(self) -> bool:
         """Whether q, k, v and gate, up share one scale, because engines fuse them into one weight."""
-        return self.spec is not None and self.spec.granularity == PER_TENSOR
+        return self.spec is not None and (self.spec.granularity == PER_TENSOR or self.spec.scale_format == "e4m3")
+
+    def holds(self, spec: QuantizationSpec) -> bool:
+        """Whether the layout stores the codes and scales of such a cast as they are."""
+        own = self.spec
+        if own is None or spec.transform is not None or spec.format != own.format:
+            return False
+        if own.scale_format == "e4m3":  # rows of a tile repeat its scale
+            return spec.scale_format == "e4m3" and spec.granularity in (BLOCK_1X16, BLOCK_16X16)
+        powers = self.scale_dtype == "fp32" or spec.scale_format in ("pow2", "e8m0", "e8m0_floor")
+        return spec.granularity == own.granularity and powers
+
+    def shared(self, cast: QuantizedTensor) -> float:
+        """The scale of the whole tensor, which fused linears share."""
+        return float(cast.scale_inv if cast.spec.granularity == PER_TENSOR else two_levels(cast)[1])
+
+    def tensors(self, cast: QuantizedTensor) -> dict[str, Tensor]:
+        """The tensors of a weight by their own names.
+
+        Raises:
+            ValueError: scales that the layout cannot store.
+        """
+        if not self.packed:
+            return {"weight": cast.data, self.scale_key: self.stored_scale(cast.scale_inv.cpu()).clone()}
+        codes = cast.data.cpu()
+        made = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}
+        if self.scale_dtype != "e4m3":
+            return made | {self.scale_key: self.stored_scale(cast.scale_inv.cpu()).clone()}
+        blocks, encode = two_levels(cast)
+        blocks = blocks.repeat_interleave(cast.spec.granularity.rows or 1, 0)[: codes.shape[0]]
+        stored = blocks.to(torch.float8_e4m3fn).contiguous()
+        return made | {self.scale_key: stored, "weight_global_scale": encode.reshape(1)}
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether a weight (N, K) has whole blocks only: engines read others wrong, some silently."""
@@ -75,13 +119,48 @@ class Facts:
     kv_cache: bool
 
 
+def two_levels(cast: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """(E4M3 scales of the blocks, fp32 (1, 1)): the scales of the cast are the former times 1 / the latter.
+
+    A cast keeps these products only. The largest one is an E4M3 number times the tensor's scale, so one of the 126
+    numbers gives it. Blocks of zeros have no scale; theirs is 0.
+
+    Raises:
+        ValueError: the scales are no such products.
+
+    Example:
+        >>> from ottava.casts import quantize
+        >>> blocks, encode = two_levels(quantize(torch.eye(4, 32), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3")))
+        >>> blocks[0].tolist(), float(encode)
+        ([448.0, 0.0], 2688.0)
+    """
+    scale_inv = cast.scale_inv.cpu().float()
+    used = amax((cast.data.cpu() & 7).float(), cast.spec.granularity) > 0
+    products = scale_inv[used].unique()
+    if not products.numel():
+        return torch.zeros_like(scale_inv), torch.ones(1, 1)
+    for block in code_values(E4M3)[1:127].flip(0):  # 448 and down
+        near = block / products[-1]
+        for encode in (near, near.nextafter(torch.zeros(())), near.nextafter(torch.full((), torch.inf))):
+            tensor = encode.reciprocal()
+            if torch.equal(round_to_format(products / tensor, E4M3) * tensor, products):
+                return torch.where(used, round_to_format(scale_inv / tensor, E4M3), 0.0), encode.reshape(1, 1)
+    raise ValueError(f"{cast.spec}: its scales are no E4M3 numbers times one number of the tensor")
+
+
 _FP8 = MappingProxyType({"num_bits": 8, "type": "float", "symmetric": True})
 _BY_TOKEN = MappingProxyType({"dynamic": True, "strategy": "token"})
 
 
-def _compressed(strategy: str, activations: Mapping[str, Any], *, kind: str = "float-quantized", **more: Any) -> Any:
+def _compressed(
+    strategy: str,
+    activations: Mapping[str, Any] | None,
+    *,
+    kind: str = "float-quantized",
+    **more: Any,
+) -> Any:
     def config(facts: Facts) -> dict[str, Any]:
-        own = dict(activations) | ({"dynamic": False} if facts.static else {})
+        own = None if activations is None else {**_FP8, **activations, **({"dynamic": False} if facts.static else {})}
         return {
             "quant_method": "compressed-tensors",
             "format": kind,
@@ -90,7 +169,7 @@ def _compressed(strategy: str, activations: Mapping[str, Any], *, kind: str = "f
                 "group_0": {
                     "targets": ["Linear"],
                     "weights": {**_FP8, "dynamic": False, "strategy": strategy, **more},
-                    "input_activations": {**_FP8, **own},
+                    "input_activations": own,
                     "output_activations": None,
                 }
             },
@@ -125,6 +204,9 @@ _POWERS = QuantizationSpec(E4M3, BLOCK_128X128, "pow2")
 _MX = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
 _BY_GROUP = MappingProxyType({"dynamic": True, "strategy": "group", "group_size": 128})
 _BY_MX = MappingProxyType({"dynamic": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"})
+_MX4 = MappingProxyType({"num_bits": 4, "group_size": 32, "scale_dtype": "torch.uint8"})
+_BY_MX4 = MappingProxyType({"dynamic": True, "strategy": "group", **_MX4})
+_NV4 = MappingProxyType({"num_bits": 4, "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"})
 _BY_TENSOR = MappingProxyType({"dynamic": True, "strategy": "tensor"})
 
 _ENTRIES = (
@@ -141,6 +223,20 @@ _ENTRIES = (
         _MX,
         scale_dtype="uint8",
         config=_compressed("group", _BY_MX, kind="mxfp8-quantized", group_size=32, scale_dtype="torch.uint8"),
+    ),
+    Layout(
+        "compressed-tensors-mxfp4",
+        QuantizationSpec(E2M1, BLOCK_1X32, "e8m0"),
+        scale_dtype="uint8",
+        config=_compressed("group", _BY_MX4, kind="mxfp4-pack-quantized", **_MX4),
+        packed=True,
+    ),
+    Layout(
+        "compressed-tensors-nvfp4",
+        QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"),
+        scale_dtype="e4m3",
+        config=_compressed("tensor_group", None, kind="nvfp4-pack-quantized", **_NV4),
+        packed=True,
     ),
     Layout("fp8-block", _BLOCKS, "weight_scale_inv", config=_fine_grained("fp8", [128, 128])),
     Layout(

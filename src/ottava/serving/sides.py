@@ -16,20 +16,29 @@ from torch import Tensor
 
 from ottava.casts import quantize
 from ottava.errors import unknown_name
-from ottava.formats import E4M3, E5M2, Format
+from ottava.formats import E2M1, E4M3, E5M2, Format
 from ottava.nn.fp8_checkpoint import open_tensors
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.recipe import Recipe
 from ottava.scaling import BLOCK_1X32, BLOCK_1X128, PER_ROW, PER_TENSOR, Granularity, ScaleFormat
-from ottava.serving.engines import ENGINES, Decision, Engine, decide, units
+from ottava.serving.engines import (
+    ENGINES,
+    STRATEGIES,
+    Decision,
+    Engine,
+    block_size,
+    decide,
+    first_group,
+    units,
+    weight_blocks,
+)
 from ottava.serving.source import Source, Weight
 from ottava.untrusted import UntrustedError, parse_json, read_text
 
 SCALE_KEYS = ("weight_scale_inv", "weight_scale")
 INPUT_KEYS = ("input_scale", "activation_scale")
 _POWERS = ("pow2", "e8m0", "e8m0_floor")
-_CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2})
-_STRATEGIES = MappingProxyType({"token": PER_ROW, "tensor": PER_TENSOR, "channel": PER_ROW})
+_CODES = MappingProxyType({torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1})
 
 
 @dataclass(frozen=True)
@@ -69,10 +78,10 @@ class Side:
 
     @property
     def digest(self) -> str:
-        """A hash of the numbers that are multiplied: codes and scales, or BF16."""
+        """A hash of the numbers that are multiplied: in BF16, or those that codes and scales stand for."""
         if self.cast is None:
             return digest(self.weight.to(torch.bfloat16))
-        return digest(self.cast.data, self.cast.scale_inv.to(torch.float32))
+        return digest(self.cast.dequantize(torch.float32) + 0.0)  # -0 is 0
 
     def __str__(self) -> str:
         if self.cast is None:
@@ -175,13 +184,14 @@ def served(folder: Path, engine: str, settings: Mapping[str, Any] | None = None)
     except (UntrustedError, OSError) as error:
         raise UntrustedError(f"parity: {folder} cannot be read: {error}") from error
     method = str(found.get("quant_method", "")).lower()
-    unread = _unread(reader, found, method, str(config.get("model_type", "")))
     tied = bool(config.get("tie_word_embeddings", False)) or "lm_head.weight" not in tensors
     weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if _is_linear(name, t)}
     names = [name for name in weights if not (tied and name == "lm_head")]
     rule = reader.rules.get(method)
     decisions = decide(rule, found, names) if rule is not None else {name: Decision(bool(method)) for name in names}
     decisions |= {name: Decision(False, "", never) for name in names if (never := reader.leaves(name))}
+    experts = any(".experts." in name and decisions[name].quantized for name in names)
+    unread = reader.unread(found, str(config.get("model_type", "")), experts=experts)
     linears = {n: _side(n, weights[n], tensors, decisions[n], found, reader, words) for n in names}
     if rule is not None and rule.partly != "apart":
         linears = _rejoined(linears)
@@ -240,15 +250,6 @@ def _words(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     given = leaves(settings)
     return {word: given[path] for path, word in engine.settings.items() if path in given}
-
-
-def _unread(engine: Engine, found: Mapping[str, Any], method: str, model_type: str) -> str:
-    if method and method not in engine.rules:
-        return f"{engine.name} does not read quant_method {method!r}; it reads {', '.join(engine.rules)}"
-    for kind, family, why in engine.refuses:
-        if kind in (method, found.get("format")) and family in ("", model_type):
-            return f"{engine.name} {why}"
-    return ""
 
 
 def _is_linear(name: str, tensor: Tensor) -> bool:
@@ -313,48 +314,17 @@ def _by_shape(codes: Tensor, scale_inv: Tensor) -> Granularity:
     return Granularity(-(-codes.shape[0] // max(rows, 1)), -(-codes.shape[1] // max(cols, 1)))
 
 
-def weight_blocks(found: Mapping[str, Any]) -> Granularity:
-    """The blocks of weights that a quantization_config announces."""
-    if (groups := _group(found)) is not None:
-        weights = groups.get("weights") or {}
-        if weights.get("strategy") == "block":
-            return _blocks(weights.get("block_structure"))
-        if weights.get("strategy") == "group":
-            return _blocks([1, weights.get("group_size")])
-        return _STRATEGIES.get(weights.get("strategy") or "tensor", PER_TENSOR)
-    if block := found.get("weight_block_size"):
-        return _blocks(block)
-    return PER_ROW if "PER_CHANNEL" in str(found.get("quant_algo")) else PER_TENSOR
-
-
-def _group(found: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The first group of compressed-tensors; None: another method."""
-    groups = found.get("config_groups")
-    if not isinstance(groups, dict):
-        return None
-    first: Any = next(iter(groups.values()), {})
-    return first if isinstance(first, dict) else {}
-
-
-def _blocks(size: Any) -> Granularity:
-    try:
-        rows, cols = size
-        return Granularity(rows, cols)
-    except (TypeError, ValueError) as error:
-        raise UntrustedError(f"config.json: block size {size!r}; needs two numbers such as [128, 128]") from error
-
-
 def _activations(
     name: str, tensors: Mapping[str, Tensor], found: Mapping[str, Any], engine: Engine, words: Mapping[str, Any]
 ) -> Cast | None:
     """How the engine casts the input of a linear."""
     blocks = weight_blocks(found)
     powers = str(found.get("scale_fmt")) == "ue8m0" or _truth(words.get("ue8m0")) or blocks == BLOCK_1X32
-    if (group := _group(found)) is not None:
+    if (group := first_group(found)) is not None:
         if not (own := group.get("input_activations")):
             return None
         static, strategy = not own.get("dynamic", True), own.get("strategy") or "tensor"
-        size = _blocks([1, own.get("group_size")]) if strategy == "group" else _STRATEGIES.get(strategy, PER_TENSOR)
+        size = block_size([1, own.get("group_size")]) if strategy == "group" else STRATEGIES.get(strategy, PER_TENSOR)
     else:
         algo = str(found.get("quant_algo"))
         static = found.get("activation_scheme") == "static" or algo == "FP8"

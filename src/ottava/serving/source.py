@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ottava.errors import need
 from ottava.nn.convert import default_filter
-from ottava.nn.fp8_checkpoint import block_sizes, is_codes, is_scale, open_tensors, scales_of
+from ottava.nn.foreign import TurnedLinear, parts_of
+from ottava.nn.fp8_checkpoint import block_sizes, is_codes, is_scale, open_tensors, read_codes, scales_of
 from ottava.quantized_layer import QuantizedLayer
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
@@ -28,6 +29,7 @@ from ottava.scaling import Granularity
 from ottava.untrusted import UntrustedError, parse_json, read_text
 
 _EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
+_TURNED = "it is a Conv1D, which holds W.T, and engines cast nn.Linear only"
 _OTHERS = ("embed", "wte", "wpe", "norm", "position", "rotary", "relative_attention_bias")
 
 
@@ -128,8 +130,11 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
     parts = _parts(model)
     weights = []
     for name, tensor in state.items():
-        layer = layers.get(name.rpartition(".")[0]) if name.endswith(".weight") else None
-        if layer is not None:
+        module = name.rpartition(".")[0]
+        layer = layers.get(module) if name.endswith(".weight") else None
+        if layer is None and name.endswith(".weight") and "" in parts_of(model.get_submodule(module)):
+            weights.append(Weight(name, tensor, True, _TURNED))
+        elif layer is not None:
             weights.append(_of_layer(name, tensor, layer, converted=converted))
         else:
             weights.append(_of_stack(name, tensor, parts, converted=converted))
@@ -143,6 +148,7 @@ def _of_layer(name: str, tensor: Tensor, layer: nn.Module, *, converted: bool) -
         cast, input_scale_inv = cast_of(layer), input_scale_of(layer)
         input_spec = layer.resolved.fprop.lhs
         stays = "" if cast is not None else f"recipe {layer.resolved.name!r} does not cast it"
+        stays = _TURNED if isinstance(layer, TurnedLinear) else stays
     elif converted:
         stays = "it was not converted"
     else:
@@ -205,17 +211,43 @@ def rows_of_cast(cast: QuantizedTensor, rows: slice) -> QuantizedTensor | None:
     return QuantizedTensor(cast.data[rows], scale_inv, cast.spec, cast.dtype)
 
 
+def same_numbers(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether two casts stand for the same numbers, bit for bit; codes and scales may differ.
+
+    A weight in MXFP8 that is decoded and cast again keeps every number. Where the largest one of a block was rounded
+    down to a power of two times 448, the block gets half of its scale, and other codes.
+
+    Example:
+        >>> from ottava.casts import quantize
+        >>> from ottava.formats import E4M3
+        >>> from ottava.scaling import BLOCK_1X32
+        >>> spec = QuantizationSpec(E4M3, BLOCK_1X32, "e8m0")
+        >>> one = quantize(torch.full((1, 32), 450.0), spec)
+        >>> two = quantize(one.dequantize(), spec)
+        >>> same_numbers(one, two), float(one.scale_inv), float(two.scale_inv)
+        (True, 2.0, 1.0)
+    """
+    return torch.equal(a.dequantize(torch.float32).cpu(), b.dequantize(torch.float32).cpu())
+
+
 def cast_of(layer: QuantizedLayer) -> QuantizedTensor | None:
     """The operand of the weight that a forward of this layer multiplies now; None if it casts none.
 
-    A weight that exists only as codes is these codes, also where a recipe multiplies their numbers.
+    That of a Conv1D lies as its weight does, (K, N): its blocks are those of the transpose. A weight that exists only
+    as codes is these codes, also where a recipe multiplies their numbers.
     """
     row, col = layer.resolved.cells("weight")
     if row is None:
         return layer.weight.quantized() if isinstance(layer.weight, QuantizedWeight) else None
+    turned = isinstance(layer, TurnedLinear)
+    weight = layer.weight.t() if turned else layer.weight
     with torch.no_grad():
-        operand, _ = layer.quantizers.weight(layer.weight, row, col, columnwise=False, record=False)
-    return operand if isinstance(operand, QuantizedTensor) else None
+        operand, _ = layer.quantizers.weight(weight, row, col, columnwise=False, record=False)
+    if not isinstance(operand, QuantizedTensor):
+        return None
+    if not turned:
+        return operand
+    return QuantizedTensor(operand.data.t(), operand.scale_inv.t(), operand.spec.transposed, operand.dtype)
 
 
 def input_scale_of(layer: QuantizedLayer) -> float | None:
@@ -291,7 +323,8 @@ def of_folder(folder: Path) -> Source:
         sizes = block_sizes(quantization) if quantization else []
         with ExitStack() as files:
             tensors = open_tensors(folder, files)
-            weights = [_of_codes(name, tensors, sizes) if is_codes(name, tensors) else _in_file(name, tensors)
+            turned = _turned_names(tensors)
+            weights = [_of_codes(name, tensors, sizes) if is_codes(name, tensors) else _in_file(name, tensors, turned)
                        for name in tensors if not is_scale(name, tensors)]  # fmt: skip
             files.pop_all()  # the tensors' readers hold the files, which close with the last of them
     except (UntrustedError, OSError) as error:
@@ -299,9 +332,22 @@ def of_folder(folder: Path) -> Source:
     return Source(tuple(weights), config, other_files(folder))
 
 
-def _in_file(name: str, tensors: Mapping[str, Any]) -> Weight:
+def _turned_names(tensors: Mapping[str, Any]) -> set[str]:
+    """The last names of the modules that are Conv1Ds: somewhere the length of a bias is that of the columns only."""
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in tensors.items()}
+    found: dict[str, list[tuple[bool, bool]]] = {}
+    for name, shape in shapes.items():
+        bias = shapes.get(f"{name.removesuffix('weight')}bias", ())
+        if name.endswith(".weight") and len(shape) == 2 and len(bias) == 1:
+            found.setdefault(name.split(".")[-2], []).append((bias[0] == shape[0], bias[0] == shape[1]))
+    return {last for last, fits in found.items() if (False, True) in fits and all(cols for _, cols in fits)}
+
+
+def _in_file(name: str, tensors: Mapping[str, Any], turned: Collection[str]) -> Weight:
     file = tensors[name]
-    return _of_file(name, Unread(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)))
+    weight = _of_file(name, Unread(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)))
+    is_turned = weight.linear and weight.module.rpartition(".")[2] in turned
+    return replace(weight, stays=_TURNED) if is_turned else weight
 
 
 def _of_codes(name: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -> Weight:
@@ -310,7 +356,7 @@ def _of_codes(name: str, tensors: Mapping[str, Any], sizes: list[Granularity]) -
     shape = tuple(file.get_slice(name).get_shape())
 
     def codes() -> QuantizedTensor:
-        return QuantizedTensor(file.get_tensor(name), scale_inv, spec, torch.bfloat16)
+        return QuantizedTensor(read_codes(name, tensors), scale_inv, spec, torch.bfloat16)
 
     decoded = Unread(shape, lambda: codes().dequantize(torch.float32))
     static = name.removesuffix("weight") + "input_scale"

@@ -111,6 +111,8 @@ def engine_recipe(source: Source) -> Recipe:
     specs = {cast.spec for cast in casts if cast is not None}
     if not specs:
         raise ValueError("it has no FP8 weights, so no engine casts beside them: name a recipe")
+    if all(spec.scale_format == "e4m3" for spec in specs):
+        return Recipe(ENGINE)  # NVFP4's layout says nothing of activations, so they stay in BF16
     known = {PER_TENSOR: PER_TENSOR, PER_ROW: PER_ROW, BLOCK_1X32: BLOCK_1X32, BLOCK_128X128: BLOCK_1X128}
     inputs = {known.get(spec.granularity) for spec in specs}
     if len(specs) > 1 or None in inputs:
