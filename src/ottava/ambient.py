@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -43,6 +43,9 @@ class Rolls(Protocol):
     def update(self, part: Part = "all") -> None:
         """Makes a boundary of all doors, or of the doors of the forward or the backward."""
 
+    def stage(self, notes: list[Any]) -> None:
+        """Stages what casts have seen."""
+
     @property
     def predicts(self) -> bool:
         """Whether a door has a predicted scale, so that a calibration has an effect."""
@@ -57,10 +60,15 @@ class Session:
     def __init__(self) -> None:
         self._states: dict[int, Rolls] = {}
         self._claimed = False
+        self._notes: list[Any] = []
 
     def touch(self, state: Rolls) -> None:
         """Notes that a layer of this state ran."""
         self._states[id(state)] = state
+
+    def note(self, notes: list[Any]) -> None:
+        """Keeps what casts have seen until the boundary; an exception that ends the autocast drops it."""
+        self._notes += notes
 
     def claim_backward(self) -> bool:
         """True for the first caller, because the backward of the first layer ends last."""
@@ -69,7 +77,10 @@ class Session:
 
     def close(self, part: Part) -> None:
         """Makes the boundary."""
+        notes, self._notes = self._notes, []
         for state in self._states.values():
+            state.stage(notes)  # the doors of all states, once
+            notes = []
             state.update(part)
 
     @property
