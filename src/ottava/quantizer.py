@@ -339,7 +339,7 @@ class WeightQuantizer(Quantizer):
     """
 
     cached: tuple[Any, Tensor | None, Operand | None, Operand | None] | None
-    """The identity of the cast weight; what its cast has seen (see `Notes`); the operands of the weight and its transpose."""
+    """The identity of the cast weight; what its cast has seen (see `Notes`); the operands of w and of w.T."""
     graph: object | None
     """The CUDA graph that `graphed_step` is capturing."""
     _steps: int
