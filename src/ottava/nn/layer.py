@@ -98,8 +98,9 @@ class Layer(QuantizedLayer):
                 self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            apart = lent or settings.session is not None or settings.accumulator is not None
-            apart = apart or settings.batch_invariant or call.recipe.fprop.batch_invariant
+            apart = lent or settings.session is not None or settings.batch_invariant
+            apart = apart or (settings.recipe is None and settings.accumulator is not None)
+            apart = apart or call.recipe.fprop.batch_invariant
             if apart or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing
 
