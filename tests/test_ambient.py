@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import functools
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +55,7 @@ def ran(model: nn.Module) -> dict[str, str]:
 def names() -> str:
     """The recipe of the innermost autocast, "" if none says one."""
     inside = ambient()
-    return inside.recipe.name if inside.recipe else ("" if inside.enabled else "off")
+    return "off" if not inside.enabled else inside.recipe.name if inside.recipe else ""
 
 
 def test_autocast_runs_the_bits_of_the_converted_recipe(recipe: Recipe) -> None:
@@ -112,6 +115,61 @@ def test_contexts_nest() -> None:
 
     dive(10)
     assert names() == ""
+
+
+def test_what_is_none_is_as_around() -> None:
+    """Recipe, accumulator and batch invariance, each alone; what is given is changed; compiled code sees the same."""
+    hopper: Any = {"accumulator": "hopper"}
+    mxfp8: Any = {"recipe": "mxfp8"}
+    nestings: list[tuple[list[dict[str, Any]], str]] = [
+        ([mxfp8, {}], "mxfp8"),
+        ([mxfp8, hopper], "mxfp8/hopper"),
+        ([hopper, mxfp8], "mxfp8/hopper"),
+        ([mxfp8 | hopper, {}], "mxfp8/hopper"),
+        ([mxfp8 | hopper, {"recipe": "rowwise"}], "rowwise/hopper"),
+        ([mxfp8 | hopper, {"recipe": "rowwise/ada"}], "rowwise/ada"),
+        ([mxfp8 | hopper, {"accumulator": "ada"}], "mxfp8/ada"),
+        ([mxfp8, {"group": None, "update": "autocast"}], "mxfp8"),
+        ([mxfp8, {"enabled": False}], "off"),
+        ([mxfp8, {"enabled": False}, {}], "mxfp8"),
+        ([mxfp8 | {"batch_invariant": True}, {}], "mxfp8, invariant"),
+        ([mxfp8 | {"batch_invariant": True}, {"batch_invariant": False}], "mxfp8"),
+        ([mxfp8 | {"batch_invariant": True}, {"enabled": False}], "off"),
+    ]
+    for nesting, expected in nestings:
+        with contextlib.ExitStack() as stack, warnings.catch_warnings(action="ignore"):
+            for settings in nesting:
+                stack.enter_context(ottava.autocast(**settings))
+            assert names() + (", invariant" if ambient().batch_invariant else "") == expected, nesting
+            assert compiled() is ambient()
+    assert names() == ""
+
+
+def test_an_accumulator_inside_of_a_recipe_changes_the_sums_only() -> None:
+    """Bits of a layer under both at once, whichever is named first."""
+    with ottava.autocast("mxfp8", accumulator="hopper"):
+        expected = step(network())
+    with ottava.autocast("mxfp8"), ottava.autocast(accumulator="hopper"):
+        assert equal(step(network()), expected)
+    with ottava.autocast(accumulator="hopper"), ottava.autocast("mxfp8"):
+        assert equal(step(network()), expected)
+
+
+def test_a_thread_sees_an_autocast_through_a_copied_context_only() -> None:
+    """The sentence of autocast's docstring, and its remedy."""
+    seen: list[str] = []
+
+    def function() -> None:
+        seen.append(names())
+
+    with ottava.autocast("mxfp8"):
+        for thread in (
+            threading.Thread(target=function),
+            threading.Thread(target=contextvars.copy_context().run, args=(function,)),
+        ):
+            thread.start()
+            thread.join()
+    assert seen == ["", "mxfp8"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])

@@ -401,7 +401,7 @@ def test_state_made_on_meta_starts_empty() -> None:
 def test_state_dict_round_trip_continues_bit_for_bit() -> None:
     """History, scale and counters are all there is to a door at a boundary."""
     one, two = door_after(3.0, 7.0), door_after(900.0)
-    assert set(one.state_dict()) == set(BUFFERS)
+    assert set(one.state_dict()) == {*BUFFERS, "staged"}
     two.load_state_dict(one.state_dict())
     for value in (5.0, 0.3, 11.0, 1.0):
         for door in (one, two):
@@ -448,12 +448,13 @@ def test_a_history_loads_under_another_format_and_margin() -> None:
 
 @sweep(recipe=ottava.RECIPES.values())
 def test_state_dict_has_its_shape_before_the_first_forward(recipe: Recipe) -> None:
-    """Predicted: four buffers in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
+    """Predicted: five tensors in each of three doors. All else: nothing, so that BF16 checkpoints fit both ways."""
     quantizers = LinearQuantizers()
     quantizers.prepare(recipe)
     predicted = recipe.name in ("delayed", "guarded")
     shapes = {name: tuple(tensor.shape) for name, tensor in quantizers.state_dict().items()}
-    expected = {f"{role}.{b}": (16,) if b == "amax_history" else () for role in _roles() for b in BUFFERS}
+    sizes = {**dict.fromkeys(BUFFERS, ()), "amax_history": (16,), "staged": (3,)}
+    expected = {f"{role}.{name}": size for role in _roles() for name, size in sizes.items()}
     assert shapes == (expected if predicted else {})
 
 

@@ -311,7 +311,7 @@ def test_lbfgs_is_one_boundary_a_step() -> None:
 
 
 def test_skipped_steps_are_no_boundaries() -> None:
-    """torch.amp.GradScaler leaves out step() when a gradient overflowed: the amaxes go to the next one, inf counted."""
+    """torch.amp.GradScaler leaves out step() when a gradient overflowed: its amaxes enter no history, inf is counted."""
     model = network()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     for step, poison in enumerate((1.0, math.inf, 1.0)):
@@ -320,7 +320,7 @@ def test_skipped_steps_are_no_boundaries() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert [len(w) for w in windows(model)] == [2, 2]
-    assert windows(model)[0][0] == max(noise(step).abs().max().item() for step in (1, 2))
+    assert windows(model)[0][0] == noise(2).abs().max().item()
     assert door_of(model, 2, "grad_output").nonfinite_count.item() == 1
     assert all(door.scale.isfinite() for door in doors(model).values())
 

@@ -21,7 +21,9 @@ from scaling_samples import (
     door_of,
     doors,
     lengths,
+    loss_of,
     network,
+    noise,
     snapshot,
     state_of,
     train,
@@ -58,10 +60,10 @@ def test_names_and_shapes_are_fixed_by_the_recipe(recipe: str) -> None:
     """Before the first forward as after it: what a checkpoint holds does not depend on what has run."""
     model = network(recipe)
     expected = {
-        f"{layer}.quantizers.{role}.{buffer}": (16,) if buffer == "amax_history" else ()
+        f"{layer}.quantizers.{role}.{buffer}": size
         for layer in (0, 2)
         for role in ROLES
-        for buffer in BUFFERS
+        for buffer, size in {**dict.fromkeys(BUFFERS, ()), "amax_history": (16,), "staged": (3,)}.items()
     }
     for steps in (0, 2):
         train(model, range(steps))
@@ -123,7 +125,7 @@ def test_an_fp8_checkpoint_fits_a_bf16_model() -> None:
     result = never.load_state_dict(state, strict=False)
     assert result.missing_keys == []
     assert all(".quantizers." in name for name in result.unexpected_keys)
-    assert len(result.unexpected_keys) == 24
+    assert len(result.unexpected_keys) == 30
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0\.quantizers\.input\.amax_history"):
         never.load_state_dict(state)
 
@@ -208,13 +210,21 @@ def test_a_model_made_on_meta_takes_its_state_by_assignment() -> None:
     assert differences(snapshot(model), snapshot(source)) == []
 
 
-def test_what_is_staged_is_not_saved() -> None:
-    """A checkpoint is one of a boundary; loading forgets what was seen since the last."""
-    model = network()
+@pytest.mark.parametrize("through", THROUGH.values(), ids=THROUGH.keys())
+def test_an_open_accumulation_is_saved(through: Callable[[Any], Any]) -> None:
+    """Two micro-batches in two processes give the histories of one; a checkpoint without `staged` loads as before."""
+    model, other, older = network(), network(seed=1), network(seed=2)
     train(model, range(2))
-    state: dict[str, Any] = through_torch(model.state_dict())
-    model(10 * torch.ones(4, WIDTH, dtype=torch.bfloat16))
-    assert door_of(model).staged[0] == 10
-    model.load_state_dict(state)
-    assert door_of(model).staged.tolist() == [0, 0, 0]
-    assert differences(state_of(model), {n: t for n, t in state.items() if "quantizers" in n}) == []
+    loss_of(model, 10 * noise(2)).backward()
+    assert door_of(model).staged[0] == (10 * noise(2)).abs().max()
+    state = through(model.state_dict())
+    loss_of(other, 99 * noise(3)).backward()
+    other.load_state_dict(state)
+    older.load_state_dict({name: tensor for name, tensor in state.items() if not name.endswith("staged")})
+    for one in (model, other):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        loss_of(one, noise(4)).backward()
+        optimizer.step()
+    assert differences(state_of(model), state_of(other)) == []
+    assert door_of(model).amax_history[0] == (10 * noise(2)).abs().max()
+    assert all(not door.staged.any() for door in doors(older).values())

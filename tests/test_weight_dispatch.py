@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,3 +97,32 @@ def test_pieces_are_whole_blocks_of_the_first_dimension() -> None:
     blocks.sent = True  # as DistributedDataParallel's start leaves it
     flat = torch.cat([blocks.view(-1), torch.ones(3)])
     assert torch.equal(flat[:-3], blocks.dequantize().flatten().float())
+
+
+def test_inference_mode_takes_what_no_grad_takes() -> None:
+    """Views and what torch makes of them, of a matrix and of a stack: the same kind of result, or the same refusal."""
+    made: dict[str, Callable[[Tensor], object]] = {
+        "unbind": lambda w: w.unbind(),
+        "split": lambda w: w.split(16),
+        "chunk": lambda w: w.chunk(2),
+        "select": lambda w: w[0],
+        "slice": lambda w: w[:1],
+        "detach": lambda w: w.detach(),
+        "view": lambda w: w.view(w.shape),
+        "float": lambda w: w.float(),
+        "transpose": lambda w: w.mT,
+    }
+
+    def result(operation: Callable[[Tensor], object], weight: Tensor) -> str:
+        try:
+            return repr(operation(weight))
+        except NotImplementedError as error:
+            return str(error)
+
+    stack = quantized_weight(torch.randn(2, 32, 32, dtype=torch.bfloat16), QuantizationSpec(E4M3))
+    for weight in (parameter(), nn.Parameter(stack)):
+        for name, operation in made.items():
+            with torch.no_grad():
+                expected = result(operation, weight)
+            with torch.inference_mode():
+                assert result(operation, weight) == expected, name

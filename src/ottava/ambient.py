@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -28,7 +28,7 @@ from ottava.accumulator import Accumulator, get_accumulator
 from ottava.batch_invariance import made_invariant
 from ottava.errors import unknown_name
 from ottava.kernels.custom_operator import constant_in_graph
-from ottava.recipe import Recipe, get_recipe
+from ottava.recipe import GEMMS, Recipe, get_recipe
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +42,9 @@ class Rolls(Protocol):
 
     def update(self, part: Part = "all") -> None:
         """Makes a boundary of all doors, or of the doors of the forward or the backward."""
+
+    def stage(self, notes: list[Any]) -> None:
+        """Stages what casts have seen."""
 
     @property
     def predicts(self) -> bool:
@@ -57,10 +60,15 @@ class Session:
     def __init__(self) -> None:
         self._states: dict[int, Rolls] = {}
         self._claimed = False
+        self._notes: list[Any] = []
 
     def touch(self, state: Rolls) -> None:
         """Notes that a layer of this state ran."""
         self._states[id(state)] = state
+
+    def note(self, notes: list[Any]) -> None:
+        """Keeps what casts have seen until the boundary; an exception that ends the autocast drops it."""
+        self._notes += notes
 
     def claim_backward(self) -> bool:
         """True for the first caller, because the backward of the first layer ends last."""
@@ -69,7 +77,10 @@ class Session:
 
     def close(self, part: Part) -> None:
         """Makes the boundary."""
+        notes, self._notes = self._notes, []
         for state in self._states.values():
+            state.stage(notes)  # the doors of all states, once
+            notes = []
             state.update(part)
 
     @property
@@ -92,13 +103,13 @@ class Ambient:
     """The settings of the innermost `autocast`."""
 
     recipe: Recipe | None = None
-    """For every layer; None: each layer keeps its recipe."""
+    """For every layer, under the accumulator below; None: each layer keeps its recipe."""
     enabled: bool = True
     """False: torch's linear everywhere."""
     calibrating: bool = False
     """High precision, but every door stages the amax of its tensor."""
     accumulator: Accumulator | None = None
-    """The profile that layers sum under which keep their own recipe; the recipe above has its own."""
+    """The profile that an autocast has named, this one or one around it."""
     group: ProcessGroup | None = None
     """The ranks that share amaxes."""
     session: Session | None = None
@@ -197,7 +208,7 @@ class Autocast(AbstractContextManager[None]):
         update: Update,
         group: ProcessGroup | None,
         accumulator: Accumulator | None = None,
-        batch_invariant: bool = False,
+        batch_invariant: bool | None = None,
     ) -> None:
         self._settings = (recipe, enabled, calibrating, update, group, accumulator, batch_invariant)
         self._entered: list[AbstractContextManager[None]] = []
@@ -242,12 +253,15 @@ def autocast(
     update: Update = "step",
     group: ProcessGroup | None = None,
     accumulator: Accumulator | str | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
 ) -> Autocast:
     """Runs ottava layers under another recipe, or in high precision, or calibrates them; a context or a decorator.
 
+    Autocasts nest: what is None in the inner one is as in the autocast around it.
+
     Args:
-        recipe: a Recipe or its name, for every layer; None: each layer keeps the recipe of its conversion.
+        recipe: a Recipe or its name, for every layer; None, and no autocast around it names one: each layer keeps the
+            recipe of its conversion.
         enabled: False runs torch's own linear in every layer, for a BF16 evaluation of the unchanged model.
         calibrating: layers run torch's own linear in high precision. Meanwhile the doors of predicted scales (delayed,
             guarded) stage every amax of the forward and of a backward inside the context. If the context ends without
@@ -256,10 +270,10 @@ def autocast(
             scales change when the outermost autocast ends, gradient scales when the backward ends.
         group: the ranks that share amaxes; None: ottava finds them, see `ScalingState`.
         accumulator: a profile or its name; every GEMM on codes is then emulated as that tensor core sums it, on any
-            device; see `Accumulator`. None: the recipe's own, which by default are the device's.
+            device; see `Accumulator`. None: the recipe's own, else that of an autocast around it, else the device's.
         batch_invariant: the bits of a row, in the forward and in the gradient of the input, depend on neither the batch
             nor its padding nor the cuts of a sequence; recipes with one scale for all rows are refused
-            (docs/serving.md). On a CPU, in ottava's linears, norms, activations and attention.
+            (docs/serving.md). False ends it inside of an autocast with True. On a CPU, in ottava's linears, norms, activations and attention.
     Raises:
         ValueError: unknown recipe, update or accumulator; batch_invariant with enabled=False or calibrating=True. In a
             forward: a recipe or a kernel that cannot be batch invariant.
@@ -268,7 +282,8 @@ def autocast(
         that ran has predicted scales. enabled=False and recipes like bf16 do not warn, because unconverted layers run
         in high precision anyway. A compiled layer does not read the autocast when it runs. So once torch has compiled
         one in this process, only a calibration and update="autocast" can warn.
-    Edge cases: unconverted layers ignore it. A backward uses the recipe of its forward, even if torch.utils.checkpoint
+    Edge cases: unconverted layers ignore it. A thread that is started inside it sees no autocast; it does with
+        `threading.Thread(target=contextvars.copy_context().run, args=(function,))`; tasks of asyncio see it. A backward uses the recipe of its forward, even if torch.utils.checkpoint
         recomputes that forward after the context has ended. In a torch.compile'd model calibrating,
         update="autocast", and an accumulator without a recipe run the layers uncompiled; fullgraph=True refuses that.
 
@@ -289,11 +304,8 @@ def autocast(
             "autocast: batch_invariant=True holds for ottava's GEMMs; needs enabled=True, calibrating=False"
         )
     profile = None if accumulator is None else get_accumulator(accumulator)
-    asked = None if recipe is None else get_recipe(recipe)
-    if asked is not None:
-        asked, profile = _interned(asked if profile is None else asked.under(profile)), None
     return Autocast(
-        asked,
+        None if recipe is None else get_recipe(recipe),
         enabled=enabled,
         calibrating=calibrating,
         update=update,
@@ -311,13 +323,19 @@ def _entering(
     update: Update,
     group: ProcessGroup | None,
     accumulator: Accumulator | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
 ) -> Iterator[None]:
     """One entering of an `autocast`."""
     outer = AMBIENT.get()
+    recipe = asked or outer.recipe
+    own = asked is not None and any(getattr(asked, gemm).accumulator is not None for gemm in GEMMS)
+    profile = accumulator or (None if own else outer.accumulator)
+    if recipe is not None:
+        recipe = _interned(recipe if profile is None else _under(recipe, profile))
     session = Session() if calibrating or (update == "autocast" and outer.session is None) else None
     on, around = enabled and not calibrating, session or outer.session
-    entered = Ambient(asked, on, calibrating, accumulator, group or outer.group, around, batch_invariant)
+    invariant = on and (outer.batch_invariant if batch_invariant is None else batch_invariant)
+    entered = Ambient(recipe, on, calibrating, profile, group or outer.group, around, invariant)
     token = AMBIENT.set(entered)
     _COMPILED_VIEW.ambient = entered
     try:

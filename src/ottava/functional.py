@@ -30,7 +30,7 @@ from ottava.kernels.triton.rows import UnmadeGradient, make_rows
 from ottava.ops import GemmPlan, GemmRecord, multiply
 from ottava.quantized_tensor import Operand, QuantizationSpec, QuantizedTensor
 from ottava.quantized_weight import QuantizedWeight
-from ottava.quantizer import LinearQuantizers, Quantizer
+from ottava.quantizer import LinearQuantizers, Notes, Quantizer, Record
 from ottava.recipe import Recipe
 from ottava.weight_operands import shared_bytes, weight_operands
 
@@ -81,7 +81,19 @@ class Call:
 
     __slots__ = (
         *("after_backward", "cast_specs", "doors", "dtype", "exchange", "gradient_remark", "high_precision_bytes"),
-        *("input_shape", "plans", "produce", "recipe", "records", "remark", "saved_bytes", "trained", "training"),
+        *(
+            "input_shape",
+            "note",
+            "plans",
+            "produce",
+            "recipe",
+            "records",
+            "remark",
+            "saved_bytes",
+            "trained",
+            "training",
+        ),
+        *("session_note", "unlinked"),
     )
 
     def __init__(
@@ -109,6 +121,12 @@ class Call:
         self.gradient_remark = ""
         """The same about the cast of dy."""
         self.after_backward: Callable[[], None] | None = None
+        self.note: Callable[[Notes], None] | None = None
+        """Takes what the casts of a backward have seen, and those of its forward; None: their doors stage it."""
+        self.session_note: Callable[[Notes], None] | None = None
+        """The same for a forward in an autocast that makes boundaries: its scales do not wait for a backward."""
+        self.unlinked: Notes = []
+        """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
         self.training, self.trained = training, None if training or before is None else before.last_training
 
     @property
@@ -117,6 +135,29 @@ class Call:
         specs = [spec for spec in self.cast_specs if spec is not None]
         one = len(specs) == 2 and specs[0] == specs[1] and specs[0].granularity.transposes and not specs[0].transform
         return 1 if one else len(specs)
+
+    def keep(self, notes: Notes, linked: bool) -> Notes:
+        """What the backward has to take of a forward's notes: amaxes enter a history only with a backward and a step.
+
+        linked: whether there will be a backward.
+        """
+        if self.session_note is not None:
+            self.session_note(notes)
+        elif linked:
+            return notes
+        elif self.note is not None:
+            self.unlinked = notes
+        else:
+            self.take(notes)
+        return []
+
+    def take(self, notes: Notes) -> None:
+        """Hands over what the casts of a backward have seen, and those of its forward."""
+        if self.note is not None:
+            self.note(notes)
+        else:
+            for door, seen in notes:
+                door.stage(seen)
 
     @property
     def last_training(self) -> Call | None:
@@ -195,18 +236,21 @@ class _Linear(torch.autograd.Function):
         fprop, wgrad = call.recipe.fprop, call.recipe.wgrad
         made: tuple[Tensor | None, ...] = ()
         rows: Tensor | UnmadeRows = x
+        notes: Notes = []
+        record: Record = notes if grad_enabled else False
         if call.produce is not None:
             cells = (fprop.lhs, wgrad.rhs) if needs_dw else (fprop.lhs,)
             rows, made = _made(call, call.produce, x, parameters, weight.shape[1], cells)
-        x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=grad_enabled)
+        x_row, x_col = call.doors.input(rows, fprop.lhs, wgrad.rhs, columnwise=needs_dw, record=record)
         if call.exchange is not None:
             x_row = call.exchange.gather("input", x_row, 0)
         dtype = rows.dtype
-        y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=grad_enabled)
+        y, w_col = forward_gemm(call, x_row, weight, bias, dtype, needs_dx=needs_dx, record=record)
         ctx.call, ctx.dtypes = call, (dtype, weight.dtype, None if bias is None else bias.dtype)
         made = made if needs_dx else ()
         tensors, ctx.described, saved_bytes = flattened((x_col, w_col))
-        ctx.save_for_backward(*tensors, *made)  # every tensor, so that checkpointing and offloading see it
+        ctx.notes = call.keep(notes, linked=True in needed) if notes else notes
+        ctx.save_for_backward(*tensors, *made)  # every tensor but notes, so that checkpointing and offloading see it
         if not torch.compiler.is_compiling():
             if isinstance(weight, QuantizedWeight):
                 saved_bytes -= shared_bytes(w_col, weight)
@@ -228,10 +272,13 @@ class _Linear(torch.autograd.Function):
         needs_dx = needs_x or True in needed
         saved = ctx.saved_tensors
         (x_col, w_col), made = unflattened(saved[:6], ctx.described), saved[6:]
-        dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db))
+        notes: Notes = [*ctx.notes]
+        dx, dw, db = backward_gemms(call, dy, x_col, w_col, ctx.dtypes, (needs_dx, needs_dw, needs_db), notes)
         d_parameters: Sequence[Tensor | None] = ()
         if dx is not None and call.produce is not None:
             dx, *d_parameters = _pulled_back(ctx, call.produce, dx, made)
+        if notes:
+            call.take(notes)
         if call.after_backward is not None:
             call.after_backward()
         return None, None, dx, dw, db, *(d_parameters or [None] * len(needed))
@@ -257,7 +304,7 @@ def forward_gemm(
     dtype: torch.dtype,
     *,
     needs_dx: bool,
-    record: bool,
+    record: Record,
 ) -> tuple[Tensor, Operand | None]:
     """y (M, N) in `dtype` from the operand of x (M, K), and the operand of w.T (K, N) that dx will need."""
     fprop = call.recipe.fprop
@@ -280,6 +327,7 @@ def backward_gemms(
     w_col: Operand | None,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     needs: tuple[bool, bool, bool],
+    notes: Notes,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx (M, K), dw (N, K) and db (N,) of dy (M, N), as needed.
 
@@ -287,6 +335,7 @@ def backward_gemms(
         x_col, w_col: the operands of x.T (K, M) and w.T (K, N).
         dtypes: of x, weight and bias.
         needs: dx, dw, db.
+        notes: gets what the cast of dy sees.
     """
     needs_dx, needs_dw, needs_db = needs
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
@@ -298,7 +347,7 @@ def backward_gemms(
     db = column_sums(dy, bias_dtype) if needs_db and bias_dtype is not None else None
     rows = dy.taken() if isinstance(dy, UnmadeGradient) else dy
     dy_row, dy_col = call.doors.grad_output(
-        rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, beside=(w_col, x_col)
+        rows, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, record=notes, beside=(w_col, x_col)
     )
     if call.exchange is not None:
         dy_row = call.exchange.gather("grad_output", dy_row, 0) if needs_dx else None
@@ -409,14 +458,14 @@ def _made(
     return rows, made
 
 
-def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec) -> None:
-    """For calibration: the door stages the amax of y's gradient when it arrives."""
+def observe_grad_output(y: Tensor, door: Quantizer, spec: QuantizationSpec, note: Callable[[Notes], None]) -> None:
+    """For calibration: notes the amax of y's gradient when it arrives."""
     if not y.requires_grad:
         return
     # A hook, not a Function: the next module may write to y in place (nn.ReLU). With a 3-D input y is a view of the
     # GEMM's result; an in-place operation removes the view and its hooks from the graph, so the hook is on the result.
     result = y if y._base is None or y._base.grad_fn is None or y._base.numel() != y.numel() else y._base
-    result.register_hook(lambda dy: door.calibrate(dy, spec))
+    result.register_hook(lambda dy: note(door.calibrated(dy, spec)))
 
 
 Described = tuple[tuple[QuantizationSpec, torch.dtype] | QuantizedWeight | None, ...]

@@ -82,6 +82,11 @@ class QuantizedWeight(Coded):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         handler = OPERATIONS.get(str(func))
+        if torch.is_inference_mode_enabled():  # torch takes no operation apart there, and refuses views made there
+            if handler is None and (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                return made
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if handler is None:
             weight = next((a for a in tree_leaves(args) if isinstance(a, QuantizedWeight)), None)
             raise NotImplementedError(

@@ -33,6 +33,11 @@ _FRESH = MappingProxyType(
 )
 _BUFFERS = ("amax_history", "scale", "nonfinite_count", "guard_count")
 
+Notes = list[tuple["Quantizer", Tensor]]
+"""What casts have seen: each with its door and fp32 (3,), as `Quantizer.staged`."""
+Record = bool | Notes
+"""True: a cast stages its amax at once. A list: it appends it, and the caller stages it later. False: no trace."""
+
 
 class Quantizer(nn.Module):
     """Casts one tensor of one layer for both of its GEMMs; holds the amax history if its scale is predicted.
@@ -73,14 +78,14 @@ class Quantizer(nn.Module):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
-        record: bool = True,
+        record: Record = True,
         beside: Beside = (None, None),
     ) -> tuple[Operand | None, Operand | None]:
         """x (R, C) -> (operand of x, operand of x.T); None for an operand without a cell.
 
         It takes unmade rows only if `refuse_unmade` returns None.
 
-        record: stage this tensor's amax for the history; False in evaluation, which leaves no trace.
+        record: where this tensor's amax goes; False in evaluation, which leaves no trace.
         beside: the operands that x and x.T meet, where those were cast before; transforms agree with them.
 
         A spec of None passes x through. If x and x.T share their scales (per tensor, square blocks), one cast serves
@@ -112,20 +117,28 @@ class Quantizer(nn.Module):
         return refuse_unmade(rows, *specs)
 
     def _predict(
-        self, x: Tensor | UnmadeRows, row_spec: QuantizationSpec | None, col_spec: QuantizationSpec | None, record: bool
+        self,
+        x: Tensor | UnmadeRows,
+        row_spec: QuantizationSpec | None,
+        col_spec: QuantizationSpec | None,
+        record: Record,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """Casts with the predicted scale, or the current one if the spec predicts none, and stages the amax."""
+        """Casts with the predicted scale, or the current one if the spec predicts none, and records the amax."""
         spec = row_spec or col_spec
         assert spec is not None
         if spec.scaling == "current":
             row, col, _ = self.cast(x, row_spec, col_spec, plans=self.plans)
             return row, col
-        scale = self.scale_for(spec, x.device, record)
-        staged = self.staged if record else None
+        scale = self.scale_for(spec, x.device, record is not False)
+        staged = self.staged if record is True else None
+        if isinstance(record, list) and not torch.compiler.is_compiling():
+            staged = torch.zeros(3, dtype=torch.float32, device=x.device)  # a kernel may raise it
         row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
         one = row or col
-        if record and amax is not None and one is not None:  # no kernel has staged it
-            self._see(amax, one.scale_inv)
+        if amax is not None and one is not None:  # no kernel has raised it
+            self._see(amax, one.scale_inv, record)
+        elif isinstance(record, list) and staged is not None:
+            record.append((self, staged))
         return row, col
 
     def scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
@@ -136,21 +149,35 @@ class Quantizer(nn.Module):
             self.prepare(spec, device)
         return self.scale
 
-    def _see(self, seen: Tensor, scale_inv: Tensor) -> None:
-        used = scale_inv.reshape(())
-        self._stage(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()))
+    def _see(self, seen: Tensor, scale_inv: Tensor, record: Record) -> None:
+        if record is not False:
+            used = scale_inv.reshape(())
+            self._note(seen.reshape(()), (self.scale > 0) & (used != self.scale.reciprocal()), record)
 
     def calibrate(self, x: Tensor, spec: QuantizationSpec) -> None:
         """Stages the amax of a tensor without a cast."""
+        stage(self.calibrated(x, spec))
+
+    def calibrated(self, x: Tensor, spec: QuantizationSpec) -> Notes:
+        """Notes the amax of a tensor without a cast."""
         if self.spec != spec:
             self.prepare(spec, x.device)
+        notes: Notes = []
         seen = amax(x.detach().reshape(-1, x.shape[-1])).reshape(())
-        self._stage(seen, torch.zeros_like(seen))
+        self._note(seen, torch.zeros_like(seen), notes)
+        return notes
 
-    def _stage(self, seen: Tensor, fired: Tensor) -> None:
+    def _note(self, seen: Tensor, fired: Tensor, record: Record) -> None:
         finite = seen.isfinite()
         now = torch.stack([torch.where(finite, seen, 0.0), (~finite).to(torch.float32), fired.to(torch.float32)])
-        self.staged.copy_(torch.maximum(self.staged, now))
+        if isinstance(record, list):
+            record.append((self, now))
+        else:
+            self.stage(now)
+
+    def stage(self, seen: Tensor) -> None:
+        """Raises the staged values; seen: fp32 (3,)."""
+        self.staged.copy_(torch.maximum(self.staged, seen))
 
     def prepare(self, spec: QuantizationSpec, device: torch.device | None = None) -> None:
         """Makes the buffers of a predicted spec; keeps as much of an earlier spec's history as fits."""
@@ -209,6 +236,14 @@ class Quantizer(nn.Module):
             self.reset()  # to_empty leaves the memory of such tensors as it was
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Copies that own their memory: the buffers may be views of one memory, which safetensors takes for one tensor.
+
+        With the amaxes of an open accumulation, so that a checkpoint between two micro-batches loses none.
+        """
+        for name in (*_BUFFERS, "staged") if self.spec is not None else ():
+            destination[prefix + name] = getattr(self, name).clone()
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -220,15 +255,16 @@ class Quantizer(nn.Module):
         errors: list[str],
     ) -> None:
         """Loads the state; a checkpoint without any (BF16) changes nothing, one with a part of it is an error."""
-        here = {name: prefix + name for name in _BUFFERS if prefix + name in state_dict}
+        names = (*_BUFFERS, "staged")
+        here = {name: prefix + name for name in names if prefix + name in state_dict}
         if strict:
             unexpected.extend(key for key in state_dict if key.startswith(prefix) and key not in here.values())
         if not here:
             return
         if self.spec is None:  # an FP8 checkpoint, and a recipe that keeps no state
             return
-        if len(here) != len(_BUFFERS):
-            missing.extend(prefix + name for name in _BUFFERS if name not in here)
+        if lacking := [prefix + name for name in _BUFFERS if name not in here]:
+            missing.extend(lacking)
             return
         loaded = {name: state_dict[key] for name, key in here.items()}
         if reason := _invalid(loaded, self.spec):
@@ -244,7 +280,8 @@ class Quantizer(nn.Module):
                     buffer.copy_(tensor)
             if self.staged.is_meta:
                 self.staged = torch.zeros_like(self.staged, device=self.scale.device)
-            self.staged.zero_()
+            if "staged" not in loaded:  # an older checkpoint
+                self.staged.zero_()
             # the checkpoint may have another format or margin: its history is still true, its scale is not
             scale = self._scale_under(self.spec)
             self.scale.copy_(torch.where(self.amax_history.any(), scale, self.scale))
@@ -267,7 +304,7 @@ def _first_scale(spec: QuantizationSpec, device: torch.device | None) -> Tensor:
 
 def _invalid(loaded: dict[str, Any], spec: QuantizationSpec) -> str | None:
     """Why tensors from a checkpoint are not the state of such a door; None if they are."""
-    shapes = {"amax_history": (spec.amax_history_len,)}
+    shapes = {"amax_history": (spec.amax_history_len,), "staged": (3,)}
     for name, tensor in loaded.items():
         shape = shapes.get(name, ())
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
@@ -301,8 +338,8 @@ class WeightQuantizer(Quantizer):
     a CUDA graph it keeps one only for `graphed_step`, which casts anew at every replay; another graph would freeze it.
     """
 
-    cached: tuple[Any, bool, Operand | None, Operand | None] | None
-    """The identity of the cast weight; whether its amax was staged; the operands of the weight and its transpose."""
+    cached: tuple[Any, Tensor | None, Operand | None, Operand | None] | None
+    """The identity of the cast weight; what its cast has seen (see `Notes`); the operands of w and of w.T."""
     graph: object | None
     """The CUDA graph that `graphed_step` is capturing."""
     _steps: int
@@ -330,19 +367,20 @@ class WeightQuantizer(Quantizer):
         *,
         rowwise: bool = True,
         columnwise: bool = True,
-        record: bool = True,
+        record: Record = True,
         beside: Beside = (None, None),
     ) -> tuple[Operand | None, Operand | None]:
         """As `Quantizer.forward`; for a weight in FP8 it returns the stored codes, without a cast."""
+        recorded = record is not False
         if isinstance(x, QuantizedWeight):
             lent = x.lent
-            if record and lent is not None and lent.amax is not None and self.spec is not None:
-                self._see(lent.amax, x.scale_inv)
-            elif record and self.spec is not None:  # a later BF16 weight finds a history
+            if lent is not None and lent.amax is not None and self.spec is not None:
+                self._see(lent.amax, x.scale_inv, record)
+            elif recorded and self.spec is not None:  # a later BF16 weight finds a history
                 seen_amax = x.scale_inv.amax() * self.spec.format.max
-                self._stage(seen_amax, torch.zeros_like(seen_amax))
+                self._note(seen_amax, torch.zeros_like(seen_amax), record)
             if lent is not None:  # a forward without gradients, and saved tensors that a hook takes, are run again
-                lent.again = not record or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+                lent.again = not recorded or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             return weight_operands(x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise)
         kept = (
             not torch.compiler.is_compiling()
@@ -355,7 +393,7 @@ class WeightQuantizer(Quantizer):
             and not (x.is_neg() or x.is_meta)
         )
         on_cpu = not _on_accelerator(x)
-        if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, record))):
+        if not kept or not (on_cpu or (is_plain(x) and self._reusable(x, recorded))):
             return super().forward(
                 x, row_spec, col_spec, rowwise=rowwise, columnwise=columnwise, record=record, beside=beside
             )
@@ -364,22 +402,31 @@ class WeightQuantizer(Quantizer):
         scale = None if self.spec is None else _identity(self.scale)
         version = 0 if x.is_inference() else x._version
         key = (x.data_ptr(), version, x.dtype, witness, row_spec, col_spec, self.spec, scale)
-        seen, row, col = False, None, None
+        seen, row, col = None, None, None
         if self.cached is not None and self.cached[0] == key:
             _, seen, row, col = self.cached
-            if record and not seen and self._predicts(row_spec, col_spec):
-                row = col = None  # evaluation made the casts, and staged no amax
+            if recorded and seen is None and self._predicts(row_spec, col_spec):
+                row = col = None  # evaluation made the casts, and noted no amax
         wants_row, wants_col = rowwise and row is None, columnwise and col is None
         one_cast = row_spec.granularity.transposes and row_spec == col_spec
         if wants_col and one_cast and on_cpu and isinstance(row, QuantizedTensor):
             col, wants_col = row.t(), False  # only on a CPU: an accelerator's GEMMs read the codes of x.T by rows
             self.cached = (key, seen, row, col)
         if wants_row or wants_col:
-            both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=record)
+            notes: Notes = []
+            own: Record = notes if recorded else False
+            with torch.inference_mode(False), torch.no_grad():  # a later training step may save the kept cast
+                both = super().forward(x, row_spec, col_spec, rowwise=wants_row, columnwise=wants_col, record=own)
             row, col = both[0] if wants_row else row, both[1] if wants_col else col
             if row_spec.granularity is not PER_TENSOR:
                 row, col = _without_amaxes(row), _without_amaxes(col)
-            self.cached = (key, seen or record, row, col)
+            for _, now in notes:  # two if x and x.T have scales of their own
+                seen = now if seen is None else torch.maximum(seen, now)
+            self.cached = (key, seen, row, col)
+        if seen is not None and isinstance(record, list):  # for each use: one of them may belong to no training step
+            record.append((self, seen))
+        elif seen is not None and record:
+            self.stage(seen)
         return row if rowwise else None, col if columnwise else None
 
     def _predicts(self, *specs: QuantizationSpec | None) -> bool:
@@ -413,6 +460,23 @@ def _capturing(x: Tensor) -> bool:
 
 def _identity(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), 0 if x.is_inference() else x._version
+
+
+def stage(notes: Notes) -> None:
+    """Raises the staged values of doors, in few launches."""
+    while notes:
+        first: dict[int, tuple[Tensor, Tensor]] = {}  # a door once a round: the tensors of a launch must not overlap
+        later: Notes = []
+        for door, seen in notes:
+            if door.spec is not None:
+                if id(door) in first:
+                    later.append((door, seen))
+                else:
+                    first[id(door)] = door.staged, seen
+        if first:
+            staged, raised = zip(*first.values(), strict=True)
+            torch._foreach_maximum_(list(staged), list(raised))
+        notes = later
 
 
 class Doors(nn.Module):

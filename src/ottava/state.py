@@ -18,7 +18,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -39,7 +40,7 @@ from ottava.groups import agree, ddp_around, joining, mesh_group, need_plain, re
 from ottava.quantized_layer import QuantizedLayer, quantized_layers
 from ottava.quantized_tensor import QuantizationSpec
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
-from ottava.quantizer import Quantizer, WeightQuantizer
+from ottava.quantizer import Notes, Quantizer, WeightQuantizer, stage
 from ottava.recipe import TENSORS, Recipe
 from ottava.windows import roll_windows
 
@@ -105,8 +106,11 @@ class ScalingState:
         self._wrapper: Callable[[], Any] = lambda: None
         self._agreed: list[QuantizationSpec | None] | None = None  # the specs on which all ranks agreed last
         self._exchanging = self._exchanged = False
+        self._notes: dict[int, Notes] = {}  # of each backward that runs, or has failed
+        self.graded: Sequence[weakref.ref[Tensor]] = ()
+        """The parameters that had a gradient when a backward had ended and no optimizer has stepped since."""
         self._refusal = ""
-        self._listening = self._moves = False
+        self._listening = self._moves = self._heard = False
         self._advice = Advice()
         self._members: list[weakref.ref[QuantizedLayer]] = []
         self._due_lanes: dict[tuple[bytes, torch.device], Tensor] = {}
@@ -129,6 +133,7 @@ class ScalingState:
         The windows of idle doors stay, so a second call in a row changes nothing. With a group, every rank must call
         it; a rank on which a layer was idle contributes zeros. Weight doors drop their kept casts.
         """
+        self.graded = ()
         doors = self.doors()
         for door in self.weight_doors():
             door.cached = None
@@ -254,6 +259,55 @@ class ScalingState:
         if not self._refusal and (group := self._group([])) is not None:
             self._agree(group)
 
+    def note(self, notes: Notes) -> None:
+        """The backward of a layer calls this with what its casts and those of its forward have seen.
+
+        A whole backward stages it at its end, so a forward without a backward, and a backward that fails, leave none.
+        """
+        task = torch._C._current_graph_task_id()
+        if task not in self._notes:
+            self.settle()
+            self._notes[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._after_backward, task))
+        self._notes[task] += notes
+
+    def _after_backward(self, task: int) -> None:
+        layers = self._layers()
+        self.stage(self._notes.pop(task) + self._unlinked())
+        parameters = [layer.parameter for layer in layers]
+        self.graded = [weakref.ref(p) for p in parameters if p.is_leaf and p.grad is not None]
+
+    def _unlinked(self) -> Notes:
+        """What the last forwards of frozen layers have seen, which have no backward: once a backward of the model."""
+        self._heard = True
+        calls = [layer.last_call for layer in self._layers() if layer.last_call is not None]
+        notes = [note for call in calls for note in call.unlinked]
+        for call in calls:
+            call.unlinked = []
+        return notes
+
+    def stage(self, notes: Notes) -> None:
+        """Raises the staged amaxes of doors to what casts have seen."""
+        with torch.no_grad():
+            stage(notes)
+
+    def settle(self) -> None:
+        """Drops the staged amaxes of a step that was skipped: its gradients are gone, and no optimizer has stepped."""
+        alive = [ref() for ref in self.graded]
+        if alive and all(p is not None and p.grad is None for p in alive):
+            self.discard()
+
+    def discard(self) -> None:
+        """Drops the amaxes since the last boundary, as if their forwards and backwards had not been.
+
+        Only a loop that skips a step and then writes zeros into gradients (`zero_grad(set_to_none=False)`) has to call
+        it. Gradients that are None tell the state by themselves.
+        """
+        self.graded = ()
+        for door in self.doors():
+            if door.spec is not None:
+                door.staged[::2].zero_()  # an amax that is not finite is counted: it may be why the step was skipped
+
     def _agree(self, group: dist.ProcessGroup) -> None:
         specs = [door.spec for door in self.doors()]
         if specs != self._agreed:
@@ -315,6 +369,7 @@ class ScalingState:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The boundary: covers the doors of stepped weights and of frozen ones."""
+        self.graded = ()
         if not self._holds_ours(optimizer):
             return
         stepped = _stepped(optimizer)
@@ -337,6 +392,15 @@ class ScalingState:
     def _roll(self, due: list[Quantizer]) -> None:
         """One boundary for these doors, and for the doors that are due on another rank."""
         self.boundaries += 1  # on every rank, even if nothing ran
+        task = torch._C._current_graph_task_id()
+        if task in self._notes:  # a hook steps inside of a backward
+            self.stage(self._notes[task])
+            self._notes[task] = []
+        elif task == -1:
+            self._notes.clear()
+            if not self._heard:  # no layer has had a backward
+                self.stage(self._unlinked())
+            self._heard = False
         doors = self.doors()
         live = [door for door in doors if door.spec is not None]
         group = self._group(live)

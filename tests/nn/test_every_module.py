@@ -119,6 +119,29 @@ def test_a_recomputed_module_has_the_same_bits(name: str) -> None:
         assert same(bits(module, lambda x, m=module: checkpoint(m, x, use_reentrant=reentrant)), expected)  # noqa: B023
 
 
+@pytest.mark.filterwarnings("ignore:ottava.convert")
+@sweep(recipe=[*ottava.RECIPES], weights=["bf16", "fp8"])
+def test_validation_leaves_no_trace_in_a_training_step(recipe: str, weights: Any) -> None:
+    """A forward under inference_mode and one under no_grad, then a step: its bits are those of the step alone."""
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for name in MODULES:
+        plain, validated = module_of(name), module_of(name)
+        try:
+            ottava.convert(plain, recipe, weights=weights, filter=lambda *_: True)
+        except ValueError as error:
+            assert "has no FP8 weights" in str(error)  # noqa: PT017  # not every recipe has them
+            continue
+        ottava.convert(validated, recipe, weights=weights, filter=lambda *_: True)
+        for context in (torch.inference_mode, torch.no_grad):
+            with context():
+                validated(x)
+        runs = []
+        for module in (plain, validated):
+            torch.manual_seed(2)  # transforms draw signs
+            runs.append(bits(module, module))
+        assert same(*runs), name
+
+
 @pytest.mark.slow
 @sweep(name=[name for name in MODULES if name not in SPLITS_BY_NUMBERS])
 def test_a_module_is_one_graph(name: str) -> None:

@@ -53,7 +53,8 @@ class Tape:
         self.did.append("capture")
         numbers = [
             *self.inputs,
-            *self.model.state_dict().values(),
+            *(t.detach() for t in self.model.parameters()),
+            *self.model.buffers(),
             *(d.staged for d in doors(self.model).values() if d.spec),
         ]
         before, seed = [t.clone() for t in numbers], torch.get_rng_state()

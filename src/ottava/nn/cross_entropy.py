@@ -24,7 +24,7 @@ from ottava.functional import Call, refuse_second_derivative
 from ottava.nn.layer import Layer, autocast_dtype
 from ottava.ops import multiply
 from ottava.quantized_tensor import Operand
-from ottava.quantizer import LinearQuantizers
+from ottava.quantizer import LinearQuantizers, Notes, Record
 from ottava.recipe import Recipe, get_recipe
 
 Reduction = Literal["mean", "sum", "none"]
@@ -312,8 +312,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [grad_enabled and needed for needed in ctx.needs_input_grad[3:6]]
         ctx.settings, ctx.call, ctx.needs = settings, call, needs
         later = settings.reduction == "none"
+        notes: Notes = []
         with no_autocast(x.device):
-            losses, grads = _in_chunks(settings, call, x, weight, bias, target, None, [False] * 3 if later else needs)
+            given = settings, call, x, weight, bias, target, None
+            losses, grads = _in_chunks(*given, [False] * 3 if later else needs, notes)
+        ctx.notes = call.keep(notes, linked=True in needs)
         ctx.later, ctx.count = later, None
         if later:
             ctx.save_for_backward(x, weight, bias, target)
@@ -333,13 +336,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "cross-entropy fused with its linear", "use a Linear and torch's cross_entropy there"
             )
         (d_loss,), call = grad_outputs, ctx.call
+        notes: Notes = [*ctx.notes]
         if ctx.later:
             x, weight, bias, target = ctx.saved_tensors
             with no_autocast(x.device):
-                _, grads = _in_chunks(ctx.settings, call, x, weight, bias, target, d_loss.float(), ctx.needs)
+                _, grads = _in_chunks(ctx.settings, call, x, weight, bias, target, d_loss.float(), ctx.needs, notes)
         else:
             share = d_loss if ctx.count is None else d_loss / ctx.count
             grads = tuple(None if g is None else (g * share).to(g.dtype) for g in ctx.saved_tensors)
+        call.take(notes)
         if call.after_backward is not None:
             call.after_backward()
         return None, None, None, *grads, None
@@ -354,12 +359,16 @@ def _in_chunks(
     target: Tensor,
     share: Tensor | None,
     needs: list[bool],
+    notes: Notes,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """(losses, fp32 (M,); gradients of x, weight and bias, where needed, of the sum of losses times their shares)."""
+    """(losses, fp32 (M,); gradients of x, weight and bias, where needed, of the sum of losses times their shares).
+
+    notes: gets what the casts see.
+    """
     doors, cells = call.doors, call.recipe
     fprop, dgrad, wgrad = cells.fprop, cells.dgrad, cells.wgrad
     needs_dx, needs_dw, needs_db = needs
-    record = any(needs)
+    record: Record = notes if any(needs) else False
     vocabulary = _vocabulary(call)
     size = vocabulary.at_once(settings.tokens_at_once(x.shape[0], x.shape[1], weight.shape[0]))
     alone = x.shape[0] <= size
@@ -383,7 +392,7 @@ def _in_chunks(
         logits = run(x_row, w_row, "fprop", x.dtype, added).to(torch.float32, copy=x.dtype == torch.float32)
         found, lse = settings.of(logits, own, vocabulary)
         losses.append(vocabulary.own(found) if settings.reduction == "none" else found)
-        if not record:
+        if record is False:
             continue
         shares = None if share is None else vocabulary.everybody(share[start : start + size])
         d = settings.gradient(logits, lse, own, shares, vocabulary)
@@ -391,7 +400,7 @@ def _in_chunks(
             db += d.sum(0)
         d = d.to(x.dtype)
         d_row, d_col = doors.grad_output(
-            d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, beside=(w_col, x_col)
+            d, dgrad.lhs, wgrad.lhs, rowwise=needs_dx, columnwise=needs_dw, record=record, beside=(w_col, x_col)
         )
         if needs_dx:
             dxs.append(vocabulary.sum("dx", run(d_row, w_col, "dgrad", x.dtype)))

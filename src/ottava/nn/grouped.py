@@ -33,6 +33,7 @@ from ottava.nn.permutation import Permutation, permute
 from ottava.nn.pieces import local
 from ottava.nn.weight_state import decode_codes
 from ottava.quantized_tensor import Operand, QuantizedTensor
+from ottava.quantizer import Notes, Record
 from ottava.recipe import Recipe, get_recipe
 from ottava.scaling import PER_TENSOR
 from ottava.turn import refuse_turn, turn
@@ -297,19 +298,22 @@ class _Together(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = (grad_enabled and needed for needed in ctx.needs_input_grad[5:])
-        codes = _rows_cast(busy, lead, calls, x, plan, grad_enabled)
+        notes: Notes = []
+        record: Record = notes if grad_enabled else False
+        codes = _rows_cast(busy, lead, calls, x, plan, record)
         y = x.new_empty(codes.shape[0], weight.shape[1])
         kept: list[Operand | None] = [codes if needs_dw else None]
         for (number, _, start, end), call in zip(busy, calls, strict=True):
             x_row, own_bias = _lines(codes, start, end), None if bias is None else bias[number]
             y[start:end], w_col = forward_gemm(
-                call, x_row, weight[number], own_bias, x.dtype, needs_dx=needs_dx, record=grad_enabled
+                call, x_row, weight[number], own_bias, x.dtype, needs_dx=needs_dx, record=record
             )
             kept.append(w_col)
             w_bytes = w_col.nbytes - shared_bytes(w_col, weight) if isinstance(w_col, QuantizedTensor) else 0
             call.saved_bytes = w_bytes + (x_row.nbytes if needs_dw else 0)
             call.high_precision_bytes = (end - start) * x.shape[1] * x.element_size() if needs_dw else 0
         tensors, ctx.described, _ = flattened(kept)
+        ctx.notes = lead.keep(notes, linked=True in ctx.needs_input_grad)
         ctx.save_for_backward(*tensors)
         ctx.busy, ctx.calls, ctx.plan, ctx.shapes = busy, calls, plan, (x.shape, weight.shape)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -321,6 +325,7 @@ class _Together(torch.autograd.Function):
             refuse_second_derivative("a grouped linear", "run that forward under ottava.autocast(enabled=False)")
         (dy,), (x_shape, weight_shape), (x_dtype, weight_dtype, bias_dtype) = grads, ctx.shapes, ctx.dtypes
         codes, *w_cols = unflattened(ctx.saved_tensors, ctx.described)
+        notes: Notes = [*ctx.notes]
         needs: tuple[bool, bool, bool] = ctx.needs_input_grad[5:]
         dx = dy.new_empty(dy.shape[0], x_shape[1], dtype=x_dtype) if needs[0] else None
         dw = dy.new_zeros(weight_shape, dtype=weight_dtype) if needs[1] else None
@@ -332,10 +337,12 @@ class _Together(torch.autograd.Function):
                 assert call.recipe.wgrad.rhs is not None
                 x_row, x_spec = _lines(codes, start, end), call.recipe.wgrad.rhs
                 x_col = x_row.t() if x_spec == x_row.spec and x_spec.granularity.transposes else turn(x_row, x_spec)
-            own = backward_gemms(call, dy[start:end], x_col, w_col, ctx.dtypes, needs)
+            own = backward_gemms(call, dy[start:end], x_col, w_col, ctx.dtypes, needs, notes)
             for whole, place, part in zip((dx, dw, db), (slice(start, end), number, number), own, strict=True):
                 if whole is not None and part is not None:
                     whole[place] = part
+            call.take(notes)
+            notes = []
             if call.after_backward is not None:
                 call.after_backward()
         if dx is not None and ctx.plan is not None:
@@ -344,7 +351,7 @@ class _Together(torch.autograd.Function):
 
 
 def _rows_cast(
-    busy: list[_Group], lead: Call, calls: list[Call], x: Tensor, plan: Permutation | None, record: bool
+    busy: list[_Group], lead: Call, calls: list[Call], x: Tensor, plan: Permutation | None, record: Record
 ) -> QuantizedTensor:
     """Casts the rows of all groups: by the door of each group if an observer watches it, else before they are sent."""
     spec = lead.recipe.fprop.lhs

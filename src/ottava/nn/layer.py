@@ -98,8 +98,9 @@ class Layer(QuantizedLayer):
                 self.quantizers, settings.recipe_for(self.name, self.resolved), None, None, self.produce, self.exchange
             )
             lent = isinstance(weight, QuantizedWeight) and weight.lent is not None
-            apart = lent or settings.session is not None or settings.accumulator is not None
-            apart = apart or settings.batch_invariant or call.recipe.fprop.batch_invariant
+            apart = lent or settings.session is not None or settings.batch_invariant
+            apart = apart or (settings.recipe is None and settings.accumulator is not None)
+            apart = apart or call.recipe.fprop.batch_invariant
             if apart or self.sharding is not None or self._unprepared(call.recipe):
                 from ottava.nn.compile import uncompiled  # it imports Dynamo, which is loaded: it is tracing
 
@@ -154,7 +155,7 @@ class Layer(QuantizedLayer):
             call = Call(self.quantizers, recipe, self.plans, shape, made, self.exchange, training=training, before=call)
             vars(self)["last_call"] = call  # not by nn.Module.__setattr__, which looks for parameters first
         if training and (call.recipe.predicted or not input.is_cpu):
-            call.after_backward = self._announce(call.recipe, input, settings)
+            call.after_backward = self._announce(call, input, settings)
         return call
 
     @constant_in_graph  # runs while tracing: a side effect in the graph would forbid checkpointing
@@ -163,8 +164,9 @@ class Layer(QuantizedLayer):
         call = Call(self.quantizers, recipe, training=torch.is_grad_enabled(), before=self.last_call)
         self.last_call = call
 
-    def _announce(self, recipe: Recipe, input: Tensor, settings: Ambient) -> Callable[[], None] | None:
+    def _announce(self, call: Call, input: Tensor, settings: Ambient) -> Callable[[], None] | None:
         """Tells the scaling state, and an autocast that makes boundaries, that the layer uses predicted scales."""
+        recipe = call.recipe
         if not recipe.predicted:
             if self.parameter.device.type not in ("cpu", "meta"):
                 self._bound_state().listen(moves=False)  # after a step the kept cast of the weight is out of date
@@ -179,7 +181,9 @@ class Layer(QuantizedLayer):
             )
         state.saw_forward(self.parameter, settings.group, moved_by_autocast=settings.session is not None)
         if settings.session is None:
+            call.note = state.note
             return state.after_backward
+        call.session_note = settings.session.note
         settings.session.touch(state)
         has_backward = any(t is not None and t.requires_grad for t in (input, self.parameter, self.bias))
         return (
@@ -205,21 +209,26 @@ class Layer(QuantizedLayer):
         quantizers = self.quantizers
         if (dtype := autocast_dtype(input)) is not None:
             input = input.to(dtype)
-        recipe, state = settings.asked_of(self.name, self.resolved), self._bound_state()
+        recipe, state, session = settings.asked_of(self.name, self.resolved), self._bound_state(), settings.session
+        assert session is not None  # a calibration makes a boundary
         state.find_group(settings.group)
         if self._unprepared(recipe):
             state.prepare(settings.asked_of)
         specs = dict(quantizers.predicted(recipe))
         for door, tensor in ((quantizers.input, input), (quantizers.weight, weight)):
             if (spec := specs[door]) is not None:
-                door.calibrate(tensor, spec)
+                session.note(door.calibrated(tensor, spec))
         if (spec := specs[quantizers.grad_output]) is not None:
-            observe_grad_output(y, quantizers.grad_output, spec)
-        if settings.session is not None:
-            settings.session.touch(state)
+            observe_grad_output(y, quantizers.grad_output, spec, session.note)
+        session.touch(state)
         return y
 
+    def _save_to_state_dict(self, *where: Any) -> None:
+        self.scaling_state.settle()
+        super()._save_to_state_dict(*where)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.scaling_state.graded = ()
         joined_form(self, state_dict, prefix)
         decode_codes(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
