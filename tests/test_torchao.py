@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import NamedTuple
 
 import pytest
@@ -19,13 +20,15 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
 import ottava
 from ottava import dispatch
-from ottava.formats import BF16, E4M3, E5M2, Format
+from ottava.formats import BF16, E2M1, E4M3, E5M2, Format
 from ottava.kernels import reference
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
-from ottava.scaling import amax, compute_scale
+from ottava.scaling import BLOCK_1X16, BLOCK_1X32, amax, compute_scale, exponent_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -205,3 +208,18 @@ def test_bias_is_rounded_once_where_torchao_rounds_twice(recipe: str) -> None:
     assert torch.equal(ours.y, in_fp32.bfloat16())
     our_error, their_error = ((y.double() - in_fp32.double()).abs().mean() for y in (ours.y, theirs.y))
     assert our_error < their_error
+
+
+def test_torchaos_mxfp4_and_nvfp4_have_the_nan_of_a_block_in_its_scale() -> None:
+    """The same elements decode to NaN, and the scale has the same code. Its infinities saturate; ours are NaN."""
+    x = torch.randn(3, 128)
+    x[0, 3], x[2, 100] = math.nan, -math.nan
+    spec = QuantizationSpec(E2M1, BLOCK_1X32, "e8m0")
+    scales, codes = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL)
+    ours = ottava.quantize(x, spec)
+    theirs = to_dtype(codes, scales, torch.float4_e2m1fn_x2, 32, torch.float32)
+    assert torch.equal(exponent_bytes(ours.scale_inv), scales.view(torch.uint8))
+    assert torch.equal(ours.dequantize(torch.float32).isnan(), theirs.isnan())
+    nvfp4 = ottava.quantize(x, QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"))
+    theirs = NVFP4Tensor.to_nvfp4(x).dequantize(torch.float32)
+    assert torch.equal(nvfp4.dequantize(torch.float32).isnan(), theirs.isnan())

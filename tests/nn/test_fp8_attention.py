@@ -212,3 +212,27 @@ def test_mistakes_are_named() -> None:
         DotProductAttention(mask="no_mask", recipe=ON)(q, k, v, torch.zeros(7, 9, requires_grad=True))
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(DotProductAttention(recipe=ON)(q, k, v).sum(), q, create_graph=True)
+
+
+def test_what_is_not_finite_stays_visible() -> None:
+    """One infinity or NaN in q, k, v or dy: y and the gradients are not finite where those of plain FP32 are not."""
+
+    def results(recipe: object, place: int, value: float) -> list[Tensor]:
+        tensors = heads(torch.bfloat16)
+        with torch.no_grad():
+            tensors[place][1, 3, 1, 5] = value
+        if recipe is None:
+            (q, k, v), dy = [t.detach().float().requires_grad_() for t in tensors[:3]], tensors[3].float()
+            shared = [t.transpose(1, 2).repeat_interleave(n, 1) for t, n in ((q, 1), (k, 2), (v, 2))]
+            y = ((shared[0] @ shared[1].mT / 4).softmax(-1) @ shared[2]).transpose(1, 2)
+        else:
+            q, k, v, dy = tensors
+            y = DotProductAttention(mask="no_mask", heads=4, recipe=recipe)(q, k, v)
+        return [y, *torch.autograd.grad(y, (q, k, v), dy)]
+
+    recipes = (ON, replace(ON, attention=AttentionRecipe(o=None, dqkv=None)))
+    for recipe, place, value in itertools.product(recipes, range(4), (torch.inf, torch.nan)):
+        for name, exact, ours in zip(
+            ("y", "dq", "dk", "dv"), results(None, place, value), results(recipe, place, value), strict=True
+        ):
+            assert not ours[~exact.isfinite()].isfinite().any(), (place, value, name)

@@ -138,7 +138,8 @@ class Engine(Optimizer):
         Raises:
             TypeError: a gradient is sparse.
         Edge cases: an infinity or NaN in a gradient makes the element's states and weight NaN, as torch's optimizers
-            do, but not other elements of its group in FP8 or int8. Skip such a step, as GradScaler does.
+            do, but not other elements of its group in FP8 or int8. GradScaler skips such a step: no recipe's casts
+            hide from it what BF16 would show.
         """
         loss = None
         if closure is not None:
