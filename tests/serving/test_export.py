@@ -149,7 +149,7 @@ def test_an_unconverted_model_another_recipe_and_bf16(tmp_path: Path) -> None:
     cast = ottava.quantize(model.attn.o_proj.weight.detach(), LAYOUTS["fp8-block"].spec)  # type: ignore[arg-type]
     wanted = decoded({"w.weight": cast.data, "w.weight_scale": cast.scale_inv}, "w")
     assert torch.equal(decoded(tensors, "attn.o_proj"), wanted)
-    report = export(trained("tensorwise"), tmp_path / "b", layout="fp8-block", config={"model_type": "own"})
+    report = export(trained("tensorwise"), tmp_path / "b", layout="fp8-block", config={}, recast=True)
     assert len(report.changed) == 4
     assert "trained as E4M3[tensor]; the layout holds E4M3[128x128]" in str(report)
     export(model, tmp_path / "c", layout="bf16", config={"model_type": "own"}, shard_bytes=200_000)
