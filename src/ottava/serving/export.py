@@ -174,7 +174,7 @@ def _fitting(source: Source, engine: str | None, *, recast: bool) -> str:
     names, refused = [weight.module for weight in source.weights if weight.linear], ""
     readable = [form for form in LAYOUTS.values() if form.spec and not _unread(form, source.config, engine, names)]
     for weight in source.weights:
-        if (cast := weight.cast) is not None:
+        if not weight.stays and (cast := weight.cast) is not None:
             if fitting := [form.name for form in readable if form.holds(cast.spec)]:
                 return fitting[0]
             refused = refused or _not_held(weight.module, cast.spec, None)
@@ -250,7 +250,9 @@ def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, s
                 stays.setdefault(weight.module, f"engines join it with {first}, which stays in BF16")
     if form.spec is not None and len(stays) == len(linears):
         reasons = "; ".join(dict.fromkeys(stays.values())) or "it has no linear"
-        raise ExportError(f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take another layout")
+        raise ExportError(
+            f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take 'bf16' or another layout"
+        )
     return stays
 
 
