@@ -185,7 +185,7 @@ def debug_stays_outside(module: Module) -> list[str]:
 
 
 def files_are_short(module: Module) -> list[str]:
-    """No file over 500 lines."""
+    """No file over 800 lines."""
     lines = module.source.count("\n")
     return [f"{module.name}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
 

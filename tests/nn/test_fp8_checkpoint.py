@@ -250,10 +250,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> None:
-    """Missing and wrong configs, scales, shapes, files; each names what is wrong and what is needed."""
-    write(tmp_path, "fp8", Net())
-    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_tensors(tmp_path / "model.safetensors")
+def bad_folders(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Part of the message -> what of a good folder is replaced."""
 
     def with_config(**changes: Any) -> dict[str, Any]:
         return {"config": {"quantization_config": {**config["quantization_config"], **changes}}}
@@ -266,7 +264,7 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
     nan, codes = torch.full_like(scales, float("nan")), tensors["up.weight"].clone()
     codes.view(torch.uint8)[3, 5] = 0xFF
     whole = dict.fromkeys(tensors, "model.safetensors")
-    cases: dict[str, dict[str, Any]] = {
+    return {
         "has no config.json": {"config": None},
         "config.json is no JSON": {"config": "{"},
         "config.json has no quantization_config": {"config": {}},
@@ -327,6 +325,13 @@ def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> N
         "index.json has the key 'a' twice": {"index": '{"weight_map": {"a": "b", "a": "c"}}'},
         "header of model.safetensors has the key 'a' twice": {"bytes": twice()},
     }
+
+
+def test_bad_folders_end_in_one_sentence_and_change_nothing(tmp_path: Path) -> None:
+    """Missing and wrong configs, scales, shapes, files; each names what is wrong and what is needed."""
+    write(tmp_path, "fp8", Net())
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_tensors(tmp_path / "model.safetensors")
+    cases = bad_folders(config, tensors)
     with pytest.raises(TypeError, match="load_fp8: got None; needs a path: the folder of a published checkpoint"):
         ottava.load_fp8(Net(), None)  # type: ignore[arg-type]
     model = Net()

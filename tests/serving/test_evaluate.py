@@ -140,12 +140,13 @@ def test_clean_pairs_are_clean() -> None:
             result = found(plain, open_view(name))
             assert result.verdict.kind == "same", (layout, name, result.verdict)
             if name != folder:
-                assert all(bool(one.activation_b) == bool(one.cast_b) for one in result.weights.linears)
+                casts = layout != "compressed-tensors-nvfp4"  # which has no activations
+                assert all(bool(one.activation_b) == bool(one.cast_b and casts) for one in result.weights.linears)
             assert result.answers.agreement.mean > 0.95
     trained = view(learned("tensorwise"))
     result = found(trained, open_view(str(exported("compressed-tensors-tensor", "tensorwise"))), generate=4)
     assert result.verdict.kind == "same"
-    assert "14 of 14 quantized weights have the same codes and scales" in result.verdict.evidence
+    assert "14 of 14 quantized weights stand for the same numbers" in result.verdict.evidence
     assert [one.tokens for one in result.generations] == [4, 4, 4]
     assert json.loads(json.dumps(result.to_dict()))["verdict"]["kind"] == "same"
     itself = found(trained, trained, generate=4)

@@ -14,7 +14,7 @@ import ottava
 from ottava.formats import E4M3
 from ottava.serving.export import ExportError, export
 from ottava.serving.layouts import LAYOUTS
-from ottava.serving.source import Source, Weight
+from ottava.serving.source import Source, Weight, of_model
 
 RECIPE_OF = {
     "compressed-tensors-block": "blockwise_fp32",
@@ -149,7 +149,7 @@ def test_an_unconverted_model_another_recipe_and_bf16(tmp_path: Path) -> None:
     cast = ottava.quantize(model.attn.o_proj.weight.detach(), LAYOUTS["fp8-block"].spec)  # type: ignore[arg-type]
     wanted = decoded({"w.weight": cast.data, "w.weight_scale": cast.scale_inv}, "w")
     assert torch.equal(decoded(tensors, "attn.o_proj"), wanted)
-    report = export(trained("tensorwise"), tmp_path / "b", layout="fp8-block", config={"model_type": "own"})
+    report = export(trained("tensorwise"), tmp_path / "b", layout="fp8-block", config={}, recast=True)
     assert len(report.changed) == 4
     assert "trained as E4M3[tensor]; the layout holds E4M3[128x128]" in str(report)
     export(model, tmp_path / "c", layout="bf16", config={"model_type": "own"}, shard_bytes=200_000)
@@ -232,13 +232,15 @@ def test_without_a_layout_it_is_the_one_of_training(tmp_path: Path) -> None:
         export(small, tmp_path / "small", layout="fp8-block")
 
 
+UNREAD_EXPERTS = ("compressed-tensors-block", "compressed-tensors-mxfp8", "compressed-tensors-nvfp4")
 FAMILIES = ("Llama", "Qwen3", "Mistral", "Gemma2", "Phi3", "Qwen3Moe")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path: Path) -> None:
-    """Hugging Face's own dequantization, over every layout that it reads, without a missing or unexpected key."""
+    """Hugging Face's own dequantization, experts too, over every layout that it reads, without a missing or unexpected
+    key. A layout whose experts it does not read, or reads without the scale of the tensor, is refused."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     pytest.importorskip("compressed_tensors")
@@ -249,12 +251,14 @@ def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path:
     config = getattr(transformers, f"{family}Config")(**base, **more.get(family, {}))
     torch.manual_seed(0)
     for layout, recipe in RECIPE_OF.items():
-        # transformers 5.23 dequantizes experts of compressed-tensors only with one scale a tensor or a row
-        unread = family == "Qwen3Moe" and layout in ("compressed-tensors-block", "compressed-tensors-mxfp8")
-        if layout == "modelopt" or unread:
+        if layout == "modelopt":
             continue
         model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
         ottava.convert(model, recipe)
+        if family == "Qwen3Moe" and layout in UNREAD_EXPERTS:
+            with pytest.raises(ExportError, match="transformers loads no experts"):
+                export(model, tmp_path / layout, layout=layout)
+            continue
         report = export(model, tmp_path / layout, layout=layout)
         how = {}
         if layout.startswith("compressed-tensors"):
@@ -264,11 +268,13 @@ def test_transformers_reads_the_numbers_that_were_trained(family: str, tmp_path:
         )
         assert not any(info.values()), (layout, info)
         tensors = load_file(tmp_path / layout / "model.safetensors")
-        parameters = dict(back.named_parameters())
-        read = [one for one in report.linears if one.cast != "bf16" and f"{one.name}.weight" in parameters]
+        plain = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+        assert not plain.load_state_dict(back.state_dict(), strict=False).missing_keys
+        numbers = {weight.module: weight.tensor for weight in of_model(plain).weights}
+        read = [one for one in report.linears if one.cast != "bf16"]
         assert read
         for one in read:
-            assert torch.equal(parameters[f"{one.name}.weight"], decoded(tensors, one.name).bfloat16()), one.name
+            assert torch.equal(numbers[one.name], decoded(tensors, one.name).bfloat16()), one.name
         if not LAYOUTS[layout].shares_scale:
             assert report.changed == [], layout
         for one in report.linears:

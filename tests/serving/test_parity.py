@@ -385,7 +385,7 @@ def test_models_of_transformers(family: str, pair_of: Callable[..., Any], tmp_pa
             continue
         ottava.convert(model, rows if recipe == "rowwise_fp32" else recipe)
         source = of_model(model)
-        ottava.export(source, tmp_path / str(number), layout=layout)
+        ottava.export(source, tmp_path / str(number), layout=layout, engine="vllm")
         one = pair_of(source, tmp_path / str(number))
         seeded = fault(one, "moe" if "Moe" in family else "")
         got = parity(one.source, one.folder, engine, settings=seeded.get("settings"), ran=seeded.get("ran")).first

@@ -2,9 +2,8 @@
 
 It reads three families of folders: Hugging Face's "fp8" (blocks of 128 x 128, or one scale a tensor, under
 weight_scale_inv; "mxfp8" beside it), "compressed-tensors" (tensor, channel, block or groups of 32, under weight_scale;
-FP4 in groups of 32, or of 16 beside a scale of the tensor), and "modelopt" (one scale a tensor). In all of them a stored
-scale is the factor that dequantizes, but that of an FP4 tensor quantizes. It checks everything before it changes
-anything.
+FP4 in groups of 32, or of 16 beside a scale of the tensor), and "modelopt" (one scale a tensor). A stored scale is the
+factor that dequantizes; only that of an FP4 tensor quantizes. It checks everything before it changes anything.
 """
 
 from __future__ import annotations

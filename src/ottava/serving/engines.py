@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ottava.scaling import PER_ROW, PER_TENSOR, Granularity
+from ottava.scaling import BLOCK_1X32, PER_ROW, PER_TENSOR, Granularity
 from ottava.untrusted import UntrustedError
 
 Match = Callable[[str, str], bool]
@@ -107,8 +107,8 @@ class Engine:
     refuses: tuple[tuple[str, str, str], ...] = ()
     """(format of compressed-tensors or quant_method, model_type or "", why the engine reads it wrong)."""
 
-    experts: tuple[Granularity, ...] | None = None
-    """Blocks of compressed-tensors in which it loads experts; None: all."""
+    experts: tuple[tuple[int, Granularity], ...] | None = None
+    """(bits, blocks) of compressed-tensors in which it loads experts; None: all."""
 
     def unread(self, config: Mapping[str, Any], model_type: str = "", *, experts: bool = False) -> str:
         """Why it does not read a checkpoint, or reads it wrong; "" if it does.
@@ -124,9 +124,10 @@ class Engine:
         for kind, family, why in self.refuses:
             if kind in (method, config.get("format")) and family in ("", model_type):
                 return f"{self.name} {why}"
-        blocks = weight_blocks(config)
-        if experts and method == "compressed-tensors" and self.experts is not None and blocks not in self.experts:
-            return f"{self.name} does not load experts of compressed-tensors with scales for {blocks}"
+        if experts and self.experts is not None and (group := first_group(config)) is not None:
+            bits, blocks = (group.get("weights") or {}).get("num_bits", 8), weight_blocks(config)
+            if (bits, blocks) not in self.experts:
+                return f"{self.name} loads no experts of {bits} bits with scales for {blocks} in compressed-tensors"
         return ""
 
     def leaves(self, name: str) -> str:
@@ -213,7 +214,7 @@ _ENTRIES = (
             }
         ),
         never="",
-        experts=(PER_TENSOR, PER_ROW),
+        experts=((8, PER_TENSOR), (8, PER_ROW), (4, BLOCK_1X32)),  # of others it fails, or drops the tensor's scale
     ),
     Engine(
         "trtllm",

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate, chain
 from pathlib import Path
@@ -141,31 +141,24 @@ def export(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExportError(f"export: {folder} exists and is not empty; give a new folder")
+    if engine is not None and engine not in ENGINES:
+        raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
     if isinstance(model, (str, Path)):
         source = of_folder(Path(model))
     else:
         source = model if isinstance(model, Source) else of_model(model, config)
     if config is not None:
         source = Source(source.weights, dict(config), source.files)
-    experts = any(".experts." in weight.name for weight in source.weights if weight.linear)
-    form = LAYOUTS[layout or _fitting(source, experts=experts, recast=recast)]
+    form = LAYOUTS[layout or _fitting(source, engine, recast=recast)]
     static = static or form.static
     stays = _staying(source, form, keep)
-    scales = _input_scales(source, stays) if static and form.spec is not None else {}
-    more = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
-    for module, pair in (kv_scales or {}).items():
-        if not all(scale > 0 for scale in pair):
-            raise ExportError(f"export: kv_scales of {module} are {pair}; needs two positive numbers")
-        more |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
+    more = _activation_scales(source, stays, kv_scales or {}, static=static and form.spec is not None)
     linears = [weight.module for weight in source.weights if weight.linear]
-    if form.spec is not None and len(stays) == len(linears):
-        reasons = "; ".join(dict.fromkeys(stays.values())) or "it has no linear"
-        raise ExportError(f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take another layout")
     tree = dict(source.config)
     if form.config is not None:
         facts = Facts(ignored=[name for name in linears if name in stays], static=static, kv_cache=bool(kv_scales))
         tree["quantization_config"] = form.config(facts)
-        _refuse_unread(form, tree, engine, experts=any(".experts." in one for one in linears if one not in stays))
+        _refuse_unread(form, tree, engine, [name for name in linears if name not in stays])
     written: list[Written] = []
     with beside(folder) as scratch:
         parts = chain(_cast_all(source, form, stays, written, recast), ({name: one} for name, one in more.items()))
@@ -176,18 +169,18 @@ def export(
     return report
 
 
-def _fitting(source: Source, *, experts: bool, recast: bool) -> str:
-    """The first layout that holds a trained cast, and that transformers reads; without casts the default's blocks."""
-    readable = [form for form in LAYOUTS.values() if form.spec is not None and not _unread(form, {}, None, experts)]
-    refused = ""
+def _fitting(source: Source, engine: str | None, *, recast: bool) -> str:
+    """The first layout that holds a trained cast, and that is read; without casts that with the default's blocks."""
+    names, refused = [weight.module for weight in source.weights if weight.linear], ""
+    readable = [form for form in LAYOUTS.values() if form.spec and not _unread(form, source.config, engine, names)]
     for weight in source.weights:
-        if (cast := weight.cast) is not None:
+        if not weight.stays and (cast := weight.cast) is not None:
             if fitting := [form.name for form in readable if form.holds(cast.spec)]:
                 return fitting[0]
             refused = refused or _not_held(weight.module, cast.spec, None)
     if refused and not recast:
         raise ExportError(refused)
-    return next(form.name for form in readable if form.spec == LAYOUTS[DEFAULT].spec)
+    return next((form.name for form in readable if form.spec == LAYOUTS[DEFAULT].spec), DEFAULT)
 
 
 def _not_held(module: str, spec: QuantizationSpec, form: Layout | None) -> str:
@@ -201,24 +194,36 @@ def _not_held(module: str, spec: QuantizationSpec, form: Layout | None) -> str:
     )
 
 
-def _refuse_unread(form: Layout, tree: Mapping[str, Any], engine: str | None, *, experts: bool) -> None:
-    if engine is not None and engine not in ENGINES:
-        raise ExportError(f"export: {unknown_name('engine', engine, ENGINES)}")
-    if reason := _unread(form, tree, engine, experts):
-        alike = [one for one in LAYOUTS.values() if one.spec == form.spec and not _unread(one, tree, engine, experts)]
-        take = " or ".join(repr(one.name) for one in alike) or "another one"
+def _refuse_unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: Sequence[str]) -> None:
+    if reason := _unread(form, config, engine, names):
+        alike = [one.name for one in LAYOUTS.values() if one.spec == form.spec]
+        read = [name for name in alike if not _unread(LAYOUTS[name], config, engine, names)] or ["bf16"]
         more = ", or name the engine that serves it (engine='vllm')" if engine is None else ""
-        raise ExportError(f"export: layout {form.name!r}: {reason}. Take layout {take}{more}")
+        raise ExportError(f"export: layout {form.name!r}: {reason}. Take layout {' or '.join(map(repr, read))}{more}")
 
 
-def _unread(form: Layout, tree: Mapping[str, Any], engine: str | None, experts: bool) -> str:
-    """Why an engine does not read a layout; without a name only experts count, in transformers."""
+def _unread(form: Layout, config: Mapping[str, Any], engine: str | None, names: Sequence[str]) -> str:
+    """Why an engine does not read these linears in a layout; without a name only experts count, in transformers."""
     assert form.config is not None
     found = form.config(Facts(ignored=(), static=form.static, kv_cache=False))
     reader = ENGINES[engine or "transformers"]
     if engine is None and found["quant_method"] not in reader.rules:
         return ""
-    return reader.unread(found, str(tree.get("model_type", "")), experts=experts)
+    experts = any(".experts." in name for name in names)
+    return reader.unread(found, str(config.get("model_type", "")), experts=experts)
+
+
+def _activation_scales(
+    source: Source, stays: Mapping[str, str], kv_scales: Mapping[str, tuple[float, float]], *, static: bool
+) -> dict[str, Tensor]:
+    """Scales of the inputs of linears, and of keys and values, as tensors of the checkpoint."""
+    scales = _input_scales(source, stays) if static else {}
+    made = {f"{module}.input_scale": torch.tensor([scale]) for module, scale in scales.items()}
+    for module, pair in kv_scales.items():
+        if not all(scale > 0 for scale in pair):
+            raise ExportError(f"export: kv_scales of {module} are {pair}; needs two positive numbers")
+        made |= {f"{module}.{kind}_scale": torch.tensor([s]) for kind, s in zip("kv", pair, strict=True)}
+    return made
 
 
 def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, str]:
@@ -243,6 +248,11 @@ def _staying(source: Source, form: Layout, keep: Collection[str]) -> dict[str, s
         if first is not None:
             for weight in group:
                 stays.setdefault(weight.module, f"engines join it with {first}, which stays in BF16")
+    if form.spec is not None and len(stays) == len(linears):
+        reasons = "; ".join(dict.fromkeys(stays.values())) or "it has no linear"
+        raise ExportError(
+            f"export: layout {form.name!r} leaves every weight in BF16: {reasons}. Take 'bf16' or another layout"
+        )
     return stays
 
 
@@ -302,11 +312,13 @@ def _cast_group(
     for weight, trained in zip(group, own, strict=True):
         if trained is not None and not recast and not form.holds(trained.spec):
             raise ExportError(_not_held(weight.module, trained.spec, form))
-    for weight, trained, cast in zip(group, own, _casts(group, own, form), strict=True):
+    casts = _casts(group, own, form)
+    common = form.common(casts) if form.shares_scale else None
+    for weight, trained, cast in zip(group, own, casts, strict=True):
         same = None if trained is None else same_numbers(cast, trained)
         why = _difference(group, trained, form) if same is False and trained is not None else ""
         written.append(Written(weight.module, str(cast.spec), why, same))
-        yield {f"{weight.module}.{key}": _own(tensor) for key, tensor in form.tensors(cast).items()}
+        yield {f"{weight.module}.{key}": _own(tensor) for key, tensor in form.tensors(cast, common).items()}
 
 
 def _difference(group: Sequence[Weight], trained: QuantizedTensor, form: Layout) -> str:
@@ -325,12 +337,17 @@ def _casts(group: Sequence[Weight], own: Sequence[QuantizedTensor | None], form:
     if not form.shares_scale or len(group) == 1:
         return [quantize(x, form.spec) if cast is None or not form.holds(cast.spec) else cast
                 for x, cast in zip(values, own, strict=True)]  # fmt: skip
-    if len(fitting) == len(group) and len({form.shared(cast) for cast in fitting}) == 1:
+    if len(fitting) == len(group) and form.common(fitting) is not None:
         return fitting
-    whole = quantize(torch.cat(values), form.spec)
-    starts = accumulate((len(x) for x in values), initial=0)
-    parts = [rows_of_cast(whole, slice(start, start + len(x))) for x, start in zip(values, starts, strict=False)]
-    return [part for part in parts if part is not None]
+    specs = {cast.spec for cast in fitting}
+    alike = specs.pop() if len(fitting) == len(group) and len(specs) == 1 else form.spec
+    for spec in (replace(alike, scaling="current"), form.spec):
+        whole, starts = quantize(torch.cat(values), spec), accumulate((len(x) for x in values), initial=0)
+        parts = [rows_of_cast(whole, slice(start, start + len(x))) for x, start in zip(values, starts, strict=False)]
+        cut = [part for part in parts if part is not None]
+        if len(cut) == len(group):
+            break
+    return cut
 
 
 def _bf16(weight: Weight) -> Tensor:

@@ -65,13 +65,18 @@ class Layout:
         powers = self.scale_dtype == "fp32" or spec.scale_format in ("pow2", "e8m0", "e8m0_floor")
         return spec.granularity == own.granularity and powers
 
-    def shared(self, cast: QuantizedTensor) -> float:
-        """The scale of the whole tensor, which fused linears share."""
-        return float(cast.scale_inv if cast.spec.granularity == PER_TENSOR else two_levels(cast)[1])
+    def common(self, casts: Sequence[QuantizedTensor]) -> Tensor | None:
+        """The scale of the tensor that casts have in common, as it is stored; None: they have none in common."""
+        if self.scale_dtype == "e4m3":
+            return tensor_scale(casts)
+        scales = {float(cast.scale_inv) for cast in casts}
+        return torch.tensor(scales.pop()) if len(scales) == 1 else None
 
-    def tensors(self, cast: QuantizedTensor) -> dict[str, Tensor]:
+    def tensors(self, cast: QuantizedTensor, common: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors of a weight by their own names.
 
+        Args:
+            common: of the linears that engines join with it; None: its own.
         Raises:
             ValueError: scales that the layout cannot store.
         """
@@ -81,10 +86,12 @@ class Layout:
         made = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}
         if self.scale_dtype != "e4m3":
             return made | {self.scale_key: self.stored_scale(cast.scale_inv.cpu()).clone()}
-        blocks, encode = two_levels(cast)
-        blocks = blocks.repeat_interleave(cast.spec.granularity.rows or 1, 0)[: codes.shape[0]]
-        stored = blocks.to(torch.float8_e4m3fn).contiguous()
-        return made | {self.scale_key: stored, "weight_global_scale": encode.reshape(1)}
+        encode = tensor_scale([cast]) if common is None else common
+        if encode is None:
+            raise ValueError(f"layout {self.name!r}: the scales are no E4M3 numbers times one number of the tensor")
+        blocks = torch.where(_used(cast), cast.scale_inv.cpu() / encode.reciprocal(), 0.0)
+        rows = round_to_format(blocks, E4M3).repeat_interleave(cast.spec.granularity.rows or 1, 0)[: codes.shape[0]]
+        return made | {self.scale_key: rows.to(torch.float8_e4m3fn), "weight_global_scale": encode.reshape(1).clone()}
 
     def fits(self, shape: tuple[int, int]) -> bool:
         """Whether a weight (N, K) has whole blocks only: engines read others wrong, some silently."""
@@ -119,33 +126,32 @@ class Facts:
     kv_cache: bool
 
 
-def two_levels(cast: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """(E4M3 scales of the blocks, fp32 (1, 1)): the scales of the cast are the former times 1 / the latter.
+def tensor_scale(casts: Sequence[QuantizedTensor]) -> Tensor | None:
+    """fp32 (): 1 / it times E4M3 numbers are the scales of all these casts; None: there is no such number.
 
-    A cast keeps these products only. The largest one is an E4M3 number times the tensor's scale, so one of the 126
-    numbers gives it. Blocks of zeros have no scale; theirs is 0.
-
-    Raises:
-        ValueError: the scales are no such products.
+    A cast keeps the products only. The largest one is an E4M3 number times the tensor's scale, so one of the 126
+    numbers gives it. Blocks of zeros have no scale.
 
     Example:
         >>> from ottava.casts import quantize
-        >>> blocks, encode = two_levels(quantize(torch.eye(4, 32), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3")))
-        >>> blocks[0].tolist(), float(encode)
-        ([448.0, 0.0], 2688.0)
+        >>> float(tensor_scale([quantize(torch.eye(4, 32), QuantizationSpec(E2M1, BLOCK_1X16, "e4m3"))]))
+        2688.0
     """
-    scale_inv = cast.scale_inv.cpu().float()
-    used = amax((cast.data.cpu() & 7).float(), cast.spec.granularity) > 0
-    products = scale_inv[used].unique()
+    products = torch.cat([cast.scale_inv.cpu()[_used(cast)] for cast in casts]).unique()
     if not products.numel():
-        return torch.zeros_like(scale_inv), torch.ones(1, 1)
+        return torch.ones(())
     for block in code_values(E4M3)[1:127].flip(0):  # 448 and down
         near = block / products[-1]
         for encode in (near, near.nextafter(torch.zeros(())), near.nextafter(torch.full((), torch.inf))):
             tensor = encode.reciprocal()
             if torch.equal(round_to_format(products / tensor, E4M3) * tensor, products):
-                return torch.where(used, round_to_format(scale_inv / tensor, E4M3), 0.0), encode.reshape(1, 1)
-    raise ValueError(f"{cast.spec}: its scales are no E4M3 numbers times one number of the tensor")
+                return torch.as_tensor(encode)
+    return None
+
+
+def _used(cast: QuantizedTensor) -> Tensor:
+    """The blocks that hold a number beside 0."""
+    return amax((cast.data.cpu() & 7).float(), cast.spec.granularity) > 0
 
 
 _FP8 = MappingProxyType({"num_bits": 8, "type": "float", "symmetric": True})

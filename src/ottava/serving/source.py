@@ -113,6 +113,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
                 "ottava.nn.fold_smooth_swiglu(model) first"
             )
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (QuantizedLayer, nn.Linear))}
+    turned = {name for name, module in model.named_modules() if name not in layers and "" in parts_of(module)}
     converted = any(isinstance(module, QuantizedLayer) and module.resolved.quantized for module in layers.values())
     own: Any = getattr(model, "config", None)
     if config is None:
@@ -132,7 +133,7 @@ def of_model(model: nn.Module, config: Mapping[str, Any] | None = None) -> Sourc
     for name, tensor in state.items():
         module = name.rpartition(".")[0]
         layer = layers.get(module) if name.endswith(".weight") else None
-        if layer is None and name.endswith(".weight") and "" in parts_of(model.get_submodule(module)):
+        if layer is None and name.endswith(".weight") and module in turned:
             weights.append(Weight(name, tensor, True, _TURNED))
         elif layer is not None:
             weights.append(_of_layer(name, tensor, layer, converted=converted))
