@@ -19,4 +19,6 @@ def hold(name: str, header: Sequence[str], rows: Sequence[Sequence[str]], publis
     if publish:
         PAGE.write_text(before + found + table + end + after, "utf-8")
     else:
-        assert shown == table, f"table {name} of {PAGE.name} is not what ran: python -m pytest tests/guarantees --publish"
+        assert shown == table, (
+            f"table {name} of {PAGE.name} is not what ran: python -m pytest tests/guarantees --publish"
+        )
