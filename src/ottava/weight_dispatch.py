@@ -7,7 +7,6 @@ func: the operation; the rest as torch calls it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -38,8 +37,8 @@ class Coded(Tensor):
     """Whether all ranks of a DistributedDataParallel have its codes."""
     lent: Lent | None
     """The state of FSDP2's last gather; None: the weight owns its memory."""
-    redraw: Callable[[], Tensor] | None = None
-    """Draws the uniform numbers again that it was filled with; None: something else was written last."""
+    uniform: tuple[Any, Any] | None = None
+    """The arguments of `uniform_`, if that was the last write."""
 
     @property
     def high_precision(self) -> Tensor | None:
@@ -70,7 +69,7 @@ class Coded(Tensor):
     def was_written(self) -> None:
         """Moves on the versions of the weight and of its codes; the latter is one for all views. Optimizers ask."""
         torch.autograd.graph.increment_version((self, self.codes))
-        self.redraw = None
+        self.uniform = None
 
 
 def describe(weight: Coded | None) -> str:
@@ -196,35 +195,20 @@ def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) ->
     return to
 
 
-def _fill_(func: Any, weight: Coded, *args: Any, generator: torch.Generator | None = None, **settings: Any) -> Coded:
+def _fill_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     """New numbers, made in the outer dtype and then cast: how layers are initialized."""
-    values, redraw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), None
-    if "uniform_" in str(func) and not weight.is_meta:
-        source = generator or _default_generator(weight.device)
-        redraw = functools.partial(_redrawn, func, weight.shape, weight.dtype, source, source.get_state(), *args)
-    settings |= {} if generator is None else {"generator": generator}
+    values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     weight.requantize_(func(values, *args, **settings))
-    weight.redraw = redraw
+    weight.uniform = (args, settings) if "uniform_" in str(func) else None
     return weight
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-
-
-def _redrawn(
-    func: Any, shape: torch.Size, dtype: torch.dtype, source: torch.Generator, state: Tensor, *args: Any
-) -> Tensor:
-    twin = torch.Generator(source.device)
-    twin.set_state(state)
-    return func(torch.empty(shape, dtype=dtype, device=source.device), *args, generator=twin)  # type: ignore[no-any-return]
-
-
 def _erfinv_(func: Any, weight: Coded) -> Coded:
-    """trunc_normal_ until torch 2.12: of uniform numbers, drawn again, because casts of them know no tails."""
-    if weight.redraw is None:
+    """trunc_normal_ before torch 2.13: of uniform numbers, drawn anew in FP32, because codes of them have no tails."""
+    if weight.uniform is None:
         return refuse(func, weight)  # type: ignore[no-any-return]
-    weight.requantize_(func(weight.redraw()))
+    args, settings = weight.uniform
+    weight.requantize_(func(torch.empty(weight.shape, device=weight.device).uniform_(*args, **settings)))
     return weight
 
 
