@@ -29,6 +29,7 @@ from ottava.rounding import (
     philox,
     power_of_two,
     random_bits,
+    random_bits_at,
     round_to_format,
 )
 from sweep import sweep
@@ -348,6 +349,11 @@ def test_random_bits_belong_to_seed_and_place() -> None:
         assert bits.tolist() == [int(philox((torch.tensor(i // 4), zero, zero, zero), key)[i % 4]) for i in range(11)]
         assert torch.equal(random_bits(torch.tensor(seed), 7), bits[:7])
     assert random_bits(torch.tensor(0), 0).shape == (0,)
+    whole = random_bits(torch.tensor(5), 40)
+    for start in range(9):
+        assert torch.equal(random_bits(torch.tensor(5), 13, start), whole[start : start + 13])
+    places = torch.tensor([[39, 0], [7, 7]])
+    assert torch.equal(random_bits_at(torch.tensor(5), places), whole[places])
 
 
 def test_seeds_are_drawn_from_all_64_bits() -> None:

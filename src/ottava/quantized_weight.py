@@ -14,13 +14,12 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ottava.casts import dequantize, quantize
 from ottava.errors import need
 from ottava.quantized_tensor import Lent, QuantizationSpec, QuantizedTensor
 from ottava.scaling import PER_TENSOR, read_scales
-from ottava.weight_dispatch import OPERATIONS, Coded, describe, each_part
+from ottava.weight_dispatch import OPERATIONS, Coded, describe, each_part, refuse
 from ottava.weight_storage import FLOATS, check_storage, scale_dtype, store_scales, stored_spec
 
 _Sizes = tuple[int, ...]
@@ -38,11 +37,13 @@ class QuantizedWeight(Coded):
         requires_grad: as for any tensor.
         high_precision: the numbers before the cast, or None.
         matrix: the shape of the whole weight, if this one is a flat view.
+        group, sent, lent, kept: as `Coded` says; a view shares `kept` with what it is a view of.
     Raises:
         TypeError, ValueError: codes, scales or dtype do not fit.
 
-    In-place operations that write new numbers cast them: `copy_` from a plain tensor, and the random fills of
-    torch.nn.init. `w.copy_(w.dequantize())` changes no bit. Arithmetic raises TypeError.
+    In-place operations that write new numbers cast them: `copy_` from a plain tensor, the fills of torch.nn.init, and
+    `mul_`, `clamp_` and the like with numbers. `w.copy_(w.dequantize())` changes no bit. Norms, extremes, comparisons
+    and the like read the dequantized numbers. Arithmetic with tensors raises NotImplementedError.
 
     Example:
         >>> from ottava.formats import E4M3
@@ -65,13 +66,14 @@ class QuantizedWeight(Coded):
         group: dist.ProcessGroup | None = None,
         sent: bool = False,
         lent: Lent | None = None,
+        kept: list[Tensor | None] | None = None,
     ) -> QuantizedWeight:
         check_storage(codes, scales, spec, dtype, tuple(matrix or codes.shape))
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
         )
         weight.codes, weight.scales, weight.spec = codes, scales, spec
-        weight.high_precision, weight.matrix = high_precision, tuple(matrix or codes.shape)
+        weight.kept, weight.matrix = [high_precision] if kept is None else kept, tuple(matrix or codes.shape)
         weight.group, weight.sent, weight.lent = group, sent, lent
         return weight
 
@@ -87,14 +89,7 @@ class QuantizedWeight(Coded):
                 return made
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
-        if handler is None:
-            weight = next((a for a in tree_leaves(args) if isinstance(a, QuantizedWeight)), None)
-            raise NotImplementedError(
-                f"{func}: {describe(weight)} takes no such operation: it is stored only as codes. Compute on "
-                "weight.dequantize(), and store a result with weight.requantize_(values); an optimizer that steps it "
-                "keeps a master copy, as ottava.optim.AdamW(master='fp32') does"
-            )
-        return handler(func, *args, **(kwargs or {}))
+        return (handler or refuse)(func, *args, **(kwargs or {}))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """code * scale_inv in fp32, rounded once to `dtype` (its own by default), as a plain tensor.
@@ -140,8 +135,8 @@ class QuantizedWeight(Coded):
                 )  # NaN of either
                 scales.copy_(store_scales(scale_inv, self.spec))
         if self.high_precision is not None:
-            self.high_precision = _kept(values)
-        torch.autograd.graph.increment_version(self)
+            self.high_precision = _kept(values).view(self.matrix)
+        self.was_written()
 
     def drop_high_precision(self) -> None:
         """Frees the numbers before the cast; an optimizer calls it after it has made its master copy."""

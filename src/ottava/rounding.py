@@ -223,7 +223,7 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
 def random_bits(seed: Tensor, count: int, start: int = 0) -> Tensor:
     """32 random bits for each of `count` elements, as int64; element i has word i % 4 of philox(i // 4, key=seed).
 
-    start: the first element, a multiple of 4.
+    start: the first element.
 
     They depend on seed and i only, not on threads, device or memory layout.
 
@@ -232,8 +232,22 @@ def random_bits(seed: Tensor, count: int, start: int = 0) -> Tensor:
         tensor([1713891541, 3781805453, 3159862348, 2600524760, 4175744164])
     """
     number = torch.arange(start // 4, -(-(start + count) // 4), device=seed.device)
+    return _four_words(seed, number).view(-1)[start % 4 : start % 4 + count]
+
+
+def random_bits_at(seed: Tensor, places: Tensor) -> Tensor:
+    """As `random_bits`, of the elements at `places` (int64, any shape).
+
+    Example:
+        >>> random_bits_at(torch.tensor(0), torch.tensor([4, 1]))
+        tensor([4175744164, 3781805453])
+    """
+    return _four_words(seed, places // 4).gather(-1, (places % 4)[..., None])[..., 0]
+
+
+def _four_words(seed: Tensor, number: Tensor) -> Tensor:
     counter = (number & _LOW_32, number >> 32, torch.zeros_like(number), torch.zeros_like(number))
-    return torch.stack(philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32)), -1).view(-1)[:count]
+    return torch.stack(philox(counter, (seed & _LOW_32, (seed >> 32) & _LOW_32)), -1)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """What torch's operations do to a weight that is stored only as codes (`quantized_weight.QuantizedWeight`).
 
-One function for each operation that training needs: to hold, view, move, copy, cut and fill a parameter. None computes.
+One function for each operation that training needs: to hold, view, move, copy, cut and fill a parameter. Questions
+about its numbers (norms, extremes, comparisons) are asked of the dequantized numbers. No other operation computes.
 func: the operation; the rest as torch calls it.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ottava.quantized_tensor import Lent, QuantizationSpec
 from ottava.weight_storage import store_scales
@@ -26,8 +28,8 @@ class Coded(Tensor):
     codes: Tensor
     scales: Tensor
     spec: QuantizationSpec
-    high_precision: Tensor | None
-    """The numbers before the last cast, in the outer dtype and on the CPU; None: not kept (`drop_high_precision`)."""
+    kept: list[Tensor | None]
+    """`high_precision`, in one place for a weight and its views, so that a write through `.data` reaches the weight."""
     matrix: _Sizes
     group: dist.ProcessGroup | None
     """The ranks that hold the other shards of this weight, as FSDP2 tells them."""
@@ -35,6 +37,17 @@ class Coded(Tensor):
     """Whether all ranks of a DistributedDataParallel have its codes."""
     lent: Lent | None
     """The state of FSDP2's last gather; None: the weight owns its memory."""
+    uniform: tuple[Any, Any] | None = None
+    """The arguments of `uniform_`, if that was the last write."""
+
+    @property
+    def high_precision(self) -> Tensor | None:
+        """The numbers before the last cast, in the outer dtype, on the CPU; None: not kept (`drop_high_precision`)."""
+        return self.kept[0]
+
+    @high_precision.setter
+    def high_precision(self, numbers: Tensor | None) -> None:
+        self.kept[0] = numbers
 
     @property
     def scales_shard(self) -> bool:
@@ -53,21 +66,40 @@ class Coded(Tensor):
         """The same kind of weight with other codes and scales."""
         raise NotImplementedError
 
+    def was_written(self) -> None:
+        """Moves on the versions of the weight and of its codes; the latter is one for all views. Optimizers ask."""
+        torch.autograd.graph.increment_version((self, self.codes))
+        self.uniform = None
+
 
 def describe(weight: Coded | None) -> str:
     """For messages."""
     return "a QuantizedWeight" if weight is None else f"a weight {tuple(weight.shape)} stored as {weight.spec}"
 
 
+def refuse(func: Any, *args: Any, **settings: Any) -> Any:
+    """Any other operation.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    weight = next((a for a in tree_leaves((args, settings)) if isinstance(a, Coded)), None)
+    raise NotImplementedError(
+        f"{func}: {describe(weight)} takes no such operation: it is stored only as codes. Compute on "
+        "weight.dequantize(), and store a result with weight.requantize_(values); an optimizer that steps it "
+        "keeps a master copy, as ottava.optim.AdamW(master='fp32') does"
+    )
+
+
 def _alias(func: Any, weight: Coded, *_: Any, **__: Any) -> Coded:
-    return weight.like(weight.codes, weight.scales, high_precision=weight.high_precision, matrix=weight.matrix)
+    return weight.like(weight.codes, weight.scales, kept=weight.kept, matrix=weight.matrix)
 
 
 def _view(func: Any, weight: Coded, size: Sequence[int]) -> Coded:
     codes = weight.codes.view(size)
     if tuple(codes.shape) not in (tuple(weight.shape), weight.matrix, (weight.numel(),)):
         raise NotImplementedError(f"{func}: {describe(weight)} cannot be seen as {tuple(codes.shape)}")
-    return weight.like(codes, weight.scales, high_precision=weight.high_precision, matrix=weight.matrix)
+    return weight.like(codes, weight.scales, kept=weight.kept, matrix=weight.matrix)
 
 
 def _as_strided(func: Any, weight: Coded, size: Any, stride: Any, offset: int = 0) -> Coded:
@@ -116,7 +148,7 @@ def _unbind(func: Any, weight: Coded, dim: int = 0) -> list[Coded]:
 def each_part(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     """The same operation on codes and scales: a copy, or another place."""
     dtype = settings.pop("dtype", None) or weight.dtype
-    kept = None if weight.high_precision is None else weight.high_precision.to(dtype)
+    kept = None if weight.high_precision is None else weight.high_precision.to(dtype, copy=True)
     codes, scales = (func(part, *args, **settings) for part in (weight.codes, weight.scales))
     return weight.like(codes, scales, high_precision=kept, matrix=weight.matrix, dtype=dtype, lent=None)
 
@@ -146,7 +178,7 @@ def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) ->
         if to.is_meta or not torch.equal(values, to.dequantize()):
             to.requantize_(values)
         elif to.high_precision is not None:  # they stand for these numbers already
-            to.high_precision.copy_(values)
+            to.high_precision.copy_(values.view(to.matrix))
         return to
     if source.spec != to.spec or source.matrix != to.matrix:
         if source.high_precision is None:
@@ -158,7 +190,8 @@ def _copy_(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) ->
         return to
     to.codes.copy_(source.codes, non_blocking=non_blocking)
     to.scales.copy_(source.scales, non_blocking=non_blocking)
-    to.high_precision = source.high_precision
+    to.was_written()
+    to.high_precision = None if source.high_precision is None else source.high_precision.clone()
     return to
 
 
@@ -166,12 +199,48 @@ def _fill_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
     """New numbers, made in the outer dtype and then cast: how layers are initialized."""
     values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     weight.requantize_(func(values, *args, **settings))
+    weight.uniform = (args, settings) if "uniform_" in str(func) else None
     return weight
 
 
+def _erfinv_(func: Any, weight: Coded) -> Coded:
+    """trunc_normal_ before torch 2.13: of uniform numbers, drawn anew in FP32, because codes of them have no tails."""
+    if weight.uniform is None:
+        return refuse(func, weight)  # type: ignore[no-any-return]
+    args, settings = weight.uniform
+    weight.requantize_(func(torch.empty(weight.shape, device=weight.device).uniform_(*args, **settings)))
+    return weight
+
+
+def _change_(func: Any, weight: Coded, *args: Any, **settings: Any) -> Coded:
+    """Its numbers, changed by numbers: by tensors only an optimizer changes them, which needs a master."""
+    mask = args[:1] if "masked_fill_" in str(func) else ()
+    if any(isinstance(one, Tensor) and one.dim() for one in args[len(mask) :]):
+        return refuse(func, weight, *args)  # type: ignore[no-any-return]
+    kept = weight.high_precision
+    values = weight.dequantize() if kept is None else kept.to(weight.device, copy=True).view(weight.shape)
+    weight.requantize_(func(values, *args, **settings))
+    return weight
+
+
+def _eye(func: Any, *size: int, out: Coded, **settings: Any) -> Coded:
+    out.requantize_(torch.eye(*size, device=out.device))
+    return out
+
+
+def _asked(func: Any, *args: Any, **settings: Any) -> Any:
+    """A question about the numbers."""
+    plain = tree_map(lambda one: one.dequantize() if isinstance(one, Coded) else one, (args, settings))
+    return func(*plain[0], **plain[1])
+
+
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """A plain tensor, only for DistributedDataParallel, which sends it to ranks that have the codes already."""
-    weight = next((t for t in tensors if isinstance(t, Coded) and not t.sent), None)
+    """A plain tensor, for parameters_to_vector, and for DistributedDataParallel's ranks, which have the codes already.
+
+    FullyShardedDataParallel would keep nothing else; it joins detached tensors, and the former views of parameters.
+    """
+    own = (t for t in tensors if isinstance(t, Coded) and not t.sent)
+    weight = next((t for t in own if not isinstance(t._base, torch.nn.Parameter)), None)
     if weight is not None:
         raise NotImplementedError(
             f"{func}: {describe(weight)} would become a tensor of numbers, as in FullyShardedDataParallel. Shard with "
@@ -190,6 +259,8 @@ def _broadcast_(func: Any, tensors: Sequence[Coded], *args: Any) -> Any:
         if work is not None:
             work.wait()
         _, work = func([part], *args)
+    for weight in tensors:
+        weight.was_written()
     return tensors, work
 
 
@@ -204,8 +275,19 @@ OPERATIONS: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     }
     | {f"aten.{name}.default": _plain_like for name in ("randn_like", "new_empty", "new_ones", "new_full")}
     | {f"aten.{name}": _fill_ for name in ("zero_.default", "fill_.Scalar", "uniform_.default", "normal_.default")}
+    | {f"aten.{name}": _change_ for name in ("mul_.Tensor", "mul_.Scalar", "div_.Tensor", "div_.Scalar", "add_.Tensor")}
+    | {f"aten.{name}": _change_ for name in ("add_.Scalar", "sub_.Tensor", "sub_.Scalar", "masked_fill_.Scalar")}
+    | {f"aten.{name}.default": _change_ for name in ("clamp_", "clamp_min_", "clamp_max_", "neg_")}
+    | {f"aten.{name}": _asked for name in ("norm.Scalar", "norm.ScalarOpt_dim", "_foreach_norm.Scalar", "where.self")}
+    | {f"aten.{name}.default": _asked for name in ("linalg_vector_norm", "abs", "sum", "mean", "max", "min", "median")}
+    | {f"aten.{name}.default": _asked for name in ("amax", "amin", "aminmax", "isnan", "isinf", "any", "all", "equal")}
+    | {f"aten.{name}": _asked for name in ("sum.dim_IntList", "mean.dim", "histc.default", "count_nonzero.default")}
+    | {f"aten.{name}.correction": _asked for name in ("std", "var", "std_mean", "var_mean")}
+    | {f"aten.{name}.{kind}": _asked for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")}
     | {
         "aten.as_strided.default": _as_strided,
+        "aten.erfinv_.default": _erfinv_,
+        "aten.eye.m_out": _eye,
         "aten.cat.default": _cat,
         "aten.copy_.default": _copy_,
         "aten.is_pinned.default": _is_pinned,

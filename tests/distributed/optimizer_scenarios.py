@@ -5,6 +5,7 @@ Run by test_weight_ranks. The witness is one process with the same gradients.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ottava
@@ -73,6 +75,44 @@ def shards_are_updated_as_the_whole(world: World) -> None:
         for one, two in zip(alone.parameters(), sharded.parameters(), strict=True):
             assert torch.equal(one, whole(two)) or options["moments"] != "fp32", options
             assert torch.allclose(one.float(), whole(two).float(), rtol=2.0**-6, atol=2e-3), options
+
+
+def shards_round_as_one_process(world: World) -> None:
+    """Random bits by the place in the whole parameter: shards of 17 and 16 rows, a bias, and shards of columns."""
+    for options in ({}, {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)}):
+        rows = 64 if options else 33
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(128, rows), nn.ReLU(), nn.Linear(rows, rows)).bfloat16()
+        sharded = copy.deepcopy(alone)
+        fully_shard(sharded, **options)
+        for model in (alone, sharded):
+            trained(model, AdamW(model.parameters(), 1e-2, stochastic_rounding=True), range(STEPS))
+        for one, two in zip(alone.parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(one, whole(two)), options
+
+
+def writes_to_shards_are_followed(world: World) -> None:
+    """Weights that are loaded and zeroed under FSDP2, in BF16 and FP8: the bits of one process."""
+    for recipe, master in ((None, "fp32"), (None, "remainder"), ("tensorwise", "fp32")):
+        ends = []
+        for wrap in (False, True):
+            model, other = network(), network()
+            if recipe:
+                ottava.convert(model, recipe, weights="fp8")
+                ottava.convert(other, recipe, weights="fp8")
+            if wrap:
+                fully_shard(model)
+                fully_shard(other)
+            optimizer = AdamW(model.parameters(), 1e-2, master=master)  # type: ignore[arg-type]
+            trained(model, optimizer, range(STEPS))
+            model.load_state_dict(other.state_dict())
+            with torch.no_grad():
+                model[0].bias.zero_()
+            trained(model, optimizer, range(STEPS, STEPS + 1))
+            numbers = (p.to_local() if wrap else p for p in model.parameters())
+            ends.append([p.dequantize() if hasattr(p, "codes") else p.detach() for p in numbers])
+        for one, two in zip(*ends, strict=True):
+            assert torch.equal(one.chunk(world.size)[world.rank], two), (recipe, master)
 
 
 def sharded_states_are_saved_and_loaded(world: World) -> None:

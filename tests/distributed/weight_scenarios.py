@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from state_scenarios import World
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -158,6 +159,32 @@ def sharded_state_dicts(world: World) -> None:
         third = shard(recipe)
         set_model_state_dict(third, state, options=StateDictOptions(strict=True))
         assert torch.equal(third(x), wanted)
+
+
+def full_state_dicts(world: World) -> None:
+    """Gathered by torch's own functions: plain codes, which one process loads; and from a file, sharded again."""
+    for recipe in ("tensorwise", "blockwise"):
+        model = shard(recipe)
+        for _ in trained(model, model):
+            pass
+        wanted = full(model)
+        for cpu_offload in (False, True):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+            state = get_model_state_dict(model, options=options)
+            assert len(state) == (0 if cpu_offload and world.rank else len(wanted))
+            for key, tensor in state.items():
+                assert type(tensor) is Tensor
+                assert tensor.dtype == wanted[key].dtype
+                assert torch.equal(as_bytes(tensor), as_bytes(wanted[key])), key
+        every = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in model.state_dict().items()}
+        other, third = network(recipe, seed=1), shard(recipe)
+        other.load_state_dict(every)
+        dcp.save(model.state_dict(), checkpoint_id=f"{world.folder}/full-{recipe}")
+        loaded = third.state_dict()
+        dcp.load(loaded, checkpoint_id=f"{world.folder}/full-{recipe}")
+        third.load_state_dict(loaded)
+        for one in (other, third):
+            assert all(torch.equal(as_bytes(t), as_bytes(wanted[key])) for key, t in full(one).items()), recipe
 
 
 def what_cannot_be_sharded(world: World) -> None:

@@ -132,6 +132,32 @@ def test_stochastic_bits_are_philox() -> None:
     assert np.array_equal(weight.detach().float().numpy(), wanted)
 
 
+def test_equal_places_of_two_parameters_draw_other_bits() -> None:
+    """In one optimizer by their places in it; in two by their names, wrapped or not."""
+
+    def rounded(*optimizers: SGD) -> list[Tensor]:
+        parameters = [p for one in optimizers for p in one.param_groups[0]["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0**-9)
+        for one in optimizers:
+            one.step()
+        return [p.detach().float() for p in parameters]
+
+    def ones(name: str) -> tuple[str, nn.Parameter]:
+        return name, nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+
+    options = {"lr": 1.0, "stochastic_rounding": True}
+    pairs = (
+        rounded(SGD([ones("a")[1], ones("b")[1]], **options)),
+        rounded(SGD([ones("a.weight")], **options), SGD([ones("b.weight")], **options)),
+    )
+    for one, two in pairs:
+        assert 0.4 < float((one == 1).float().mean()) < 0.6
+        assert 0.4 < float((one == two).float().mean()) < 0.6
+    wrapped = rounded(SGD([ones("module.a._orig_mod.weight")], **options))
+    assert torch.equal(wrapped[0], pairs[1][0])
+
+
 @sweep(granularity=(PER_TENSOR, PER_ROW, BLOCK_128X128), fmt=(E4M3, E5M2), master=("fp32", "remainder"))
 def test_fp8_weights_follow_their_master(granularity: Any, fmt: Any, master: str) -> None:
     """The codes are those of the master of an FP32 AdamW; the remainder's master is as near as its 16 bits allow."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ottava.formats import E2M1, E4M3, E5M2
 from ottava.quantized_tensor import QuantizationSpec
@@ -132,14 +133,57 @@ def _sharded(value: Any, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
         for p in value.placements
     ]
     with torch.no_grad():
-        codes = DTensor.from_local(
-            weight.codes, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
-        )
+        own = _CodesAsBytes(weight.codes) if _needs_bytes(value, weight) else weight.codes
+        codes = DTensor.from_local(own, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
         strides = torch.empty(grid, device="meta").stride()
         scales = DTensor.from_local(
             weight.scales, value.device_mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides
         )
     return codes, scales
+
+
+def _needs_bytes(value: Any, weight: QuantizedWeight) -> bool:
+    split = any(place.is_shard() and value.device_mesh.size(dim) > 1 for dim, place in enumerate(value.placements))
+    return split and weight.codes.is_cpu and weight.codes.dtype != torch.uint8
+
+
+class _CodesAsBytes(Tensor):
+    """A shard of codes on a CPU, whose collectives know no float8: they get its bytes, and all else the codes."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls: type[_CodesAsBytes], codes: Tensor) -> _CodesAsBytes:
+        made: _CodesAsBytes = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=codes.dtype, device=codes.device)
+        made.codes = codes
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls a classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        sent = "c10d" in func.namespace
+        dtype = next(one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, _CodesAsBytes))
+        args, kwargs = tree_map(lambda one: _opened(one, sent), (args, kwargs or {}))
+        made = func(*args, **kwargs)
+        if sent:
+            return made.view(dtype)
+        return _CodesAsBytes(made) if func in _KEPT else made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.codes.__reduce_ex__(protocol)  # a checkpoint holds plain codes
+
+
+_KEPT = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.alias.default})
+"""What comes before a collective."""
+
+
+def _opened(one: Any, sent: bool) -> Any:
+    if not isinstance(one, _CodesAsBytes):
+        return one
+    return one.codes.view(torch.uint8) if sent else one.codes
 
 
 def _loaded(
@@ -177,6 +221,7 @@ def _joined(value: Any, scale_inv: Any, own: Any, weight: Any) -> Any:
             f"got codes ({value.dtype}) without their scales; needs {SCALE_SUFFIX.lstrip('_')} beside them"
         )
     codes, scales = _local(value), _local(scale_inv)
+    codes = codes.codes if isinstance(codes, _CodesAsBytes) else codes
     if not is_quantized_weight(weight):
         return _decoded(codes, scales, weight.dtype)
     made = QuantizedWeight(codes, adopt_scales(scales, weight.spec), weight.spec, weight.dtype)

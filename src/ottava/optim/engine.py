@@ -11,6 +11,10 @@ of `storage.STORAGES` or a class of `weights`.
 
 from __future__ import annotations
 
+import re
+import warnings
+import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -37,7 +41,8 @@ _FLAGS = frozenset({"stochastic_rounding", "capturable", "nesterov", "adamw"})
 _SAVED_AT = "saved_at"  # the step up to which entries that torch's optimizers do not know are valid
 _SLICE = 1 << 18  # elements decoded at once on a CPU: its FP32 numbers fit into a second-level cache
 _ACCELERATOR_SLICE = 1 << 26
-_GRANULE = 2048  # slices are multiples of every group
+_WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_Mark = tuple["weakref.ref[Tensor]", int]  # the memory of a weight, and its version after a step
 
 
 class State(NamedTuple):
@@ -76,6 +81,13 @@ class Engine(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         need(type(self).__name__, params, Iterable, "parameters: model.parameters()")
         super().__init__(params, defaults)
+        self._marks: dict[Tensor, _Mark] = {}
+        self._said = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, which also calls it for a loaded state: nobody knows then what the weights were."""
+        super().__setstate__(state)
+        self._marks, self._said = {}, False
 
     def states(self, group: Mapping[str, Any]) -> tuple[State, ...]:
         """The states of the rule under the options of a group."""
@@ -139,7 +151,8 @@ class Engine(Optimizer):
             TypeError: a gradient is sparse.
         Edge cases: an infinity or NaN in a gradient makes the element's states and weight NaN, as torch's optimizers
             do, but not other elements of its group in FP8 or int8. GradScaler skips such a step: no recipe's casts
-            hide from it what BF16 would show.
+            hide from it what BF16 would show. What was written to a weight since the last step is the weight from
+            then on: its master follows (`weights`).
         """
         loss = None
         if closure is not None:
@@ -150,6 +163,9 @@ class Engine(Optimizer):
             for pieces in _batches(self._pieces(group, place, ran)):
                 self._update(pieces, group)
             place += len(group["params"])
+        for parameter in self._marks:
+            if parameter.grad is not None:
+                self._marks[parameter] = _mark(parameter)
         return loss
 
     def _pieces(self, group: Mapping[str, Any], place: int, ran: Counter[str]) -> Iterator[tuple[WeightStore, Piece]]:
@@ -165,7 +181,7 @@ class Engine(Optimizer):
                 )
             weight, state = _local(parameter), self.state[parameter]
             store = choose(weight, group)
-            self._prepare(parameter, store, group)
+            known = self._prepare(parameter, store, group)
             step = state["step"]
             step += 1
             masters = {key: _local(state[key]) for key in store.keys}
@@ -173,7 +189,11 @@ class Engine(Optimizer):
                 one.name: {name: _local(state[one.name + name]) for name in storage.groups}
                 for one in self.states(group)
             }
-            piece = Piece(parameter, weight, gradient, step, masters, moments, index, 0)
+            if store.keys:
+                if known and (group["capturable"] or not _holds(self._marks.get(parameter), parameter)):
+                    self._follow(parameter, store, masters, look=not group["capturable"])
+                self._marks[parameter] = _mark(parameter)
+            piece = Piece(parameter, weight, gradient, step, masters, moments, _stream(group, index - place, index), 0)
             reason = self.fused(store, piece, group)
             ran["triton" if reason is None else f"foreach ({reason})"] += 1
             if reason is None:
@@ -183,20 +203,45 @@ class Engine(Optimizer):
             else:
                 yield store, piece
 
-    def _prepare(self, parameter: Tensor, store: WeightStore, group: Mapping[str, Any]) -> None:
-        """Makes missing parts of a parameter's state: at its first step, and after a state of another kind."""
+    def _prepare(self, parameter: Tensor, store: WeightStore, group: Mapping[str, Any]) -> bool:
+        """Makes missing parts of a parameter's state: at its first step, and after a state of another kind.
+
+        Returns:
+            Whether the master is older than this call.
+        """
         state, storage, local = self.state[parameter], STORAGES[group["moments"]], _local(parameter)
         if "step" not in state:
             device = parameter.device if group["capturable"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         missing = [one.name for one in self.states(group) if one.name not in state]
-        if missing or any(key not in state for key in store.keys) or len(state) > self._entries(group, store):
+        known = all(key in state for key in store.keys)
+        if missing or not known or len(state) > self._entries(group, store):
             shards = {name: _local(value) for name, value in state.items()}
             store.prepare(local, shards)
             for name in missing:
                 shards.update({name + suffix: value for suffix, value in storage.empty(local).items()})
             state.clear()
             state.update({name: _sharded(value, parameter) for name, value in shards.items()})
+        return known
+
+    def _follow(self, parameter: Tensor, store: WeightStore, masters: Mapping[str, Tensor], *, look: bool) -> None:
+        """Somebody may have written to a weight since the last step: its master follows, and a warning says so once.
+
+        look: count what was written, which waits for a GPU. Only a write or a loaded state comes here.
+        """
+        kept, state = store.follow(_local(parameter), masters), self.state[parameter]
+        if kept is None or not look or (self._said and BOUND not in state):
+            return
+        if written := kept.numel() - int(kept.sum()):
+            state.pop(BOUND, None)
+            if not self._said:
+                self._said = True
+                warnings.warn(
+                    f"{type(self).__name__}: {written} of {kept.numel()} elements of a weight {tuple(kept.shape)} are "
+                    f"not what its master in this optimizer was stored as; somebody has written them since. Their "
+                    "masters start from what was written. This is said once",
+                    stacklevel=5,
+                )
 
     def _entries(self, group: Mapping[str, Any], store: WeightStore) -> int:
         return 1 + len(store.keys) + len(self.states(group)) * len(STORAGES[group["moments"]].groups)
@@ -391,6 +436,29 @@ def widened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scales() -> set[str]:
     return {name for storage in STORAGES.values() for name in storage.groups if name}
+
+
+def _memory(parameter: Tensor) -> Tensor:
+    """The tensor whose version each write moves, but one through `.data`; nothing writes codes that way."""
+    weight = _local(parameter)
+    return weight.codes if is_quantized_weight(weight) else weight
+
+
+def _mark(parameter: Tensor) -> _Mark:
+    memory = _memory(parameter)
+    return weakref.ref(memory), memory._version
+
+
+def _holds(mark: _Mark | None, parameter: Tensor) -> bool:
+    """Whether nobody has written to a parameter since its mark, as far as a version can tell."""
+    memory = _memory(parameter)
+    return mark is not None and mark[0]() is memory and mark[1] == memory._version
+
+
+def _stream(group: Mapping[str, Any], index: int, place: int) -> int:
+    """The key of a parameter's random numbers: its name as the model has it, if the optimizer knows names."""
+    names = group.get("param_names")
+    return zlib.crc32(_WRAPPERS.sub("", names[index]).encode()) if names else place
 
 
 def _local(tensor: Tensor) -> Tensor:

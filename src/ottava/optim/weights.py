@@ -9,12 +9,17 @@
 
 If an FP8 weight keeps its values from before the cast, the master starts from them and frees them. A master that starts
 from the codes keeps their rounding error for ever (TransformerEngine #1121).
+
+A weight belongs to its owner. An element that is not the rounding of its master was written by somebody else
+(load_state_dict, pruning, averaging); its master is the written number from then on. All others keep every bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -23,10 +28,13 @@ from torch import Tensor
 from ottava.errors import unknown_name
 from ottava.optim.storage import Stored
 from ottava.quantized_weight import QuantizedWeight, is_quantized_weight
-from ottava.rounding import decode, encode_, random_bits
+from ottava.rounding import decode, encode_, random_bits, random_bits_at
+from ottava.scaling import amax
 
 Master = Literal["fp32", "remainder"]
 """The choices of `master`."""
+_BEYOND: Mapping[str, float] = MappingProxyType({"e8m0_floor": 4 / 3, "e4m3": 1.5})
+"""How many times a format's maximum the numbers are that scales of this kind may saturate; others saturate none."""
 
 
 class Piece(NamedTuple):
@@ -44,10 +52,10 @@ class Piece(NamedTuple):
     """The weight storage's tensors for these elements."""
     moments: Mapping[str, Stored]
     """The states of the update rule, as they are stored."""
-    place: int
-    """The place of the parameter in its optimizer: a key of its random numbers."""
+    stream: int
+    """The key of its random numbers: of its name in the optimizer, else its place there."""
     start: int
-    """First element."""
+    """First element of a slice, in the flat local parameter."""
     amax: Tensor | None = None
     """FP32 (): a bound of the updated magnitudes, where the rule knows one; None: the cast looks for the largest."""
 
@@ -64,6 +72,10 @@ class WeightStore(Protocol):
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Makes missing tensors, from the state of another storage."""
+        ...
+
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor | None:
+        """Takes what was written to the weight since the last step; True where nothing was, or None: all follows."""
         ...
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -86,6 +98,9 @@ class Plain:
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         _drop_masters(state)
 
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The weight is all there is."""
+
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [piece.weight for piece in pieces]
 
@@ -104,6 +119,9 @@ class Rounded:
 
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         _drop_masters(state)
+
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The weight is all there is."""
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [piece.weight.to(torch.float32) for piece in pieces]
@@ -125,9 +143,17 @@ class Mastered:
     def prepare(self, parameter: Tensor, state: dict[str, Any]) -> None:
         if "master" not in state:
             state["master"] = _value(parameter, state)
+            parameter.copy_(state["master"])  # a remainder rounds ties to the other side
         state.pop("remainder", None)
 
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        kept = _is_rounded(weight, master := state["master"])
+        torch.where(kept, master, weight.to(master.dtype), out=master)
+        return kept
+
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        for piece in pieces:  # each time: a write through `.data` leaves no trace
+            self.follow(piece.weight, piece.state)
         return [piece.state["master"] for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
@@ -140,7 +166,8 @@ class Remainder:
 
     The bits of the weight are the upper half of the sum. The remainder is a signed number, so the weight is the master
     rounded to the nearest; between two equally near numbers it is the larger magnitude, because a remainder cannot
-    hold a tie in both directions.
+    hold a tie in both directions. A number that somebody else writes takes over the remainder of the one before, which
+    is at most half its ulp; a zero takes none.
     """
 
     in_place: ClassVar[bool] = False
@@ -153,6 +180,9 @@ class Remainder:
             state["remainder"] = torch.empty_like(parameter, dtype=torch.int16)
             _split(value, parameter, state["remainder"])
         state.pop("master", None)
+
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The sum rounds to the weight, whatever was written."""
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [_joined(piece.weight, piece.state["remainder"]) for piece in pieces]
@@ -174,6 +204,14 @@ class Quantized:
         if "master" not in state:
             state["master"] = _value(parameter, state)
         state.pop("remainder", None)
+
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        assert is_quantized_weight(weight)
+        own, kept = _numbers(weight), _is_cast(weight, master := state["master"])
+        kept &= own == weight.dequantize(torch.float32)
+        torch.where(kept, master, own, out=master)
+        weight.drop_high_precision()
+        return kept
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [piece.state["master"] for piece in pieces]
@@ -202,6 +240,13 @@ class QuantizedRemainder:
                 parameter.requantize_(value)  # type: ignore[attr-defined]
             state["remainder"].copy_(_distance(value, parameter))
         state.pop("master", None)
+
+    def follow(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        assert is_quantized_weight(weight)
+        value = _restored(weight, state["remainder"])
+        kept = _is_cast(weight, value, slack=torch.finfo(weight.dtype).eps)  # it may lie beside a number of that dtype
+        state["remainder"].masked_fill_(~kept, 0)
+        return kept
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [_restored(piece.weight, piece.state["remainder"]) for piece in pieces]
@@ -247,19 +292,16 @@ def _drop_masters(state: dict[str, Any]) -> None:
 
 
 def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The FP32 value of a parameter from the state of another storage; else its initial value."""
-    if "master" in state:
-        master: Tensor = state["master"]
-        return master
-    if "remainder" in state:
+    """The FP32 value of a parameter: of its codes or bits, and of the state of another storage where that agrees."""
+    if "remainder" in state and "master" not in state:
         return join(parameter, state["remainder"])
-    if not is_quantized_weight(parameter):
-        return parameter.detach().to(torch.float32, copy=True)
-    exact = parameter.high_precision
-    parameter.drop_high_precision()
-    if exact is None:
-        return parameter.dequantize(torch.float32)
-    return exact.to(parameter.device, torch.float32, copy=True)
+    if is_quantized_weight(parameter):
+        own, agrees = _numbers(parameter), _is_cast
+        parameter.drop_high_precision()
+    else:
+        own, agrees = parameter.detach().to(torch.float32, copy=True), _is_rounded
+    master: Tensor | None = state.get("master")
+    return own if master is None else torch.where(agrees(parameter, master), master, own)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -294,7 +336,41 @@ def _distance(value: Tensor, weight: Tensor) -> Tensor:
 
 def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = weight.view(torch.int16).to(torch.int32) << 16
-    return bits.add_(remainder).view(torch.float32)
+    value = bits.add_(remainder).view(torch.float32)
+    return torch.where(value.isnan(), weight, value)  # a zero that was written over a negative remainder
+
+
+def _is_rounded(weight: Tensor, master: Tensor) -> Tensor:
+    """Where a 16-bit weight is its master, rounded to the nearest."""
+    return weight == master.to(weight.dtype)
+
+
+def _is_cast(weight: QuantizedWeight, values: Tensor, slack: float = 0.0) -> Tensor:
+    """Where the codes are the cast of FP32 numbers under the scales of the weight.
+
+    slack: a share of each number that may decide a tie. The factor of the cast is 1 / scale_inv to 2**-22 only, unless
+        it is a power of two.
+    """
+    fmt, slack = weight.spec.format, max(slack, 2.0**-22 * (weight.spec.scale_format in ("fp32", "e4m3")))
+    size, own = weight.spec.granularity, decode(weight.codes, fmt)
+    scales = weight.like(encode_(torch.ones_like(own), fmt), weight.scales).dequantize(torch.float32)
+    scaled = values.to(weight.dtype).to(torch.float32) / scales
+    below, above = (decode(encode_(scaled * (1 + side), fmt), fmt) for side in (-slack, slack))
+    matrices = own if own.dim() == 3 else own[None]
+    filled = [size.expand(amax(one, size), tuple(one.shape)) != 0 for one in matrices]
+    beyond = _BEYOND.get(weight.spec.scale_format, 1.0) * (1 + slack)
+    same = ((below == own) | (above == own)) & (scaled.abs() <= fmt.max * beyond)
+    # a block of zeros has scale 1, which says nothing about other numbers
+    return (same.view(matrices.shape) & torch.stack(filled)).view(own.shape)
+
+
+def _numbers(weight: QuantizedWeight) -> Tensor:
+    """FP32, new memory: those before the cast where they are known and the codes are still theirs; else the codes'."""
+    decoded, exact = weight.dequantize(torch.float32), weight.high_precision
+    if exact is None:
+        return decoded
+    exact = exact.to(weight.device, torch.float32)
+    return torch.where(_is_cast(weight, exact), exact, decoded)
 
 
 def _split(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -307,13 +383,30 @@ def _split(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def _stochastic(value: Tensor, piece: Piece) -> Tensor:
     """FP32 numbers that BF16 holds: up with the probability of the distance from the lower neighbour, in 2**-16 steps.
 
-    The random bits depend on the step, on the parameter's place in the optimizer and on the element's place in the
-    parameter, and on nothing else: not on a generator, so that replicas round alike and a resumed run needs no state.
+    The random bits depend on the step, on the parameter and on the element's place in the whole parameter, and on
+    nothing else: not on a generator or on other ranks, so that replicas and shards round as one process does, and a
+    resumed run needs no state.
     """
-    seed = (piece.step.to(torch.int64) << 32) + piece.place
-    words = random_bits(seed.to(value.device), value.numel(), piece.start).view(value.shape)
+    seed = ((piece.step.to(torch.int64) << 32) + piece.stream).to(value.device)
+    words = _words(seed, piece, value.numel()).view(value.shape)
     rounded = ((value.view(torch.int32) + (words >> 16).to(torch.int32)) & -0x10000).view(torch.float32)
     return torch.where(value.isfinite(), rounded, value)
+
+
+def _words(seed: Tensor, piece: Piece, count: int) -> Tensor:
+    """Random bits of the elements of a piece, by their places in the whole parameter."""
+    if not hasattr(piece.parameter, "to_local"):
+        return random_bits(seed, count, piece.start)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = piece.parameter
+    size, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    if not any(offset[1:]) and tuple(size[1:]) == tuple(whole.shape[1:]):  # whole rows lie one after the other
+        return random_bits(seed, count, (offset[0] if offset else 0) * math.prod(whole.shape[1:]) + piece.start)
+    places = torch.zeros((), dtype=torch.int64, device=seed.device)
+    for first, own, length in zip(offset, size, whole.shape, strict=True):
+        places = places[..., None] * length + torch.arange(first, first + own, device=seed.device)
+    return random_bits_at(seed, places.reshape(-1)[piece.start : piece.start + count])
 
 
 def _copy(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -78,6 +78,24 @@ def test_bits_are_those_of_torchs_kernels_on_a_gpu(kind: str, moments: torch.dty
                 assert torch.equal(one.cpu().isnan(), other.isnan())
 
 
+def test_what_was_written_is_the_weight() -> None:
+    """A step with lr 0 after half of a weight was zeroed: masters follow there, and keep their bits elsewhere."""
+    options = {"step": 1, "lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    master = torch.randn(64)
+    for remainder in (False, True):
+        weight, extra = master.bfloat16(), master.clone()
+        if remainder:
+            extra = torch.empty(64, dtype=torch.int16)
+            _split(master, weight, extra)
+        weight[:32] = 0.0
+        weight, extra, ones = weight.to(DEVICE), extra.to(DEVICE), torch.ones(64, device=DEVICE)
+        step_adamw(weight, extra, ones, ones.clone(), ones.clone(), **options)
+        found = (join(weight, extra) if remainder else extra).cpu()
+        assert torch.equal(found[32:], master[32:])
+        assert float(found[:32].abs().max()) <= (2.0**-133 if remainder else 0.0)
+        assert not weight[:32].any()
+
+
 def test_ties_and_every_nan_are_split_as_torch_splits_them() -> None:
     """A step with lr 0 keeps the master: ties of both signs and parities, the largest NaN, and zero."""
     upper = torch.tensor([0x3F80, 0x3F81, -0x4080, -0x407F, 0x7FFF, 0x0000], dtype=torch.int16)

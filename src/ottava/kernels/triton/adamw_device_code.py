@@ -41,8 +41,11 @@ def adamw_kernel(
         upper = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.int32) << 16
         lower = tl.load(extra_ptr + place, mask=inside, other=0).to(tl.int32)
         w = (upper + lower).to(tl.float32, bitcast=True)
+        w = tl.where(w == w, w, upper.to(tl.float32, bitcast=True))  # a zero written over a negative remainder
     elif extra_ptr is not None:
         w = tl.load(extra_ptr + place, mask=inside, other=0.0)
+        stored = tl.load(weight_ptr + place, mask=inside, other=0.0)
+        w = tl.where(stored == w.to(stored.dtype), w, stored.to(tl.float32))  # else somebody has written the weight
     else:
         w = tl.load(weight_ptr + place, mask=inside, other=0.0)
 
