@@ -65,6 +65,18 @@ def test_all_tiles_are_what_an_observer_sees(recipe: str) -> None:
         assert (found[key].exponents == truth.exponents).all()
 
 
+def test_a_block_that_decodes_to_nan_is_measured_as_an_observer_does() -> None:
+    """An infinity under MXFP4: the finite numbers of its block count, by the scale 1 of their codes."""
+    x = torch.randn(36, 40).bfloat16().to(DEVICE)
+    x[3, 5] = torch.inf
+    with observe(watched := network("mxfp4")) as seen, Slots(watched, every=1) as slots:
+        watched(x)
+    key = next(key for key in seen.tallies if key[:2] == ("0", "input"))
+    found, wanted = slots.tallies()[key], seen.tallies[key]
+    assert [getattr(found, name) for name in COUNTS] == [getattr(wanted, name) for name in COUNTS]
+    assert found.see == pytest.approx(wanted.see, rel=1e-5)
+
+
 def test_samples_rotate_and_add_up() -> None:
     """Three steps of one batch, a third of the tiles each: every element once."""
     with Slots(model := network("tensorwise"), every=3) as slots:
