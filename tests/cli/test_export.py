@@ -38,3 +38,18 @@ def test_bad_words_are_named(tmp_path: Path) -> None:
     save_file({"up_proj.weight": torch.randn(128, 256).bfloat16()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="layout 'fp8'"):
         run(tmp_path, tmp_path / "out", "-l", "fp8")
+
+
+def test_another_recipe_and_an_engine_are_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MXFP4 weights, in a layout for FP8: refused, then cast anew on request, with exit code 1."""
+    (source := tmp_path / "bf16").mkdir()
+    save_file({"up_proj.weight": torch.randn(128, 256).bfloat16()}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    assert run(source, tmp_path / "fp4", "-l", "compressed-tensors-mxfp4", "-e", "vllm") == 0
+    with pytest.raises(ValueError, match=r"holds E4M3\[row\]. Take layout 'compressed-tensors-mxfp4', or .*--recast"):
+        run(tmp_path / "fp4", tmp_path / "out", "-l", "compressed-tensors-channel")
+    assert run(tmp_path / "fp4", tmp_path / "out", "-l", "compressed-tensors-channel", "--recast") == 1
+    said = capsys.readouterr().out
+    assert "E4M3[row], not as trained (trained as E2M1[1x32, e8m0]; the layout holds E4M3[row])" in said
+    with pytest.raises(ValueError, match="trtllm does not read quant_method 'mxfp8'"):
+        run(source, tmp_path / "no", "-l", "mxfp8", "-e", "trtllm")
