@@ -16,13 +16,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from ottava.accumulator import ACCUMULATORS
+from ottava.accumulator import ACCUMULATORS, lost_share
 from ottava.casts import quantize
+from ottava.debug.measure import measure
+from ottava.debug.statistics import STATISTICS
 from ottava.formats import E4M3, E5M2, Format
 from ottava.ops import gemm
 from ottava.pages.charts import Chart, Line, standalone
-from ottava.quantized_tensor import QuantizationSpec
+from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
 from ottava.text import columns
 
 PICTURE = Path(__file__).parents[1] / "docs" / "accumulation.svg"
@@ -35,6 +38,14 @@ DATA: dict[str, tuple[Format, Make, Make]] = {
     "positive": (E4M3, lambda k: torch.randn(SIDE, k).abs(), lambda k: torch.randn(SIDE, k).abs()),
     "gradient": (E5M2, lambda k: torch.randn(SIDE, k) + 0.25, lambda k: torch.randn(SIDE, k).abs()),
 }
+BIASED: dict[str, tuple[Make, Make]] = {
+    "SwiGLU x weights": (lambda k: silu(torch.randn(SIDE, k)) * torch.randn(SIDE, k), lambda k: torch.randn(SIDE, k)),
+    "ReLU x weights": (lambda k: torch.randn(SIDE, k).relu(), lambda k: torch.randn(SIDE, k)),
+    "ReLU x weights of mean 0.1": (lambda k: torch.randn(SIDE, k).relu(), lambda k: torch.randn(SIDE, k) + 0.1),
+    "ReLU x ReLU": (lambda k: torch.randn(SIDE, k).relu(), lambda k: torch.randn(SIDE, k).relu()),
+    "magnitudes": (lambda k: torch.randn(SIDE, k).abs(), lambda k: torch.randn(SIDE, k).abs()),
+}
+LONG = (1024, 4096, 14336)
 SHAPES = ((64, 64, 512), (1024, 384, 128), (384, 128, 1024))
 
 
@@ -42,7 +53,20 @@ def lost(data: str, k: int, profile: str) -> float:
     """The share of its magnitude that a sum of k products loses, in percent."""
     fmt, left, right = DATA[data]
     torch.manual_seed(k)
-    a, b = quantize(left(k), QuantizationSpec(fmt)), quantize(right(k), QuantizationSpec(E4M3))
+    return lost_of(quantize(left(k), QuantizationSpec(fmt)), quantize(right(k), QuantizationSpec(E4M3)), profile)
+
+
+def foretold(data: str, k: int) -> str:
+    """What sums lose under Hopper's fast accumulation, and what `lost_share` says from the biases, in percent."""
+    torch.manual_seed(k)
+    x, w = (make(k) for make in BIASED[data])
+    a, b = (quantize(side, QuantizationSpec(E4M3)) for side in (x, w))
+    bias = [float(STATISTICS["bias"].finish(measure(side, cast))) for side, cast in ((x, a), (w, b))]
+    return f"{lost_of(a, b, 'hopper'):.2f} ({100 * lost_share(k, bias[0] * bias[1], 'hopper'):.2f})"
+
+
+def lost_of(a: QuantizedTensor, b: QuantizedTensor, profile: str) -> float:
+    """In percent."""
     exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     y = gemm(a, b, out_dtype=torch.float32, accumulator=profile).double()
     return 100 * float(-(exact.sign() * (y - exact)).mean() / exact.abs().mean())
@@ -87,6 +111,9 @@ def main() -> None:
         rows = [(name, *(f"{losses[name][octave - OCTAVES[0]]:.3f}" for octave in shown)) for name in PROFILES]
         print(f"\n% lost on {data} data, K =")
         print("\n".join(columns(("profile", *(str(1 << octave) for octave in shown)), *rows)))
+    print("\n% lost under hopper (foretold from the biases of both operands), K =")
+    rows = [(data, *(foretold(data, k) for k in LONG)) for data in BIASED]
+    print("\n".join(columns(("data", *map(str, LONG)), *rows)))
     title = "What an accumulator loses: the sum of K products shrinks toward zero"
     PICTURE.write_text(standalone(charts, title=title, captions=["python benchmarks/accumulation.py"]), "utf-8")
     print("\nms of one thread, M x N x K =")

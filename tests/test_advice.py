@@ -1,4 +1,4 @@
-"""What predicted scales say, each thing once: a start without a history, and layers whose scales stand still.
+"""What is said once: a start of predicted scales without a history, scales that stand still, sums that are cut short.
 
 That no boundary comes at all is tested in test_state.py.
 """
@@ -6,14 +6,20 @@ That no boundary comes at all is tested in test_state.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ottava
+from ottava.accumulator import lost_share
+from ottava.debug.measure import measure
+from ottava.debug.statistics import STATISTICS
+from ottava.quantized_tensor import QuantizationSpec
 from scaling_samples import WIDTH, loss_of, noise, train, with_cells
+
+SPEC = QuantizationSpec(ottava.E4M3)
 
 
 def normed(*, trained: bool, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -106,3 +112,63 @@ def test_it_says_which_scale_the_first_step_takes(bootstrap: bool) -> None:
     ottava.convert(model, with_cells("delayed", bootstrap=bootstrap))
     (text,) = said(model, range(1))
     assert ("scale 1, whatever the tensor" in text) is not bootstrap
+
+
+def hints(x: Tensor, w: Tensor, recipe: str, forwards: int = 3) -> list[str]:
+    """What forwards of a linear say about their sums."""
+    layer = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False)).to(x.dtype)
+    with torch.no_grad():
+        layer[0].weight.copy_(w)
+    ottava.convert(layer, recipe)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(forwards):
+            layer(x)
+        layer(x[:16])
+    return [str(w.message) for w in caught]
+
+
+def test_biased_sums_in_a_short_accumulator_are_told_once() -> None:
+    """Of long K, where both operands have a mean, and where the accumulator is short: else it loses nothing."""
+    x, w = torch.randn(32, 4096).bfloat16(), torch.randn(48, 4096).bfloat16()
+    (hint,) = hints(x.abs(), w.abs(), "tensorwise/hopper")
+    assert "a GEMM over K = 4,096 keeps its sums in a short accumulator (hopper)" in hint
+    assert "lose about 7% of their magnitude" in hint
+    for more, some, recipe in (
+        (x.relu(), w, "tensorwise/hopper"),  # weights without a mean
+        (x, w, "tensorwise/hopper"),
+        (x.abs()[:, :768], w.abs()[:, :768], "tensorwise/hopper"),
+        (x.abs(), w.abs(), "tensorwise/hopper_promoted"),
+        (x.abs(), w.abs(), "tensorwise/tcgen05"),
+        (x.abs(), w.abs(), "tensorwise"),  # this CPU sums in fp32
+        (x.abs(), w.abs(), "blockwise/hopper"),  # sums of 128
+    ):
+        assert hints(more, some, recipe) == [], recipe
+
+
+def test_the_loss_of_sums_is_foretold() -> None:
+    """By K and the bias of both: to 15 % for numbers of one sign, else never too small, nor 2.5 times as large."""
+    kinds: dict[str, tuple[float, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "magnitudes": (1.15, Tensor.abs, Tensor.abs),
+        "relu": (2.5, Tensor.relu, Tensor.relu),
+        "mean 1": (2.5, lambda x: x + 1, lambda x: x + 1),
+        "gradient": (2.5, lambda x: x + 0.25, Tensor.abs),
+    }
+    torch.manual_seed(0)
+    for k in (4096, 14336, 65536):
+        for name, (most, left, right) in kinds.items():
+            a, b = (ottava.quantize(make(torch.randn(24, k)), SPEC) for make in (left, right))
+            exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+            y = ottava.gemm(a, b, out_dtype=torch.float32, accumulator="hopper").double()
+            lost = float((exact.sign() * (exact - y)).mean() / exact.abs().mean())
+            numbers = [side.dequantize() for side in (a, b)]
+            bias = [STATISTICS["bias"].finish(measure(x, x_q)) for x, x_q in zip(numbers, (a, b), strict=True)]
+            assert lost / 1.15 < lost_share(k, bias[0] * bias[1], "hopper") < most * lost, (name, k, lost)
+    for accumulator in ("fp32", "tcgen05", "blackwell_mma", "hopper_promoted"):
+        assert lost_share(65536, 0.64, accumulator) < 2e-3
+
+
+def test_the_bias_of_a_tensor_is_its_mean_over_its_rms() -> None:
+    x = torch.tensor([[3.0, 4.0, -1.0, 0.0]])
+    bias = STATISTICS["bias"].finish(measure(x, ottava.quantize(x, SPEC)))
+    assert bias == pytest.approx(1.5 / (26 / 4) ** 0.5, rel=1e-6)

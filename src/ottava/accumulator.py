@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -38,6 +39,8 @@ Rounding = Literal["truncate", "nearest_even"]
 _BITS = (("fraction_bits", 1, 29), ("kept_bits", 1, 23))  # C++ sums at least one product in 32 bits; fp32 keeps 23
 _DOT_BITS = 35  # terms of dots are summed in fp64
 _LONGEST = 4096
+_PRODUCT_EPS = 2.0**-6  # the last bit of a product of two E4M3 numbers, of the leading one
+_HALF_CUT = 1.27  # the unit, in rms of the products, at which half of a product is cut off: of |N(0, 1)| x |N(0, 1)|
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +216,35 @@ def get_accumulator(accumulator: Accumulator | str | Mapping[str, Any]) -> Accum
     if accumulator not in ACCUMULATORS:
         raise ValueError(unknown_name("accumulator", accumulator, ACCUMULATORS))
     return ACCUMULATORS[accumulator]
+
+
+def lost_share(k: int, alignment: float, accumulator: Accumulator | str) -> float:
+    """About what share of its magnitude a sum of k products loses under a profile, because terms are cut off.
+
+    Args:
+        alignment: mean of the products over that of their magnitudes' squares, rooted: the cosine of the two rows. For
+            independent operands it is the product of their `bias` (|mean| / rms).
+    Edge cases: right for numbers of one sign (tests hold 15 %), up to 2.5 times too large for others, because products
+        of few bits have nothing to cut off for a while.
+
+    Example:
+        >>> f"{lost_share(4096, 2 / 3.14159, 'hopper'):.3f}"                       # magnitudes of normal numbers
+        '0.071'
+        >>> lost_share(4096, 0.0, "hopper")
+        0.0
+    """
+    rule = get_accumulator(accumulator)
+    length, steps = k if rule.promotion is None else min(k, rule.promotion), 64
+    if rule.group is None or not length or rule.group == rule.promotion:
+        return 0.0
+    lost = 0.0
+    for step in range(steps):
+        n = (step + 0.5) / steps * length
+        # the unit below which terms are cut off: a power of two, 0.72 times the bound on average (1 / (2 ln 2))
+        unit = 2.0**-rule.fraction_bits * 0.7213 * math.sqrt((alignment * n) ** 2 + n)
+        cut = max(unit - _PRODUCT_EPS, 0.0)
+        lost += cut / (cut + _HALF_CUT) / steps
+    return lost
 
 
 @functools.lru_cache(maxsize=64)

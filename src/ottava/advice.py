@@ -1,6 +1,6 @@
-"""Hints about predicted scales, each once: the scales do not change, or they start without a history.
+"""Hints, each once: predicted scales do not change, or start without a history; biased sums run in short accumulators.
 
-Neither is an error, and nothing else would show it.
+None is an error, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,66 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ottava.accumulator import ACCUMULATORS, Accumulator, lost_share
+from ottava.kernels.reference import block_columns
+from ottava.quantized_tensor import QuantizedTensor
+from ottava.rounding import decode
 from ottava.text import listed
 
 _FORWARDS = 256
 """Forwards without a step before the hint: more than micro-batches and evaluations need."""
 _STEPS = 16
 """Steps of one optimizer before the hint names idle layers: other optimizers may step less often."""
+
+_LONG_SUM = 1024
+"""Products in a sum: below, no accumulator loses 2 %."""
+_SAMPLE = 64
+"""Rows of each operand whose cosines tell how much a GEMM's sums are biased."""
+_LOST = 0.01
+"""The share of a sum that is worth a hint."""
+
+
+def short_sums(a: QuantizedTensor, b: QuantizedTensor, accumulator: Accumulator | None, fast: bool) -> None:
+    """Warns of a GEMM whose biased sums lose a percent or more in a short accumulator; once for each K and share.
+
+    Args:
+        accumulator: the profile that is emulated; None: the device's own sums.
+        fast: whether those are a Hopper's fast ones.
+    """
+    k = a.shape[1]
+    chain = block_columns(a.spec.granularity, b.spec.granularity, k)
+    if chain < _LONG_SUM or (accumulator is None and not _is_short(a, fast)):
+        return
+    profile = ACCUMULATORS["hopper"] if accumulator is None else accumulator
+    if profile.kept_bits >= 23 or (a.data.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    share = lost_share(chain, _alignment(a, b), profile)
+    if share >= _LOST:
+        warnings.warn(
+            f"a GEMM over K = {k:,} keeps its sums in a short accumulator ({profile.name}), and its operands are "
+            f"biased: sums lose about {float(f'{share:.0e}'):.0%} of their magnitude. Give this GEMM fast_accum=False, "
+            "or a recipe with blocks along K; docs/accumulation.md tells more",
+            stacklevel=2,
+        )
+
+
+def _is_short(a: QuantizedTensor, fast: bool) -> bool:
+    """Whether the device's sums are those of a short accumulator: FP8 on Ada and Hopper."""
+    return fast and a.data.is_cuda and torch.cuda.get_device_capability(a.device) in ((8, 9), (9, 0))
+
+
+@torch.no_grad()
+def _alignment(a: QuantizedTensor, b: QuantizedTensor) -> float:
+    """The mean magnitude of the cosines between some rows of two operands, larger ones weigh more."""
+    sides = []
+    for side in (a, b):
+        rows = slice(None, None, -(-side.shape[0] // _SAMPLE))
+        numbers = side.spec.granularity.expand(side.scale_inv, (side.shape[0], side.shape[1]))
+        numbers = numbers.expand(*side.shape)[rows]
+        numbers = numbers * decode(side.data[rows], side.spec.format)
+        sides.append(torch.nn.functional.normalize(numbers, dim=1))
+    cosines = (sides[0] @ sides[1].t()).abs().nan_to_num(0.0)
+    return float(cosines.square().sum() / cosines.sum().clamp_min(1e-30))
 
 
 class Advice:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator
+from ottava.accumulator import Accumulator, accumulator_from_key, get_accumulator, lost_share
+from ottava.advice import short_sums
 from ottava.casts import dequantize, keep_plan
 from ottava.dispatch import (
     BATCH_INVARIANT,
@@ -36,7 +37,7 @@ from ottava.dispatch import (
 from ottava.errors import need_type
 from ottava.formats import dtype_name
 from ottava.gemm_recipe import Compute, GemmRecipe
-from ottava.kernels import gemm_choice, reference, torch_mm
+from ottava.kernels import gemm_choice, reference, scaled_mm, torch_mm
 from ottava.kernels.custom_operator import custom_operator
 from ottava.kernels.gate import LOWEST, PLAIN, address
 from ottava.parts import rests, with_parts
@@ -204,6 +205,9 @@ def multiply(
         plain = False
     if plan is None or (data.is_cuda and plan.measured != gemm_choice.store(data.device).changes):
         plan = plan_gemm(a, b, out_dtype, bias, cells.fast_accum, cells.compute, backend, profile)
+        quantized = isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and cells.compute == "native"
+        if plain and quantized and all(kept.record.k != plan.record.k for kept in plans.values()):
+            short_sums(a, b, profile, cells.fast_accum and plan.record.kernel == scaled_mm.NAME)  # type: ignore[arg-type]
         if plan.lasting and plain:
             keep_plan(plans, key, plan)
     records[name] = plan.record
@@ -347,7 +351,8 @@ def tune_gemm(
     """Times every kernel that takes this call, in all its configurations, and keeps the times on disk.
 
     From then on `gemm` runs the fastest one for calls of these formats, sizes and dtypes. Kernels with wrong results
-    are out.
+    are out, also on the magnitudes of a and b: sums of numbers of one sign show what a short accumulator loses. With
+    fast_accum it may lose what Hopper's loses; the choice tells how much.
 
     Args:
         a, b, out_dtype, bias, fast_accum: as for `gemm`; take finite numbers, not zeros, which run faster.
@@ -361,21 +366,34 @@ def tune_gemm(
     _check(a, b, bias)
     if timer is None and a.device.type != "cuda":
         raise ValueError(f"tune_gemm: got operands on {a.device.type}; times are taken on cuda: move them there")
-    ways = gemm_ways(a, b, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
-    truth = reference.gemm(a, b, torch.float32, bias)
-    choice = gemm_choice.measure(ways, partial(_judge, truth), timer or gemm_choice.device_timer(a.device))
-    choice = choice._replace(made_of=made_of(a.device))
-    call = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
+    call = partial(gemm_ways, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+    pairs = (a, b), (a.magnitudes(), b.magnitudes())
+    (ways, biased), (truth, biased_truth) = (
+        [call(*pair) for pair in pairs],
+        [reference.gemm(*pair, torch.float32, bias) for pair in pairs],
+    )
+    allowed = _WRONG + (lost_share(a.shape[1], 1.0, "hopper") if fast_accum else 0.0)
+    lost: dict[str, float] = {}
+
+    def judge(way: str, y: Tensor) -> str:
+        """A wrong kernel errs by whole terms, a short accumulator far less unless numbers have one sign."""
+        if (error := _error(truth, y)) >= _WRONG:
+            return f"wrong results: relative error {error:.3g}"
+        lost[way] = _error(biased_truth, biased[way]())
+        return "" if lost[way] < allowed else f"wrong results on magnitudes: relative error {lost[way]:.3g}"
+
+    choice = gemm_choice.measure(ways, judge, timer or gemm_choice.device_timer(a.device))
+    choice = choice._replace(made_of=made_of(a.device), biased={way: lost[way] for way in choice.milliseconds})
+    name = gemm_choice.call_name(a, b, out_dtype, bias, fast_accum)
     store = gemm_choice.store(a.device) if store is None else store
-    if note := store.keep(call, choice):
+    if note := store.keep(name, choice):
         _LOGGER.warning("tune_gemm: %s", note)
     return choice
 
 
-def _judge(truth: Tensor, y: Tensor) -> str:
-    """Why a result is wrong; "" if it is right. A wrong kernel errs by whole terms, a short accumulator far less."""
-    error = float(torch.linalg.vector_norm(y.float() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-30))
-    return "" if error < _WRONG else f"wrong results: relative error {error:.3g}"
+def _error(truth: Tensor, y: Tensor) -> float:
+    """Relative, in norm."""
+    return float(torch.linalg.vector_norm(y.float() - truth) / torch.linalg.vector_norm(truth).clamp_min(1e-30))
 
 
 def _check_start(a: Operand, b: Operand, c: Tensor, compute: Compute) -> None:

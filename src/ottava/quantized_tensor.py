@@ -250,8 +250,8 @@ def refuse_pair(
     """Why no GEMM takes these two operands together, on any device; None if one does.
 
     A CPU follows the rules of the hardware, too, so a run that works here also works there. That E5M2 x E5M2 and two
-    widths are missing is a rule of cuBLASLt, not of the instructions: they run under a named accumulator that takes them,
-    which is emulated.
+    widths are missing is a rule of cuBLASLt, not of the instructions: they run under a named accumulator that takes
+    them, which is emulated.
     Source: cuBLASLt's table of FP8 operand types; torch ScaledBlas.cpp (128x128 with 128x128 is not offered); the
     operands of tcgen05.mma in the PTX ISA.
     """
@@ -378,6 +378,18 @@ class QuantizedTensor:
             True
         """
         return x if self.spec.transform is None else self.spec.transform.apply(x, self.aside)
+
+    def magnitudes(self) -> QuantizedTensor:
+        """The same codes without their signs: biased numbers, on which short accumulators lose most.
+
+        Example:
+            >>> import ottava
+            >>> x_q = ottava.quantize(torch.tensor([[1.0, -2.0]]), ottava.QuantizationSpec(ottava.E4M3))
+            >>> x_q.magnitudes().dequantize()
+            tensor([[1., 2.]])
+        """
+        kept = (1 << (self.spec.format.bits - 1)) - 1
+        return replace(self, data=self.data.view(torch.uint8).bitwise_and(kept).view(self.data.dtype))
 
     def t(self) -> QuantizedTensor:
         """The transpose, sharing memory.

@@ -276,5 +276,5 @@ def test_a_tensor_that_vanished_has_no_direction() -> None:
 def test_every_statistic_explains_itself() -> None:
     """Keys are names; each has a unit where it has one, and a sentence."""
     assert all(name == s.name and s.meaning for name, s in STATISTICS.items())
-    ratios = {"cosine", "gain", "mean_relative_error", "kurtosis", "outlier_ratio"}
+    ratios = {"cosine", "gain", "mean_relative_error", "kurtosis", "outlier_ratio", "bias"}
     assert {name for name, s in STATISTICS.items() if not s.unit} == ratios

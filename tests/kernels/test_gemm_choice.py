@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ottava import casts, dispatch, ops
+from ottava.accumulator import ACCUMULATORS
 from ottava.formats import E4M3
-from ottava.kernels import gemm_choice, reference, scaled_mm
+from ottava.kernels import accumulate, gemm_choice, reference, scaled_mm
 from ottava.kernels.gemm_choice import Choice, Store, call_name, measure
 from ottava.kernels.triton import gemm as triton_gemm
 from ottava.quantized_tensor import QuantizationSpec, QuantizedTensor
@@ -39,7 +41,7 @@ def by_way(seconds: dict[str, float], ways: dict[str, Callable[[], Tensor]]) -> 
 
 def test_the_fastest_comes_first() -> None:
     ways = {name: (lambda value=value: torch.tensor(value)) for value, name in enumerate("abc")}
-    choice = measure(ways, lambda y: "", by_way({"a": 3e-3, "b": 1e-3, "c": 2e-3}, ways))
+    choice = measure(ways, lambda way, y: "", by_way({"a": 3e-3, "b": 1e-3, "c": 2e-3}, ways))
     assert list(choice.milliseconds.items()) == [("b", 1.0), ("c", 2.0), ("a", 3.0)]
     assert choice.failed == {}
     assert str(choice) == "b 1 ms; c 2 ms; a 3 ms"
@@ -55,7 +57,7 @@ def test_a_median_is_taken_and_turns_alternate() -> None:
         order.append(names[id(run)])
         return 100.0 if len(order) == 1 else {"a": 1.0, "b": 2.0}[order[-1]]
 
-    assert list(measure(ways, lambda y: "", timer).milliseconds) == ["a", "b"]
+    assert list(measure(ways, lambda way, y: "", timer).milliseconds) == ["a", "b"]
     assert order == ["a", "b"] * 9
 
 
@@ -66,11 +68,11 @@ def test_a_way_that_fails_or_is_wrong_is_none() -> None:
         raise RuntimeError("out of shared memory\nand a long story")
 
     ways = {"raises": raises, "wrong": lambda: torch.zeros(1), "right": lambda: torch.ones(1)}
-    choice = measure(ways, lambda y: "" if y.all() else "wrong results", lambda run: 1.0)
+    choice = measure(ways, lambda way, y: "" if y.all() else "wrong results", lambda run: 1.0)
     assert list(choice.milliseconds) == ["right"]
     assert choice.failed == {"raises": "RuntimeError: out of shared memory", "wrong": "wrong results"}
     with pytest.raises(RuntimeError, match="no way to run this GEMM works: raises: RuntimeError: out of shared memory"):
-        measure({"raises": raises}, lambda y: "", lambda run: 1.0)
+        measure({"raises": raises}, lambda way, y: "", lambda run: 1.0)
 
 
 def test_a_call_is_named_by_all_that_decides_its_time() -> None:
@@ -262,6 +264,41 @@ def test_wrong_results_are_no_way(tuned: Store, monkeypatch: pytest.MonkeyPatch)
     choice = ops.tune_gemm(a, b, out_dtype=torch.bfloat16, timer=lambda run: 1.0, store=tuned)
     assert list(choice.milliseconds) == ["scaled_mm"]
     assert all(why.startswith("wrong results: relative error") for why in choice.failed.values())
+
+
+@pytest.mark.scaled_mm_on_cpu
+def test_biased_operands_judge_every_way(tuned: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right on normal numbers and not on magnitudes: out, unless fast accumulation may lose so much; that is told."""
+    a, b = (casts.quantize(torch.randn(32, 16384), QuantizationSpec(E4M3)) for _ in range(2))
+
+    def short(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, bias: None, config: object) -> Tensor:
+        return accumulate.gemm(a, b, dtype, bias, ACCUMULATORS["hopper"])
+
+    def chosen(fast: bool) -> Choice:
+        return ops.tune_gemm(
+            a, b, out_dtype=torch.bfloat16, fast_accum=fast, timer=timer_that_favours("triton_gemm"), store=tuned
+        )
+
+    monkeypatch.setattr(triton_gemm, "run", short)
+    accurate, fast = chosen(False), chosen(True)
+    assert list(accurate.milliseconds) == ["scaled_mm"]
+    assert {why.partition(" error ")[0] for why in accurate.failed.values()} == {
+        "wrong results on magnitudes: relative"
+    }
+    assert not fast.failed
+    assert set(fast.biased) == set(fast.milliseconds)
+    assert fast.biased["scaled_mm"] < 2.0**-7
+    assert fast.kernel == "triton_gemm"
+    assert re.search("^triton_gemm [^;]*, 2[23]% off on magnitudes;", str(fast))
+    path = tuned.path(call_name(a, b, torch.bfloat16, None, True))
+    assert path is not None
+    read = gemm_choice._read(path)
+    assert read is not None
+    assert read[1] == fast
+    monkeypatch.setattr(
+        triton_gemm, "run", lambda a, b, *_: short(a, b, *_) * (0.5 if a.dequantize().min() >= 0 else 1)
+    )
+    assert chosen(True).kernel == "scaled_mm"  # loses more than any tensor core
 
 
 @pytest.mark.scaled_mm_on_cpu

@@ -254,6 +254,13 @@ _ENTRIES = (
     Statistic("rms", "of x", "root of the mean square", "", lambda t: plain(_rms(t))),
     Statistic("mean", "of x", "mean", "", lambda t: ratio(t.sx, t.n)),
     Statistic("std", "of x", "standard deviation", "", _std),
+    Statistic(
+        "bias",
+        "",
+        "|mean| over rms: sums of products of two biased operands shrink in a short accumulator",
+        "high",
+        lambda t: ratio(np.abs(t.sx), t.n * _rms(t)),
+    ),
     Statistic("dynamic_range_bits", "octaves", "log2(amax / amin)", "high", _dynamic_range),
     Statistic(
         "kurtosis", "", "n sum x**4 / (sum x**2)**2; 3 for a Gaussian", "high", lambda t: ratio(t.n * t.sx4, t.sxx**2)

@@ -167,7 +167,7 @@ def _measure(ways: Mapping[str, Way], make: Callable[[int, int, int], tuple[Any,
             a, b = make(*SIZES)
             truth = (a.data.to(torch.float32) @ b.data.to(torch.float32).t()).to(torch.bfloat16)
             calls = {name: partial(way, a, b) for name, way in ways.items()}
-            results.append(gemm_choice.measure(calls, partial(_judge, truth), timer))
+            results.append(gemm_choice.measure(calls, lambda _, y: _judge(truth, y), timer))
         except Exception as error:  # of any kind: the order of capability needs no measurement
             results.append(f"nothing could be measured ({type(error).__name__}: {error}): capability decides")
         finally:

@@ -34,12 +34,13 @@ from ottava.quantized_tensor import QuantizedTensor
 _LOGGER = logging.getLogger(__name__)
 _ROUNDS = 9
 _WARM_UP = 2
+_TOLD = 0.01  # an error on magnitudes that is worth a word
 _FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of an H200
 
 Timer = Callable[[Callable[[], Tensor]], float]
 """One call -> its seconds."""
-Judge = Callable[[Tensor], str]
-"""A result -> its fault, "" if it has none."""
+Judge = Callable[[str, Tensor], str]
+"""A way and its result -> its fault, "" if it has none."""
 
 
 class Choice(NamedTuple):
@@ -51,6 +52,8 @@ class Choice(NamedTuple):
     """Way -> its fault: an error, or a wrong result."""
     made_of: Mapping[str, str] = MappingProxyType({})
     """Name of each kernel of the device -> `hash_of_sources` at that time."""
+    biased: Mapping[str, float] = MappingProxyType({})
+    """Way -> its relative error on the magnitudes of the operands, where a short accumulator loses most."""
 
     @property
     def kernel(self) -> str:
@@ -58,7 +61,8 @@ class Choice(NamedTuple):
         return next(iter(self.milliseconds)).split()[0]
 
     def __str__(self) -> str:
-        times = [f"{way} {value:.4g} ms" for way, value in self.milliseconds.items()]
+        off = {way: f", {error:.0%} off on magnitudes" for way, error in self.biased.items() if error >= _TOLD}
+        times = [f"{way} {value:.4g} ms{off.get(way, '')}" for way, value in self.milliseconds.items()]
         return "; ".join([*times, *(f"{way}: {why}" for way, why in self.failed.items())])
 
 
@@ -100,7 +104,8 @@ class Store:
         path = self.path(call)
         if path is None:
             return "no cache folder: the measurement holds for this process; set OTTAVA_CACHE"
-        body = json.dumps({"call": call, "device": self._device, **choice._asdict(), "made_of": dict(choice.made_of)})
+        plain = {name: dict(value) for name, value in choice._asdict().items()}
+        body = json.dumps({"call": call, "device": self._device, **plain})
         try:
             handle, name = tempfile.mkstemp(prefix=".gemm-", dir=path.parent)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -186,14 +191,14 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], judge: Judge, timer: Timer
     Example:
         >>> clock = iter([2.0, 1.0] * 9)
         >>> ways = {"slow": lambda: torch.ones(1), "quick": lambda: torch.ones(1)}
-        >>> next(iter(measure(ways, lambda y: "", lambda run: next(clock)).milliseconds))
+        >>> next(iter(measure(ways, lambda way, y: "", lambda run: next(clock)).milliseconds))
         'quick'
     """
     failed: dict[str, str] = {}
     for name, run in ways.items():
         try:
             y = run()
-            wrong = judge(y)
+            wrong = judge(name, y)
             for _ in range(_WARM_UP):
                 run()
         except Exception as error:  # too little shared memory, a compiler's bug: any error excludes the way
@@ -250,7 +255,8 @@ def _read(path: Path) -> tuple[str, Choice] | None:
         times = {str(way): float(value) for way, value in body["milliseconds"].items()}
         if not times or not all(math.isfinite(value) for value in times.values()):
             return None
-        return str(body["call"]), Choice(times, dict(body["failed"]), dict(body.get("made_of", {})))
+        biased = {str(way): float(value) for way, value in body.get("biased", {}).items()}
+        return str(body["call"]), Choice(times, dict(body["failed"]), dict(body.get("made_of", {})), biased)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
