@@ -153,7 +153,8 @@ class Mastered:
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         for piece in pieces:  # each time: a write through `.data` leaves no trace
-            self.follow(piece.weight, piece.state)
+            if not (piece.weight.is_cpu and _same_bits(piece.weight, piece.state["master"].to(piece.weight.dtype))):
+                self.follow(piece.weight, piece.state)
         return [piece.state["master"] for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
@@ -337,7 +338,17 @@ def _distance(value: Tensor, weight: Tensor) -> Tensor:
 def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = weight.view(torch.int16).to(torch.int32) << 16
     value = bits.add_(remainder).view(torch.float32)
+    if value.is_cpu and not math.isnan(value.sum()):
+        return value
     return torch.where(value.isnan(), weight, value)  # a zero that was written over a negative remainder
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether contiguous 16-bit tensors on a CPU have the same bits; four at a time, torch is six times as fast."""
+    fits = one.is_contiguous() and one.storage_offset() % 4 == 0 and one.numel() % 4 == 0
+    if not fits or not other.is_contiguous():
+        return torch.equal(one, other)
+    return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
 
 
 def _is_rounded(weight: Tensor, master: Tensor) -> Tensor:
