@@ -296,13 +296,14 @@ def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The FP32 value of a parameter: of its codes or bits, and of the state of another storage where that agrees."""
     if "remainder" in state and "master" not in state:
         return join(parameter, state["remainder"])
+    master: Tensor | None = state.get("master")
     if is_quantized_weight(parameter):
-        own, agrees = _numbers(parameter), _is_cast
+        own, kept = _numbers(parameter), None if master is None else _is_cast(parameter, master)
         parameter.drop_high_precision()
     else:
-        own, agrees = parameter.detach().to(torch.float32, copy=True), _is_rounded
-    master: Tensor | None = state.get("master")
-    return own if master is None else torch.where(agrees(parameter, master), master, own)
+        own = parameter.detach().to(torch.float32, copy=True)
+        kept = None if master is None else _is_rounded(parameter, master)
+    return own if master is None or kept is None else torch.where(kept, master, own)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
