@@ -108,9 +108,13 @@ def writes_to_shards_are_followed(world: World) -> None:
             model.load_state_dict(other.state_dict())
             with torch.no_grad():
                 model[0].bias.zero_()
+            optimizer.param_groups[0]["lr"] = 1e-5
             trained(model, optimizer, range(STEPS, STEPS + 1))
             numbers = (p.to_local() if wrap else p for p in model.parameters())
             ends.append([p.dequantize() if hasattr(p, "codes") else p.detach() for p in numbers])
+        loaded = other[2].weight.to_local()
+        loaded = loaded.dequantize() if recipe else loaded.detach()
+        assert torch.allclose(ends[1][-1].float(), loaded.float(), rtol=2.0**-3, atol=2e-4), "not where it was before"
         for one, two in zip(*ends, strict=True):
             assert torch.equal(one.chunk(world.size)[world.rank], two), (recipe, master)
 

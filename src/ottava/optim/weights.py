@@ -153,7 +153,8 @@ class Mastered:
 
     def read(self, pieces: Sequence[Piece]) -> list[Tensor]:
         for piece in pieces:  # each time: a write through `.data` leaves no trace
-            self.follow(piece.weight, piece.state)
+            if not (piece.weight.is_cpu and _same_bits(piece.weight, piece.state["master"].to(piece.weight.dtype))):
+                self.follow(piece.weight, piece.state)
         return [piece.state["master"] for piece in pieces]
 
     def write(self, pieces: Sequence[Piece], values: Sequence[Tensor]) -> None:
@@ -295,13 +296,14 @@ def _value(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The FP32 value of a parameter: of its codes or bits, and of the state of another storage where that agrees."""
     if "remainder" in state and "master" not in state:
         return join(parameter, state["remainder"])
+    master: Tensor | None = state.get("master")
     if is_quantized_weight(parameter):
-        own, agrees = _numbers(parameter), _is_cast
+        own, kept = _numbers(parameter), None if master is None else _is_cast(parameter, master)
         parameter.drop_high_precision()
     else:
-        own, agrees = parameter.detach().to(torch.float32, copy=True), _is_rounded
-    master: Tensor | None = state.get("master")
-    return own if master is None else torch.where(agrees(parameter, master), master, own)
+        own = parameter.detach().to(torch.float32, copy=True)
+        kept = None if master is None else _is_rounded(parameter, master)
+    return own if master is None or kept is None else torch.where(kept, master, own)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -337,7 +339,17 @@ def _distance(value: Tensor, weight: Tensor) -> Tensor:
 def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = weight.view(torch.int16).to(torch.int32) << 16
     value = bits.add_(remainder).view(torch.float32)
+    if value.is_cpu and not math.isnan(value.sum()):
+        return value
     return torch.where(value.isnan(), weight, value)  # a zero that was written over a negative remainder
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether contiguous 16-bit tensors on a CPU have the same bits; four at a time, torch is six times as fast."""
+    fits = one.is_contiguous() and one.storage_offset() % 4 == 0 and one.numel() % 4 == 0
+    if not fits or not other.is_contiguous():
+        return torch.equal(one, other)
+    return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
 
 
 def _is_rounded(weight: Tensor, master: Tensor) -> Tensor:
