@@ -304,9 +304,10 @@ class ScalingState:
         it. Gradients that are None tell the state by themselves.
         """
         self.graded = ()
-        for door in self.doors():
-            if door.spec is not None:
-                door.staged[::2].zero_()  # an amax that is not finite is counted: it may be why the step was skipped
+        # an amax that is not finite is still counted: it may be why the step was skipped
+        staged = [door.staged[::2] for door in self.doors() if door.spec is not None]
+        if staged:
+            torch._foreach_zero_(staged)
 
     def _agree(self, group: dist.ProcessGroup) -> None:
         specs = [door.spec for door in self.doors()]

@@ -95,13 +95,13 @@ def skipped_with_zeros(model: nn.Sequential, optimizer: torch.optim.Optimizer) -
 
 
 def failing_calibration(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    with pytest.raises(Interrupted), ottava.autocast(calibrating=True, enabled=False):
+    with contextlib.suppress(Interrupted), ottava.autocast(calibrating=True, enabled=False):
         loss_of(model, LOUD).backward()
         raise Interrupted
 
 
 def failing_autocast(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-    with pytest.raises(Interrupted), ottava.autocast(update="autocast"):
+    with contextlib.suppress(Interrupted), ottava.autocast(update="autocast"):
         model(LOUD)
         raise Interrupted
 
