@@ -300,8 +300,8 @@ class ScalingState:
     def discard(self) -> None:
         """Drops the amaxes since the last boundary, as if their forwards and backwards had not been.
 
-        Gradients that are None tell the state by themselves that a step was skipped. Two loops have to call it then: one
-        that writes zeros into gradients (`zero_grad(set_to_none=False)`), and one with a compiled model.
+        Gradients that are None tell the state by themselves that a step was skipped. Two loops have to call it then:
+        one that writes zeros into gradients (`zero_grad(set_to_none=False)`), and one with a compiled model.
         """
         self.graded = ()
         # an amax that is not finite is still counted: it may be why the step was skipped

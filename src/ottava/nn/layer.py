@@ -180,8 +180,8 @@ class Layer(QuantizedLayer):
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
             )
         state.saw_forward(self.parameter, settings.group, moved_by_autocast=settings.session is not None)
+        call.note = state.note
         if settings.session is None:
-            call.note = state.note
             return state.after_backward
         call.session_note = settings.session.note
         settings.session.touch(state)
