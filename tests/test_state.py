@@ -311,7 +311,7 @@ def test_lbfgs_is_one_boundary_a_step() -> None:
 
 
 def test_skipped_steps_are_no_boundaries() -> None:
-    """torch.amp.GradScaler leaves out step() when a gradient overflowed: its amaxes enter no history, inf is counted."""
+    """GradScaler leaves out step() when a gradient overflowed: no history takes its amaxes; inf is counted."""
     model = network()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
     for step, poison in enumerate((1.0, math.inf, 1.0)):

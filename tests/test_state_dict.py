@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import ottava
 from scaling_samples import (
@@ -228,3 +231,69 @@ def test_an_open_accumulation_is_saved(through: Callable[[Any], Any]) -> None:
     assert differences(state_of(model), state_of(other)) == []
     assert door_of(model).amax_history[0] == (10 * noise(2)).abs().max()
     assert all(not door.staged.any() for door in doors(older).values())
+
+
+def through_save_model(source: nn.Module, target: nn.Module, folder: Path) -> None:
+    safetensors.torch.save_model(source, str(folder / "model.safetensors"))
+    assert safetensors.torch.load_model(target, folder / "model.safetensors") == (set(), [])
+
+
+def through_accelerate(source: nn.Module, target: nn.Module, folder: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for model, method in ((source, "save_state"), (target, "load_state")):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(model)
+        getattr(accelerator, method)(str(folder))
+
+
+def through_dcp(source: nn.Module, target: nn.Module, folder: Path) -> None:
+    """In one process, as torch's own recipe has it."""
+    dcp.save(get_model_state_dict(source), checkpoint_id=folder)
+    state = get_model_state_dict(target)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(target, state)
+
+
+def through_torch_save(source: nn.Module, target: nn.Module, folder: Path) -> None:
+    torch.save(source.state_dict(), folder / "model.pt")
+    target.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("through", [through_save_model, through_accelerate, through_dcp, through_torch_save])
+def test_every_door_of_a_checkpoint_keeps_every_bit(
+    through: Callable[[nn.Module, nn.Module, Path], None], tmp_path: Path
+) -> None:
+    """After boundaries, when buffers are views of one memory, and in the middle of an accumulation."""
+    source, target = network(), network(seed=1)
+    for model in (source, target):
+        train(model, range(3))
+    loss_of(source, noise(5)).backward()
+    storages = [tensor.untyped_storage().data_ptr() for tensor in source.state_dict().values()]
+    assert len(set(storages)) == len(storages)
+    through(source, target, tmp_path)
+    assert differences(dict(source.state_dict()), dict(target.state_dict())) == []
+    train(target, [6])
+    assert len({id(door.pack) for door in doors(target).values()} - {id(None)}) == 2  # a pack a spec: one update each
+
+
+def test_a_file_of_transformers_loads_into_a_converted_model(tmp_path: Path) -> None:
+    """The path that docs/state.md shows: from_pretrained knows no histories, so convert, and then load the file."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(transformers.LlamaForCausalLM(config).bfloat16())
+        ottava.convert(models[-1], "delayed")
+    source, target = models
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+    source(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    source.save_pretrained(tmp_path)
+    safetensors.torch.load_model(target, tmp_path / "model.safetensors")
+    assert differences(dict(source.state_dict()), dict(target.state_dict())) == []
+    assert any("amax_history" in name for name in target.state_dict())

@@ -273,7 +273,8 @@ def autocast(
             device; see `Accumulator`. None: the recipe's own, else that of an autocast around it, else the device's.
         batch_invariant: the bits of a row, in the forward and in the gradient of the input, depend on neither the batch
             nor its padding nor the cuts of a sequence; recipes with one scale for all rows are refused
-            (docs/serving.md). False ends it inside of an autocast with True. On a CPU, in ottava's linears, norms, activations and attention.
+            (docs/serving.md). False ends it inside of an autocast with True. On a CPU, in ottava's linears,
+            norms, activations and attention.
     Raises:
         ValueError: unknown recipe, update or accumulator; batch_invariant with enabled=False or calibrating=True. In a
             forward: a recipe or a kernel that cannot be batch invariant.
@@ -283,9 +284,10 @@ def autocast(
         in high precision anyway. A compiled layer does not read the autocast when it runs. So once torch has compiled
         one in this process, only a calibration and update="autocast" can warn.
     Edge cases: unconverted layers ignore it. A thread that is started inside it sees no autocast; it does with
-        `threading.Thread(target=contextvars.copy_context().run, args=(function,))`; tasks of asyncio see it. A backward uses the recipe of its forward, even if torch.utils.checkpoint
-        recomputes that forward after the context has ended. In a torch.compile'd model calibrating,
-        update="autocast", and an accumulator without a recipe run the layers uncompiled; fullgraph=True refuses that.
+        `threading.Thread(target=contextvars.copy_context().run, args=(function,))`; tasks of asyncio see it.
+        A backward uses the recipe of its forward, even if torch.utils.checkpoint recomputes that forward after the
+        context has ended. In a torch.compile'd model calibrating, update="autocast", and an accumulator without a
+        recipe run the layers uncompiled; fullgraph=True refuses that.
 
     Example:
         >>> import ottava

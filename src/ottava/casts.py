@@ -116,8 +116,8 @@ def cast_both(
         x: (R, C), or rows that Triton's kernels make while they cast them (`refuse_unmade` says None).
         spec, spec_t: None for a cast that is not wanted, not both.
         scale: as for `quantize`, one for both; 0 takes the current scale.
-        staged: fp32 (3,), of a door: its amax since the last boundary. Some kernels raise it to this cast's amax
-            themselves, and then return no amax.
+        staged: fp32 (3,), or (4,) with a 0, of a door: its amax since the last boundary. Some kernels raise it to this
+            cast's amax themselves, and then return no amax.
         plans: the caller's kept plans. None: decide anew.
         beside: the operands that x and x.T meet, for transforms.
     """

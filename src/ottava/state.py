@@ -300,13 +300,14 @@ class ScalingState:
     def discard(self) -> None:
         """Drops the amaxes since the last boundary, as if their forwards and backwards had not been.
 
-        Only a loop that skips a step and then writes zeros into gradients (`zero_grad(set_to_none=False)`) has to call
-        it. Gradients that are None tell the state by themselves.
+        Gradients that are None tell the state by themselves that a step was skipped. Two loops have to call it then:
+        one that writes zeros into gradients (`zero_grad(set_to_none=False)`), and one with a compiled model.
         """
         self.graded = ()
-        for door in self.doors():
-            if door.spec is not None:
-                door.staged[::2].zero_()  # an amax that is not finite is counted: it may be why the step was skipped
+        # an amax that is not finite is still counted: it may be why the step was skipped
+        staged = [door.staged[::2] for door in self.doors() if door.spec is not None]
+        if staged:
+            torch._foreach_zero_(staged)
 
     def _agree(self, group: dist.ProcessGroup) -> None:
         specs = [door.spec for door in self.doors()]

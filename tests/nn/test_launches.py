@@ -46,6 +46,8 @@ LAUNCHES = {
     "guarded": {**{name: 3 * n for name, n in PREDICTED.items()}, "_scaled_mm_v2": 3},
 }
 """Everything that one step of the layer launches, by name."""
+ONCE = ("_foreach_maximum_", "_foreach_zero_")
+"""Once a backward, for all layers: what was seen is staged; after a step that no optimizer took, it is dropped."""
 
 
 class Launches(TorchDispatchMode):
@@ -121,7 +123,10 @@ def test_a_step_launches_these_and_nothing_else(recipe: str, monkeypatch: pytest
     forward_backward(layer, x, dy)  # the second step is like all that follow
     with counted(monkeypatch) as counts:
         forward_backward(layer, x, dy)
-    assert counts == LAUNCHES[recipe]
+    assert {name: count for name, count in counts.items() if name not in ONCE} == LAUNCHES[recipe]
+    assert all(counts[name] <= 1 for name in ONCE)
+    for name in ONCE:
+        del counts[name]
     assert counts.total() <= BUDGET
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import ottava
-from ottava.nn.part import Part, bind, rows_of, unstacked
+from ottava.nn.part import Owner, Part, rows_of, unstacked
 
 
-class Owner(nn.Module):
+class Pair(Owner):
     """Two matrices in one parameter, the second kept as (K, N), and one bias for three."""
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class Owner(nn.Module):
             part.adopt(ottava.get_recipe("delayed"), name)
 
     def forward(self, x: Tensor) -> Tensor:
-        bind(self, self.children())  # type: ignore[arg-type]
+        self.bind(self.children())  # type: ignore[arg-type]
         one, other = unstacked(self.pair, 2)
         return self.second.run(self.first.run(x, one, None), other.t(), None)
 
 
 def test_a_part_is_a_view_of_what_its_owner_holds() -> None:
-    owner = Owner()
+    owner = Pair()
     assert (owner.first.in_features, owner.first.out_features, owner.first.bias) == (48, 32, None)
     assert (owner.second.in_features, owner.second.out_features) == (32, 48)
     assert torch.equal(owner.second.weight, owner.pair[1].T)
@@ -50,7 +50,7 @@ def test_a_part_is_a_view_of_what_its_owner_holds() -> None:
 
 def test_parts_made_by_hand_share_one_state_that_an_optimizer_moves() -> None:
     """Also once unpickled, when no state knows them."""
-    for owner in (Owner(), pickle.loads(pickle.dumps(Owner()))):
+    for owner in (Pair(), pickle.loads(pickle.dumps(Pair()))):
         optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
         owner(torch.ones(4, 48, dtype=torch.bfloat16)).sum().backward()
         assert owner.first.scaling_state is owner.second.scaling_state
@@ -61,7 +61,7 @@ def test_parts_made_by_hand_share_one_state_that_an_optimizer_moves() -> None:
 
 
 def test_rows_that_a_layer_can_expect() -> None:
-    owner = Owner()
+    owner = Pair()
     owner.first.share = 0.25
     assert (rows_of(owner.first, 1000), rows_of(owner.first, 1), rows_of(nn.Linear(2, 2), 1000)) == (250, 1, 1000)
     assert unstacked(None, 2) == [None, None]

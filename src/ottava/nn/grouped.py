@@ -28,7 +28,7 @@ from ottava.functional import (
     unflattened,
 )
 from ottava.nn.layer import ready_input
-from ottava.nn.part import Part, bind, unstacked
+from ottava.nn.part import Owner, Part, unstacked
 from ottava.nn.permutation import Permutation, permute
 from ottava.nn.pieces import local
 from ottava.nn.weight_state import decode_codes
@@ -43,7 +43,7 @@ Splits = Sequence[int] | Tensor
 """Rows of each group, in order; they add up to the rows of x."""
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(Owner):
     """`num_groups` linear layers over rows that are sorted by group, each under a recipe.
 
     Args:
@@ -167,7 +167,7 @@ def stack(
 
 
 def grouped_linear(
-    owner: nn.Module,
+    owner: Owner,
     groups: Sequence[Part],
     input: Tensor,
     splits: Splits,
@@ -186,7 +186,7 @@ def grouped_linear(
         every: the layers of all ranks where the plan sends rows to other ranks, which must all send codes or none.
     """
     sizes = _sizes(input, splits, len(groups), weight.shape[-1], plan)
-    bind(owner, groups)
+    owner.bind(groups)
     busy, start = [], 0
     for number, size in enumerate(sizes):
         if size:
@@ -278,7 +278,7 @@ def _run_together(
         call.remark, call.cast_specs = remark, (recipe.fprop.lhs,)
         calls.append(call)
     lead = calls[0] if calls else Call(first.quantizers, recipe)  # the rows of this rank may all go to others
-    input = ready_input(first.name, input, weight, bias, lead)
+    input = ready_input(first, input, weight, bias, lead)
     return _Together.apply(busy, lead, calls, torch.is_grad_enabled(), plan, input, weight, bias)  # type: ignore[no-any-return]
 
 

@@ -124,7 +124,7 @@ class Layer(QuantizedLayer):
             return self.plain(input if self.produce is None else self.rows(input), weight, bias, *more)
         if self.produce is not None:
             more = self._produced_with()
-        input = ready_input(self.name, input, weight, bias, call)
+        input = ready_input(self, input, weight, bias, call)
         return self.formula(input, weight, bias, call, *more)
 
     def rows(self, input: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ class Layer(QuantizedLayer):
                 "recomputation by torch.utils.checkpoint. Use update='step', which every recomputation agrees with"
             )
         state.saw_forward(self.parameter, settings.group, moved_by_autocast=settings.session is not None)
+        call.note = state.note
         if settings.session is None:
-            call.note = state.note
             return state.after_backward
         call.session_note = settings.session.note
         settings.session.touch(state)
@@ -237,7 +237,7 @@ class Layer(QuantizedLayer):
         return {**self.__dict__, "last_call": None, "plans": {}, "exchange": None}  # a copy has run nothing
 
 
-def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def ready_input(layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """The input in the dtype of torch.autocast; without autocast its dtype must be the weight's.
 
     Raises:
@@ -245,7 +245,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
     """
     if weight.is_meta != input.is_meta:
         raise ValueError(
-            f"{name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs one device. "
+            f"{layer.name or 'Linear'}: got input on {input.device} for a weight on {weight.device}; needs one device. "
             "model.to_empty(device=...) gives a model memory, and load_state_dict numbers"
         )
     device = input.device.type
@@ -253,7 +253,7 @@ def ready_input(name: str, input: Tensor, weight: Tensor, bias: Tensor | None, c
         call.dtype = torch.get_autocast_dtype(device)
         return input if call.produce is not None else input.to(call.dtype)  # a norm reads the input in its own dtype
     if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
-        _refuse_mixed(name, input, weight, bias)
+        _refuse_mixed(layer.name, input, weight, bias)
     if input.dtype == torch.float32 and not torch.compiler.is_compiling():
         _warn_fp32(call.recipe.name)
     return input

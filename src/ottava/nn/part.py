@@ -99,12 +99,19 @@ class Part(Layer):
         return f"{self.in_features} -> {self.out_features} of {self.names[0]}, recipe={self.recipe.name}"
 
 
-@constant_in_graph  # runs while tracing
-def bind(owner: nn.Module, parts: Iterable[Part]) -> None:
-    """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
-    if any(not part.scaling_state.bound for part in parts):
-        wrapper = ddp_around([owner])
-        ScalingState(owner if wrapper is None else wrapper.module)
+class Owner(nn.Module):
+    """A module whose parameters have parts that are layers."""
+
+    def bind(self, parts: Iterable[Part]) -> None:
+        """Gives parts without a state (made by hand, or unpickled) one state, for their owner."""
+        if torch.compiler.is_compiling() or any(not part.scaling_state.bound for part in parts):
+            self._bind()
+
+    @constant_in_graph  # a method without arguments: Dynamo of torch 2.11 takes no module as an argument of a constant
+    def _bind(self) -> None:
+        if any(not part.scaling_state.bound for part in self.modules() if isinstance(part, Part)):
+            wrapper = ddp_around([self])
+            ScalingState(self if wrapper is None else wrapper.module)
 
 
 def unstacked(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:

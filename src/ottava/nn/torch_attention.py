@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ottava.nn.part import Part, bind
+from ottava.nn.part import Owner, Part
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(Owner, nn.MultiheadAttention):
     """What `convert` makes of torch's: of `in_proj_weight` (3 E, E) one layer each for self-attention, for the query
     and for a memory that is key and value; with sizes of their own (kdim, vdim) one each for query, key and value."""
 
@@ -65,7 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         parts = [part for part in self.children() if isinstance(part, Part)]
-        bind(self, parts)
+        self.bind(parts)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight

@@ -107,7 +107,7 @@ class DoorTap:
         if not isinstance(door, Quantizer) or (place := self._place(door)) is None:
             return
         layer, tensor = place
-        if not (args := in_numbers(args)) or not self._counts(door, tensor, kwargs.get("record", True)):
+        if not (args := in_numbers(args)) or not self._counts(door, tensor, kwargs.get("record", True) is not False):
             return
         self.seen.add(layer)
         measured = self.collector.wants(layer, tensor)

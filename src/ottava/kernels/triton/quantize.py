@@ -102,7 +102,8 @@ def quantize_both(
         x: fp32, bf16 or fp16; any strides. Or rows that the kernels make while they cast them.
         spec, spec_t: None for a cast that is not wanted.
         scale: one fp32 entry on the device of x, as in `reference.quantize`.
-        staged: `Quantizer.staged`, on the device of x, only with a scale: the kernel raises it to this cast's amax.
+        staged: `Quantizer.staged`, on the device of x, only with a scale: the kernel raises it to this cast's amax. A
+            fourth entry of 0 is memory for the cast, which then launches nothing to make some.
     Returns:
         (Cast of x, Cast of x.T), both contiguous; if x and x.T share their scales, scale_inv and amax share memory.
     Raises:
@@ -223,8 +224,9 @@ def _predicted(
 ) -> Casts:
     known = spec or spec_t
     assert known is not None
-    row = _side(x, spec, transposed=False)
-    col = _side(x, spec_t, transposed=True, partner=row)
+    room = None if staged is None or staged.numel() == 3 else staged[3:].view(torch.int32)
+    row = _side(x, spec, transposed=False, room=room)
+    col = _side(x, spec_t, transposed=True, partner=row, room=room)
     one = row if spec is not None else col
     sides, stages = (spec is not None, spec_t is not None), staged is not None
     read, shape, made = _read(x)
@@ -253,9 +255,17 @@ def shared(spec: QuantizationSpec | None, spec_t: QuantizationSpec | None) -> bo
 
 
 def _side(
-    x: Tensor | UnmadeRows, spec: QuantizationSpec | None, *, transposed: bool, partner: _Side | None = None
+    x: Tensor | UnmadeRows,
+    spec: QuantizationSpec | None,
+    *,
+    transposed: bool,
+    partner: _Side | None = None,
+    room: Tensor | None = None,
 ) -> _Side:
-    """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0."""
+    """partner: the other side; with one scale per tensor both share scale and amax, so one memory is set to 0.
+
+    room: int32 (1,) of 0 for the amax of a tensor.
+    """
     memory = _read(x)[0]
     if spec is None:  # not wanted: no kernel touches it
         return _Side("", memory, memory, memory)
@@ -264,7 +274,10 @@ def _side(
     if partner is not None and partner.mode == mode == "tensor":
         return partner._replace(data=memory.new_empty(shape, dtype=torch.uint8))
     grid = spec.granularity.grid_shape(shape)
-    amax = (memory.new_empty if mode == "blocks" else memory.new_zeros)(grid, dtype=torch.int32)
+    if room is not None and mode == "tensor":
+        amax = room.view(grid)
+    else:
+        amax = (memory.new_empty if mode == "blocks" else memory.new_zeros)(grid, dtype=torch.int32)
     return _Side(mode, memory.new_empty(shape, dtype=torch.uint8), memory.new_empty(grid, dtype=torch.float32), amax)
 
 

@@ -109,6 +109,7 @@ class TEState(nn.Module):
                     continue
                 oldest_first = door.amax_history[: rows - 1].flip(0)
                 history[rows - len(oldest_first) :, column] = oldest_first
+                history[0, column] = door.staged[0]  # TransformerEngine's staging slot
                 scale[column] = door.scale if bool(door.scale) else 1.0  # where TransformerEngine's scales start
             state |= {f"scale_{direction}": scale, f"amax_history_{direction}": history}
         state["extra_fp8_variables"] = {"num_gemms": len(parts), "fp8_checkpoint": True}
@@ -141,9 +142,10 @@ def _fill(layer: QuantizedLayer, read: Mapping[str, Any], direction: str, slots:
         door, column = getattr(layer.quantizers, slot, None), number * len(slots) + role
         if door is None or column >= len(scale):
             continue
-        newest_first = history[1:, column].flip(0)  # row 0 is TransformerEngine's staging slot
+        newest_first = history[1:, column].flip(0)
         with torch.no_grad():
             door.reset()
+            door.staged[0] = history[0, column]
             door.amax_history[: len(newest_first)].copy_(newest_first)
             if bool(newest_first.any()) or float(scale[column]) != 1:  # a history of length 1 is only the staging slot
                 door.scale.copy_(scale[column])
@@ -164,8 +166,9 @@ def _rename_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             state |= {prefix + name: piece for (name, _), piece in zip(parts, pieces, strict=True)}
     for path, layers in module._states.items():
         for layer in layers:
-            for name, _ in _layer(module, layer).quantizers.named_buffers():
-                state.pop(_key(prefix, layer, f"quantizers.{name}"), None)
+            ours = _key(prefix, layer, "quantizers.")
+            for name in [name for name in state if name.startswith(ours)]:
+                del state[name]
         state[_key(prefix, path, _STATE)] = module.give_history(layers)
 
 
