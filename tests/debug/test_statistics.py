@@ -48,10 +48,10 @@ def decoded(x_q: QuantizedTensor, ml_dtype: Any) -> Array:
 
 
 def expanded(x_q: QuantizedTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """scale_inv for every element, fp32."""
+    """scale_inv for every element, fp32. A block that decodes to NaN is measured as its codes were made: by scale 1."""
     rows, cols = x_q.shape
     block = x_q.spec.granularity
-    scale_inv = x_q.scale_inv.numpy()
+    scale_inv = np.nan_to_num(x_q.scale_inv.numpy(), nan=1.0)
     tall = np.repeat(scale_inv, block.rows or max(rows, 1), 0)[:rows]
     return np.repeat(tall, block.cols or max(cols, 1), 1)[:, :cols]
 
