@@ -132,13 +132,13 @@ class Quantizer(nn.Module):
         scale = self.scale_for(spec, x.device, record is not False)
         staged = self.staged if record is True else None
         if isinstance(record, list) and not torch.compiler.is_compiling():
-            staged = scale.new_zeros(3 if scale.is_cpu else 4)  # a kernel may raise it, and a GPU's needs the fourth
+            staged = scale.new_zeros(4)  # a kernel may raise it, and a GPU's needs the fourth
         row, col, amax = self.cast(x, row_spec, col_spec, scale=scale, staged=staged, plans=self.plans)
         one = row or col
         if amax is not None and one is not None:  # no kernel has raised it
             self._see(amax, one.scale_inv, record)
         elif isinstance(record, list) and staged is not None:
-            record.append((self, staged if scale.is_cpu else staged[:3]))
+            record.append((self, staged[:3]))
         return row, col
 
     def scale_for(self, spec: QuantizationSpec, device: torch.device, record: bool) -> Tensor:
