@@ -124,7 +124,7 @@ class Call:
         self.note: Callable[[Notes], None] | None = None
         """Takes what the casts of a backward have seen, and those of its forward; None: their doors stage it."""
         self.session_note: Callable[[Notes], None] | None = None
-        """Takes what a forward has seen in an autocast that makes boundaries: scales do not wait for a backward there."""
+        """Takes what a forward has seen in an autocast that makes boundaries: scales wait for no backward there."""
         self.unlinked: Notes = []
         """What a forward has seen that will have no backward, because nothing in it requires a gradient."""
         self.training, self.trained = training, None if training or before is None else before.last_training

