@@ -255,7 +255,7 @@ def quantize(case: Case) -> None:
         door.prepare(replace(spec, scaling="delayed") if spec.scaling == "current" else spec)
         door.scale.fill_(float(scale))
         door.staged.copy_(torch.tensor([0.5, 0.0, 0.0]))
-        door._see(truth.amax, truth.scale_inv)
+        door._see(truth.amax, truth.scale_inv, True)
         same(staged, door.staged, "staged")
 
 
