@@ -31,14 +31,14 @@ MOST_CALLS = {
     "mxfp8_floor": 38,
     "rowwise": 47,
     "rowwise_with_gw_hp": 42,
-    "nvfp4": 107,
+    "nvfp4": 113,  # 6 of them for what is not finite
     # C++ decodes each operand with two levels of scales by itself; transforms and rules keep their plans all the same
-    "nvfp4_rht": 123,
-    "four_over_six": 132,
-    "four_over_six_te": 116,
+    "nvfp4_rht": 129,
+    "four_over_six": 138,
+    "four_over_six_te": 122,
     "ms_eden": 135,
-    "averis": 185,
-    "mxfp4": 67,
+    "averis": 191,
+    "mxfp4": 71,
 }
 MOST_FILES = {"delayed": 12, "guarded": 12, "rowwise_with_gw_hp": 9, "nvfp4": 14, "nvfp4_rht": 16, "mxfp4": 14}
 MOST_FILES |= {"four_over_six": 17, "four_over_six_te": 15, "ms_eden": 15, "averis": 17}
