@@ -1,36 +1,90 @@
-"""Draws the house: which room of src/ottava stands on which, from the imports themselves.
+"""Draws the house from the imports themselves, and counts it: which room of src/ottava stands on which.
 
-python docs/house.py            the drawing of docs/design.md
+python docs/house.py            the picture of docs/design.md: a line a room, and the arrows
+python docs/house.py --write    writes it there
 python docs/house.py --lines    the same with files and lines of each room
+python docs/house.py --figures  the figures of the house and their limits (`./x house`)
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "ottava"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "ottava"
 CODE = (".py", ".cpp", ".h", ".j2", ".js", ".css", ".yaml")
+DENSE = ("kernels", "ops", "engine")
+"""Rooms whose code is strange in places: their comments are counted."""
+ENTRANCES = MappingProxyType(
+    {
+        "import ottava.train.config": ("train.config", False),
+        "ottava table": ("cli.table", True),
+        "ottava export": ("cli.export", True),
+    }
+)
+"""A way into the package -> its module, and whether what that imports in functions counts too: a command runs them."""
+LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "Python lines in src": (66_000, 48_000),
+        "files": (350, 200),
+        "modules in the root": (43, 6),
+        "longest import chain": (43, 22),
+        "modules behind import ottava.train.config": (200, 20),
+        "modules behind ottava table": (110, 15),
+        "modules behind ottava export": (205, 60),
+        "public class names with more than one home": (28, 12),
+        "comments per 1,000 lines in kernels, ops, engine": (10, 60),
+        "test lines": (64_000, 46_000),
+        "benchmark lines": (8_000, 4_000),
+    }
+)
+"""Figure -> the limit that a test holds today, and the goal. All are "at most", but comments are "at least".
+A change that betters a figure moves its limit."""
 
 
 def room_of(path: Path) -> str:
-    """`kernels` for kernels/reference.py, `ops` for ops.py; "" for the package's own files."""
+    """`kernels` for kernels/reference.py, `recipe` for recipe.py; "" for the package's own files."""
     first = path.relative_to(SOURCE).parts[0]
     return "" if first.startswith("__") else first.removesuffix(".py")
+
+
+@functools.cache
+def modules() -> Mapping[str, ast.Module]:
+    """Dotted name without `ottava.` -> its tree; "" is the package itself."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text("utf-8"))
+    return MappingProxyType(found)
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Modules of ours, without `ottava.`, that these statements import."""
+    known, found = modules(), set()
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("ottava.") in known else node.module for name in whole]
+        found |= {name.partition(".")[2] for name in names if name.split(".")[0] == "ottava"}
+    return found & known.keys()
 
 
 def knows() -> dict[str, set[str]]:
     """Room -> the rooms that its files import."""
     rooms: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        if not (room := room_of(path)):
-            continue
-        found = rooms.setdefault(room, set())
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ottava":
-                parts = node.module.split(".")[1:2]
-                found |= set(parts or [alias.name for alias in node.names])
+    for name, tree in modules().items():
+        room = name.split(".")[0]
+        if room and not room.startswith("__"):
+            rooms.setdefault(room, set()).update(other.split(".")[0] for other in imported(ast.walk(tree)))
     return {room: (others & rooms.keys()) - {room} for room, others in rooms.items()}
 
 
@@ -58,6 +112,16 @@ def direct(room: str, rooms: dict[str, set[str]]) -> list[str]:
     return sorted(other for other in rooms[room] if not any(other in below(third) for third in rooms[room] - {other}))
 
 
+def tree() -> str:
+    """A line a room, from the ground up: what its docstring says first."""
+    lines = []
+    for room in (room for floor in floors(knows()) for room in floor):
+        said = (ast.get_docstring(modules()[room]) or "").split("\n\n")[0].replace("\n", " ").split(". ")[0]
+        name = f"{room}/" if (SOURCE / room).is_dir() else f"{room}.py"
+        lines.append(f"  {name:21}{said.removesuffix('.')}")
+    return "src/ottava/\n" + "\n".join(lines)
+
+
 def draw(lines: bool = False) -> str:
     """The drawing, the roof first."""
     rooms = knows()
@@ -70,5 +134,132 @@ def draw(lines: bool = False) -> str:
     return "\n".join(text)
 
 
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported; what only type checkers read does not."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        yield node
+        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            if not (checked and field == "body"):
+                yield from at_import(getattr(node, field, []))
+
+
+@functools.cache
+def homes() -> Mapping[str, str]:
+    """`debug.compare` -> the module that `first_use` imports for it, from the tables of the packages that have one."""
+    found: dict[str, str] = {}
+    for package, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
+                table = ast.literal_eval(node.value.args[0]) if isinstance(node.value, ast.Call) else {}
+                names = ((name, home.removeprefix("ottava.")) for home, names in table.items() for name in names)
+                found |= {f"{package}.{name}".lstrip("."): home for name, home in names}
+    return MappingProxyType(found)
+
+
+def asked(nodes: Iterable[ast.AST]) -> set[str]:
+    """Homes of the public names that these statements import by first use."""
+    froms = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module)
+    names = {f"{node.module}.{alias.name}".removeprefix("ottava.") for node in froms for alias in node.names}
+    return {homes()[name] for name in names & homes().keys()}
+
+
+def behind(start: str, late: bool) -> set[str]:
+    """Modules of ours that are loaded after an import of `start`, the package itself with them.
+
+    Args:
+        late: also what `start` imports in its functions.
+    """
+    seen, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in modules():
+            continue
+        seen.add(name)
+        tree = modules()[name]
+        nodes = list(ast.walk(tree) if late and name == start else at_import(tree.body))
+        waiting += [*imported(nodes), *asked(nodes), name.rpartition(".")[0]]  # "" is the parent of all
+    return seen
+
+
+def longest_chain() -> int:
+    """Modules in the longest chain of imports, late ones too."""
+
+    @functools.cache
+    def chain(name: str) -> int:
+        return 1 + max(map(chain, imported(ast.walk(modules()[name])) - {name, ""}), default=0)
+
+    return max(map(chain, modules()))
+
+
+def count_homes() -> int:
+    """Public class names that two modules define; interop and compat repeat the names of others on purpose."""
+    homes: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        if name.split(".")[0] not in ("compat", "interop"):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, set()).add(name)
+    return sum(len(found) > 1 for found in homes.values())
+
+
+def lines_of(folder: Path) -> int:
+    """Lines of Python."""
+    return sum(len(path.read_text("utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def comments() -> int:
+    """Comments in a thousand lines of DENSE; a mark for a tool (noqa, type: ignore) is none."""
+    paths = [path for path in SOURCE.rglob("*.py") if room_of(path) in DENSE]
+    found = lines = 0
+    for path in paths:
+        with path.open("rb") as file:
+            said = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        found += sum(not text.lstrip("# ").startswith(("noqa", "type:")) for text in said)
+        lines += len(path.read_text("utf-8").splitlines())
+    return round(1000 * found / lines)
+
+
+def figures() -> dict[str, int]:
+    """The figures of LIMITS."""
+    ways = {f"modules behind {way}": len(behind(name, late)) for way, (name, late) in ENTRANCES.items()}
+    return {
+        "Python lines in src": lines_of(SOURCE),
+        "files": len(modules()),
+        "modules in the root": len(list(SOURCE.glob("*.py"))),
+        "longest import chain": longest_chain(),
+        **ways,
+        "public class names with more than one home": count_homes(),
+        "comments per 1,000 lines in kernels, ops, engine": comments(),
+        "test lines": lines_of(ROOT / "tests"),
+        "benchmark lines": lines_of(ROOT / "benchmarks"),
+    }
+
+
+def picture(lines: bool = False) -> str:
+    """What docs/design.md shows."""
+    return f"{tree()}\n\n{draw(lines)}"
+
+
+def main(*words: str) -> None:
+    """Prints the picture or the figures, or writes the picture."""
+    if "--write" in words:
+        page = ROOT / "docs" / "design.md"
+        before, rest = page.read_text("utf-8").split("```text\nsrc/ottava/\n")
+        page.write_text(f"{before}```text\n{picture()}{rest[rest.index(chr(10) + '```') :]}", "utf-8")
+        return
+    if "--figures" not in words:
+        print(picture("--lines" in words))
+        return
+    print(f"{'':50}{'today':>8}{'limit':>8}{'goal':>8}")
+    for name, value in figures().items():
+        print(f"{name:50}{value:>8,}{LIMITS[name][0]:>8,}{LIMITS[name][1]:>8,}")
+
+
 if __name__ == "__main__":
-    print(draw("--lines" in sys.argv[1:]))
+    main(*sys.argv[1:])

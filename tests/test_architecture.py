@@ -1,4 +1,4 @@
-"""Keeps the house in order: floors, sizes, no circles, no hidden state, every public name on purpose (docs/design.md).
+"""Keeps the house in order: sizes, no circles, no hidden state, every public name on purpose (docs/design.md).
 
 Each rule is a function from source to a list of complaints; it is run on the tree, where it must find nothing, and on a
 small wrong source, where it must complain: a rule that cannot fail guards nothing.
@@ -22,38 +22,11 @@ import ottava
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 
-FLOORS = (
-    ("errors", "files", "first_use", "text", "untrusted"),
-    ("accumulator", "formats", "pages", "settings"),
-    ("rounding",),
-    ("scaling",),
-    ("block_scales", "transforms"),
-    ("quantized_tensor",),
-    ("attention_recipe", "gemm_recipe"),
-    ("recipe", "kernels"),
-    ("dispatch", "batch_invariance", "casts_in_graph"),
-    ("casts",),
-    ("advice", "parts", "turn"),
-    ("ops", "ambient", "weight_storage"),
-    ("weight_dispatch",),
-    ("quantized_weight",),
-    ("weight_operands",),
-    ("quantizer", "groups", "agreement"),
-    ("windows", "functional"),
-    ("quantized_layer",),
-    ("state", "debug"),
-    ("nn", "optim"),
-    ("footprint", "serving"),
-    ("fleet",),
-    ("compat", "distributed"),
-    ("train",),
-    ("bench", "lab"),
-    ("cli",),
-)
-"""Rooms from the ground up. A room may import from floors below its own; rooms of one floor do not know each other."""
+OBSERVES = ("debug",)
+"""Rooms that look at a run, from outside: what they look at must work, and give the same bits, without them."""
 
-MAY_IMPORT_DEBUG = ("ottava", "ottava.compat", "ottava.train", "ottava.bench", "ottava.lab", "ottava.cli")
-"""Observation wraps the quantizers from outside: what it observes must work, and look the same, without it."""
+MAY_OBSERVE = ("ottava", "compat", "train", "bench", "lab", "cli")
+"""Other rooms that may import those."""
 
 MUTABLE_ON_PURPOSE = {
     "ottava.ambient._COMPILED_VIEW": "what a compiled graph may read: torch.compile cannot trace a ContextVar",
@@ -159,33 +132,22 @@ def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 # --- the rules: one module -> complaints ---------------------------------------------------------------------------
 
 
-def imports_point_downwards(module: Module) -> list[str]:
-    """A room imports only from floors below its own; nobody but the command line imports the package's front door."""
-    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-    if module.room in ("ottava", "__main__"):
+def front_door_is_for_users(module: Module) -> list[str]:
+    """Nobody but the trainer and the command line imports what `import ottava` offers."""
+    if module.room in ("ottava", "__main__", "train", "cli"):
         return []
-    if module.room not in floor_of:
-        return [f"{module.name}: room {module.room!r} is on no floor; give it one in FLOORS, and in docs/design.md"]
-    complaints = []
-    for target in imports(module):
-        room = Module(target, "").room
-        below = room in floor_of and floor_of[room] < floor_of[module.room]
-        front_door = room == "ottava" and module.room in ("train", "cli")
-        if room != module.room and not below and not front_door:
-            complaints.append(f"{module.name} imports {target}, which is not on a floor below")
-    return complaints
+    return [f"{module.name} imports {target}" for target in imports(module) if target == "ottava"]
 
 
-def debug_stays_outside(module: Module) -> list[str]:
-    """Only the trainer, the benchmark, the command line and the front door import ottava.debug."""
-    inside = any(module.name == who or module.name.startswith(f"{who}.") for who in MAY_IMPORT_DEBUG[1:])
-    if inside or module.name == "ottava" or module.room == "debug":
+def observation_stays_outside(module: Module) -> list[str]:
+    """Only the front door and the rooms of MAY_OBSERVE import a room that observes."""
+    if module.room in (*OBSERVES, *MAY_OBSERVE):
         return []
-    return [f"{module.name} imports {target}" for target in imports(module) if Module(target, "").room == "debug"]
+    return [f"{module.name} imports {target}" for target in imports(module) if Module(target, "").room in OBSERVES]
 
 
 def files_are_short(module: Module) -> list[str]:
-    """No file over 800 lines."""
+    """No file over MAX_FILE_LINES."""
     lines = module.source.count("\n")
     return [f"{module.name}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
 
@@ -339,12 +301,10 @@ def public_things_are_explained(module: Module) -> list[str]:
 
 Rule = Callable[[Module], list[str]]
 RULES: tuple[tuple[Rule, str, str], ...] = (  # the rule, and a module that breaks it: its name, its source
-    (imports_point_downwards, "ottava.formats", "from ottava.recipe import Recipe"),
-    (imports_point_downwards, "ottava.kernels.reference", "def late():\n    import ottava.recipe"),
-    (imports_point_downwards, "ottava.nn.linear", "from ..train import model"),
-    (imports_point_downwards, "ottava.ops", "from ottava import quantize"),
-    (imports_point_downwards, "ottava.attic", "x = 1"),
-    (debug_stays_outside, "ottava.nn.linear", "from ottava.debug import observe"),
+    (front_door_is_for_users, "ottava.ops", "from ottava import quantize"),
+    (front_door_is_for_users, "ottava.nn.linear", "def late():\n    import ottava"),
+    (observation_stays_outside, "ottava.nn.linear", "from ottava.debug import observe"),
+    (observation_stays_outside, "ottava.kernels.reference", "def late():\n    from ..debug import observe"),
     (files_are_short, "ottava.long", "x = 1\n" * (MAX_FILE_LINES + 1)),
     (functions_are_short, "ottava.long", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
     (names_say_something, "ottava.nn.utils", ""),
@@ -417,9 +377,8 @@ def test_no_import_circles() -> None:
 
 
 def test_every_listed_room_exists() -> None:
-    """FLOORS lists what there is: a room that has gone leaves the list."""
-    rooms = {module.room for module in MODULES.values()} - {"ottava", "__main__"}
-    assert {room for floor in FLOORS for room in floor} == rooms
+    """A room that has gone leaves the lists."""
+    assert {"ottava", *OBSERVES, *MAY_OBSERVE} - {"ottava"} <= {module.room for module in MODULES.values()}
 
 
 def test_one_context_variable() -> None:
@@ -471,12 +430,10 @@ def missing_files(text: str, root: Path) -> list[str]:
 
 
 def test_design_page_names_real_files() -> None:
-    """Prose that names a file moves with the file, and the page's tree of floors is ours."""
+    """Prose that names a file moves with the file."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert missing_files(page, ROOT) == []
     assert missing_files("see `attic/gone.py` and `nn/linear.py`, pyproject.toml", ROOT) == ["attic/gone.py"]
-    rooms = re.findall(r"^  (\w+)(?:\.py|/) ", page, flags=re.MULTILINE)
-    assert set(rooms) == {room for floor in FLOORS for room in floor}
 
 
 def tracked_files() -> list[Path]:

@@ -1,8 +1,10 @@
-"""The drawing in docs/design.md is that of the code, and a circle cannot be drawn."""
+"""The picture in docs/design.md is that of the code, its figures keep their limits, and a circle cannot be drawn."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,36 @@ def load() -> Any:
     return module
 
 
-def test_the_drawing_is_that_of_the_code() -> None:
-    """Print it anew with `python docs/house.py`."""
-    drawing = load().draw()
-    assert drawing in (DOCS / "design.md").read_text(encoding="utf-8"), f"docs/design.md should show:\n{drawing}"
+def test_the_picture_is_that_of_the_code(tmp_path: Path) -> None:
+    """Write it anew with `python docs/house.py --write`."""
+    page = (DOCS / "design.md").read_text(encoding="utf-8")
+    assert f"```text\n{load().picture()}\n```" in page, "python docs/house.py --write"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "design.md").write_text("before\n\n```text\nsrc/ottava/\n  attic/\n```\n\nafter\n")
+    house = load()
+    house.ROOT = tmp_path
+    house.main("--write")
+    assert (tmp_path / "docs" / "design.md").read_text() == f"before\n\n```text\n{house.picture()}\n```\n\nafter\n"
+
+
+def test_the_figures_keep_their_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    """`./x house`. All are "at most", but comments are "at least"."""
+    house = load()
+    found = house.figures()
+    assert found.keys() == house.LIMITS.keys()
+    for name, value in found.items():
+        sign = -1 if name.startswith("comments") else 1
+        assert sign * value <= sign * house.LIMITS[name][0], f"{name}: {value}"
+    house.main("--figures")
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["files", f"{found['files']:,}", f"{house.LIMITS['files'][0]:,}", f"{house.LIMITS['files'][1]:,}"] in printed
+
+
+def test_what_an_import_loads_is_read_from_the_source_as_python_does_it() -> None:
+    """`import ottava.train.config` reaches most of the package: the same modules by reading as by running."""
+    script = "import ottava.train.config, sys; print(*(name for name in sys.modules if name.split('.')[0] == 'ottava'))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {name.partition(".")[2] for name in ran.stdout.split()} == load().behind("train.config", late=False)
 
 
 def test_rooms_are_stacked_and_circles_refused() -> None:

@@ -219,7 +219,8 @@ class Runner:
             self.launch(room, Mutant(source, 0, "", ""), copy, warm=True)
         passed = [self.wait() for _ in self.free]
         for copy in self.free:
-            for stale in (copy / "ottava" / "__pycache__").glob(f"{room.name}.*"):
+            changed = copy / "ottava" / f"{room.name}.py"
+            for stale in (changed.parent / "__pycache__").glob(f"{changed.stem}.*"):
                 stale.unlink()
         if any(mutant.killer for mutant in passed):
             sys.exit(f"{room.name}: its tests fail without a mutant: {[mutant.killer for mutant in passed]}")
